@@ -157,7 +157,7 @@ static void test_cost_model_counts_the_lanes_of_rows() {
     for (const int64_t rows : { 100, 5000 }) {
         for (const int64_t per_row : { 1, 100, 767, 768, 2047, 2048, 6999, 7000, 9999 }) {
             const macko_desc desc  = { rows, 20000, GGML_MACKO_TYPE_F16, 4, rows * per_row };
-            const int64_t    lanes = cuda_sparse_lanes(desc, rows * per_row, CUDA_SPARSE_LAYOUT_BANKED);
+            const int64_t    lanes = cuda_sparse_lanes(desc, rows * per_row, CUDA_SPARSE_LAYOUT_FUSED);
             const int64_t    want  = rows == 100 && per_row >= 2048 && per_row < 7000 ? 16 : gpu_row_lanes(per_row);
             CHECK(lanes == want, "%lld rows of %lld entries: %lld lanes", static_cast<long long>(rows),
                   static_cast<long long>(per_row), static_cast<long long>(lanes));

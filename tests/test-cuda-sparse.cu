@@ -96,7 +96,7 @@ struct test_matrix {
         const int64_t reserved =
             max_outliers < 0 ? enough : cuda_sparse_nbytes(desc(), padded, max_outliers, info.shared_nbytes);
         if (!memory) {
-            nbytes = std::max(enough, cuda_sparse_bind(desc(), padded, CUDA_SPARSE_LAYOUT_BANKED, 32, nullptr).nbytes);
+            nbytes = std::max(enough, cuda_sparse_bind(desc(), padded, CUDA_SPARSE_LAYOUT_FUSED, 32, nullptr).nbytes);
             CUDA_CHECK(cudaMalloc(&memory, static_cast<size_t>(nbytes)));
         }
         CUDA_CHECK(cudaMemset(memory, 0xa5, static_cast<size_t>(nbytes)));
@@ -299,10 +299,12 @@ static std::string name_of(uint64_t seed, const test_matrix & w, int64_t n) {
 static const int TYPES[] = { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 };
 static const int BITS[]  = { 1, 2, 4, 8 };
 
-// One of the numbers of runs per row that kernels are built for; FILE has none.
-static int32_t random_lanes(rng & random, int32_t layout, int32_t type, int32_t delta_bits) {
-    const lanes_range built = cuda_sparse_built_lanes(layout, type, delta_bits);
-    int32_t           lanes = 0;
+// One of the numbers of runs per row that kernels of FUSED or CODED are built for
+static int32_t random_lanes(rng & random, int32_t layout, const test_matrix & w) {
+    const bool    coded = layout == CUDA_SPARSE_LAYOUT_CODED, banked = w.cols >= CUDA_SPARSE_WIDE;
+    const int32_t bits  = coded || w.delta_bits == 8 ? 6 : std::max(w.delta_bits, 2);
+    const auto    built = cuda_sparse_built_lanes(layout, w.type, bits, banked && bits < 6);
+    int32_t       lanes = 0;
     while (!built.has(lanes)) {
         lanes = 8 << random.range(0, 2);
     }
@@ -314,7 +316,7 @@ static void test_random_shapes_and_layouts(cuda_sparse_uploader & uploader, int 
     const int64_t widths[]  = { 1,   2,   7,    8,    31,   32,   33,   63,   64,   97,    128,  255,
                                 300, 512, 1000, 2048, 2049, 3000, 4096, 4100, 5120, 11008, 12288 };
     const int64_t batches[] = { 1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 100, 257, 600 };
-    int           used[6]   = {};
+    int           used[2]   = {}; // FILE, FUSED
     for (int i = 0; i < n_cases; i++) {
         const uint64_t  seed = 1000 + static_cast<uint64_t>(i);
         rng             random(seed);
@@ -326,18 +328,17 @@ static void test_random_shapes_and_layouts(cuda_sparse_uploader & uploader, int 
                                                          : random.unit() * 0.9;
         const structure s = random.unit() < 0.7 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
         const int       type = random.unit() < 0.2 ? GGML_MACKO_TYPE_F32 : TYPES[random.range(0, 1)];
-        test_matrix     w(random, rows, cols, type, BITS[random.range(0, 3)], density, s);
+        test_matrix w(random, rows, cols, type, BITS[random.range(0, 3)], density, s, random.unit() < 0.7 ? 7.1 : 12);
         w.upload(random, uploader);
-        if (type != GGML_MACKO_TYPE_F32 && random.unit() < 0.5) { // another layout than the usual one, if it fits
-            const bool    banked = type == GGML_MACKO_TYPE_BF16 && random.unit() < 0.5; // F16 has no such kernels
-            const int32_t layout = w.delta_bits == 8 ? CUDA_SPARSE_LAYOUT_INTERLEAVED
-                                   : banked          ? CUDA_SPARSE_LAYOUT_BANKED
-                                                     : static_cast<int32_t>(random.range(0, 1));
-            if (!w.upload(random, uploader, layout, random_lanes(random, layout, type, w.delta_bits))) {
+        if (type != GGML_MACKO_TYPE_F32 && random.unit() < 0.5) { // other lanes than the usual ones, if that fits
+            constexpr int32_t FUSED = CUDA_SPARSE_LAYOUT_FUSED;
+            if (!w.upload(random, uploader, FUSED, random_lanes(random, FUSED, w))) {
                 w.upload(random, uploader);
             }
         }
-        used[w.device.layout]++;
+        if (w.device.layout <= CUDA_SPARSE_LAYOUT_FUSED) {
+            used[w.device.layout]++;
+        }
         int64_t n = batches[random.range(0, 14)];
         while (n > 1 && n * rows * cols > 40000000) {
             n /= 2;
@@ -346,17 +347,16 @@ static void test_random_shapes_and_layouts(cuda_sparse_uploader & uploader, int 
         check_densify(w, name);
         check_product(random, { &w }, n, random_options(random), name);
     }
-    for (int l = 0; l < 3 && n_cases >= 100; l++) {
-        CHECK(used[l] > n_cases / 20, "layout %s was used in only %d cases", cuda_sparse_layout_name(l), used[l]);
-    }
+    CHECK(std::min(used[0], used[1]) > n_cases / 5 || n_cases < 100, "FILE was used in %d cases, FUSED in %d", used[0],
+          used[1]);
 }
 
 // What the upload writes into a FUSED group, and what the kernels and the count of positions make of it.
 template <int BITS> static void check_fused_group(rng & random) {
-    group_bits<fused_f16, BITS> group   = {};
-    uint32_t * const            words   = &group.v.x;
-    constexpr int               ENTRIES = group_bits<fused_f16, BITS>::ENTRIES;
-    uint32_t                    values[ENTRIES], deltas[ENTRIES];
+    group_bits<fused<__half>, BITS> group   = {};
+    uint32_t * const                words   = &group.v.x;
+    constexpr int                   ENTRIES = group_bits<fused<__half>, BITS>::ENTRIES;
+    uint32_t                        values[ENTRIES], deltas[ENTRIES];
     for (int k = 0; k < ENTRIES; k++) {
         values[k] = static_cast<uint32_t>(random.range(0, fused_exponents(BITS))) << 10 |
                     static_cast<uint32_t>(random.range(0, 1023)) | static_cast<uint32_t>(random.range(0, 1)) << 15;
@@ -437,17 +437,18 @@ static int check_fused(cuda_sparse_uploader & uploader, uint64_t seed, fused_cas
     const int64_t   batches[] = { 1, 1, 2, 3, 5, 8, 17, 40 };
     rng             random(seed);
     const int64_t   cols = widths[random.range(0, 8)], rows = random.range(1, 150);
-    const structure s       = random.unit() < 0.7 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
-    const double    lowest  = static_cast<double>(random.range(-20, 2));
-    const double    binades = which == MIXED && random.unit() < 0.5 ? 3.1 : 7.1;
-    const double    density = 0.2 + random.unit() * 0.6;
-    test_matrix     w(random, rows, cols, GGML_MACKO_TYPE_F16,
+    const structure s    = random.unit() < 0.7 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
+    const int       type = random.unit() < 0.3 ? GGML_MACKO_TYPE_BF16 : GGML_MACKO_TYPE_F16;
+    const double    lowest =
+        static_cast<double>(type == GGML_MACKO_TYPE_BF16 ? random.range(-14, 16) : random.range(-20, 2));
+    const double binades = which == MIXED && random.unit() < 0.5 ? 3.1 : 7.1;
+    const double density = 0.2 + random.unit() * 0.6;
+    test_matrix  w(random, rows, cols, type,
                   which == MIXED         ? BITS[random.range(0, 2)]
-                      : which == WIDE_DELTAS ? BITS[random.range(2, 3)]
-                                             : 2,
-                      density, s, binades, lowest);
-    if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_FUSED,
-                  random_lanes(random, CUDA_SPARSE_LAYOUT_FUSED, GGML_MACKO_TYPE_F16, w.delta_bits))) {
+                   : which == WIDE_DELTAS ? BITS[random.range(2, 3)]
+                                          : 2,
+                   density, s, binades, lowest);
+    if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_FUSED, random_lanes(random, CUDA_SPARSE_LAYOUT_FUSED, w))) {
         w.upload(random, uploader);
     }
     const int64_t     n    = batches[random.range(0, 7)];
@@ -457,8 +458,9 @@ static int check_fused(cuda_sparse_uploader & uploader, uint64_t seed, fused_cas
     return w.device.layout == CUDA_SPARSE_LAYOUT_FUSED ? w.device.delta_bits : 0;
 }
 
-// Values of 14 bits, and of 13 and 14 from files with deltas of any width: every number of lanes, batches, matrices
-// whose values are small (F16 subnormals among them) and large, rows with many outliers.
+// Values of 14 bits, and of 13 and 14 from files with deltas of any width: both types, narrow matrices and wide ones,
+// every number of lanes, batches, matrices whose values are small (F16 subnormals among them) and large, rows with many
+// outliers.
 static void test_fused_products_of_any_values(cuda_sparse_uploader & uploader, int n_cases) {
     int fused = 0, used[7] = {}, wide[7] = {}; // used, wide: by bits of a delta
     for (int i = 0; i < n_cases; i++) {
@@ -468,7 +470,7 @@ static void test_fused_products_of_any_values(cuda_sparse_uploader & uploader, i
         wide[check_fused(uploader, seed, WIDE_DELTAS)]++;
     }
     CHECK(fused > n_cases / 2 || n_cases < 50, "the layout was FUSED in %d of %d cases only", fused, n_cases);
-    CHECK(std::min(used[2], used[3]) > n_cases / 6 || n_cases < 50, "of %d cases values had 14 bits in %d, 13 in %d",
+    CHECK(std::min(used[2], used[3]) > n_cases / 10 || n_cases < 50, "of %d cases values had 14 bits in %d, 13 in %d",
           n_cases, used[2], used[3]);
     CHECK(std::min(wide[4], wide[6]) > n_cases / 6 || n_cases < 50, "of %d cases deltas had 4 bits in %d, 6 in %d",
           n_cases, wide[4], wide[6]);
@@ -553,6 +555,13 @@ static void test_coded_matrices_stay_within_what_their_headers_reserve(cuda_spar
             }
         }
     }
+    // hardly any entries: what CODED has for each row is more than what is reserved
+    for (const int delta_bits : { 4, 8 }) {
+        rng         random(5);
+        test_matrix w(random, 3000, 2048, GGML_MACKO_TYPE_F16, delta_bits, 0.0005, UNIFORM, 2.9, -8, true);
+        w.upload(random, uploader); // sees that no bytes behind those are written
+        check_densify(w, "hardly any entries");
+    }
 }
 
 // x that is infinite, no number, tiny or huge, of a CODED matrix. A zero times an infinity is NaN in a dense product as
@@ -601,8 +610,8 @@ static void test_coded_products_of_odd_x(cuda_sparse_uploader & uploader) {
     }
 }
 
-// F16 matrices of 2048 columns and more are FUSED if that fits their memory; those with many outliers are INTERLEAVED.
-static void test_wide_f16_matrices_are_fused_where_that_fits(cuda_sparse_uploader & uploader) {
+// Matrices are FUSED if that fits their memory; those with many outliers stay as in the file.
+static void test_matrices_are_fused_where_that_fits(cuda_sparse_uploader & uploader) {
     using layout_and_bits = std::pair<int32_t, int32_t>;
     const auto layout_of  = [&](double binades, int lines, int delta_bits = 2, double density = 0.5) {
         rng         random(static_cast<uint64_t>(lines + 5));
@@ -620,18 +629,57 @@ static void test_wide_f16_matrices_are_fused_where_that_fits(cuda_sparse_uploade
         w.upload(random, uploader);
         return layout_and_bits(w.device.layout, w.device.delta_bits);
     };
-    const auto fused       = [](int32_t bits) { return layout_and_bits(CUDA_SPARSE_LAYOUT_FUSED, bits); };
-    const auto interleaved = [](int32_t bits) { return layout_and_bits(CUDA_SPARSE_LAYOUT_INTERLEAVED, bits); };
+    const auto fused = [](int32_t bits) { return layout_and_bits(CUDA_SPARSE_LAYOUT_FUSED, bits); };
+    const auto file  = [](int32_t bits) { return layout_and_bits(CUDA_SPARSE_LAYOUT_FILE, bits); };
     CHECK(layout_of(7.1, 0) == fused(2), "narrow values");
-    CHECK(layout_of(12, 0) == interleaved(2), "wide values");
+    CHECK(layout_of(12, 0) == file(2), "wide values");
     CHECK(layout_of(7.1, 60) == fused(2), "a row with many outliers");
     CHECK(layout_of(7.1, 2000) == fused(2), "a row of which nearly all values are outliers");
     CHECK(layout_of(3, 0) == fused(3), "values of three powers of two");
     CHECK(layout_of(3, 0, 4, 0.3) == fused(3), "the same, with deltas of 4 bits in the file");
     CHECK(layout_of(7.1, 0, 4, 0.3) == fused(4), "seven powers of two, with deltas of 4 bits in the file");
     CHECK(layout_of(7.1, 0, 8, 0.1) == fused(6), "the same, with deltas of 8 bits");
-    CHECK(layout_of(12, 0, 4, 0.3) == interleaved(4), "wide values, with deltas of 4 bits in the file");
+    CHECK(layout_of(12, 0, 4, 0.3) == file(4), "wide values, with deltas of 4 bits in the file");
     CHECK(layout_of(7.1, 0, 1, 0.7) == fused(2), "seven powers of two, with deltas of 1 bits in the file");
+    for (const int type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16 }) {
+        for (const int64_t cols : { 100, 500, 896, 2047, 2048, 4100 }) {
+            for (const int delta_bits : { 1, 2, 4, 8 }) {
+                rng          random(static_cast<uint64_t>(cols));
+                const double density = delta_bits == 8 ? 0.1 : delta_bits == 4 ? 0.3 : delta_bits == 2 ? 0.5 : 0.8;
+                test_matrix  w(random, 300, cols, type, delta_bits, density, UNIFORM, 7.1, -10);
+                w.upload(random, uploader);
+                CHECK(w.device.layout == CUDA_SPARSE_LAYOUT_FUSED &&
+                          (w.device.bank_width != 0) == (cols >= CUDA_SPARSE_WIDE && delta_bits < 8),
+                      "type %d, %lld columns, deltas of %d bits: %s, bank width %d", type, static_cast<long long>(cols),
+                      delta_bits, cuda_sparse_layout_name(w.device.layout), w.device.bank_width);
+            }
+        }
+    }
+}
+
+// Outliers are multiplied by 2^-exponent in float32: a matrix with one so small or large that it might lose bits stays
+// as in the file.
+static void test_fused_outliers_keep_their_bits(cuda_sparse_uploader & uploader) {
+    const auto layout_with = [&](uint16_t outlier) {
+        rng         random(17);
+        test_matrix w(random, 40, 4096, GGML_MACKO_TYPE_BF16, 2, 0.5, UNIFORM, 7.1, -10);
+        for (int64_t k = w.row_ptr[7]; k < w.row_ptr[8]; k++) {
+            uint16_t v;
+            memcpy(&v, &w.values[static_cast<size_t>(k) * 2], 2);
+            if ((v & 0x7fff) != 0) {
+                memcpy(&w.values[static_cast<size_t>(k) * 2], &outlier, 2);
+                break;
+            }
+        }
+        w.upload(random, uploader);
+        return w.device.layout;
+    };
+    for (const uint16_t fits : { 0x3f80, 0x1280, 0x6cff }) { // 1, 2^-90, almost 2^91
+        CHECK(layout_with(fits) == CUDA_SPARSE_LAYOUT_FUSED, "%x", fits);
+    }
+    for (const uint16_t unfit : { 0x0001, 0x127f, 0x6d00, 0xff7f }) { // the least number, below 2^-90, 2^91, the least
+        CHECK(layout_with(unfit) == CUDA_SPARSE_LAYOUT_FILE, "%x", unfit);
+    }
 }
 
 // More rows than are resident on the GPU at a time: each is written where others have been.
@@ -641,16 +689,11 @@ static void test_densify_of_more_rows_than_resident_blocks(cuda_sparse_uploader 
         for (const structure s : { UNIFORM, UNEVEN, BANDED }) {
             const double density = delta_bits == 8 ? 0.08 : delta_bits == 4 ? 0.3 : 0.5;
             test_matrix  w(random, 16001, random.range(2, 40) * 8, GGML_MACKO_TYPE_F16, delta_bits, density, s,
-                          delta_bits == 2 || delta_bits == 8 ? 7.1
-                           : delta_bits == 4                  ? 3.1
-                                                              : 12,
-                           -8, s == UNEVEN);
+                          delta_bits == 4 ? 3.1 : 7.1, -8, s == UNEVEN);
             if (s == UNEVEN && w.upload(random, uploader, CUDA_SPARSE_LAYOUT_CODED, CODED_LANES)) {
                 check_densify(w, "many rows, coded, " + std::to_string(delta_bits) + " bits");
             }
-            if (delta_bits == 1 || !w.upload(random, uploader, CUDA_SPARSE_LAYOUT_FUSED, 8)) {
-                w.upload(random, uploader);
-            }
+            w.upload(random, uploader, s == BANDED ? CUDA_SPARSE_LAYOUT_FILE : -1);
             check_densify(w, "many rows, " + std::to_string(delta_bits) + " bits");
         }
     }
@@ -696,7 +739,7 @@ static void test_products_by_tiles(cuda_sparse_uploader & uploader, int n_cases)
                                                 : 7.1,
                           static_cast<double>(random.range(-20, 2)), coded);
         const int32_t   layout = coded ? CUDA_SPARSE_LAYOUT_CODED : CUDA_SPARSE_LAYOUT_FUSED;
-        if (!w.upload(random, uploader, layout, random_lanes(random, layout, type, w.delta_bits))) {
+        if (!w.upload(random, uploader, layout, random_lanes(random, layout, w))) {
             w.upload(random, uploader);
         }
         tiles[coded] +=
@@ -708,7 +751,7 @@ static void test_products_by_tiles(cuda_sparse_uploader & uploader, int n_cases)
 }
 
 static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t n_seeds) {
-    int n_fused = 0, n_banked = 0, n_coded = 0;
+    int n_fused = 0, n_bf16 = 0, n_coded = 0;
     for (uint64_t seed = 1; seed <= n_seeds; seed++) {
         rng           random(seed);
         const int64_t cols = seed % 3 == 0 ? 300 : seed % 3 == 1 ? 2048 : 4096;
@@ -726,16 +769,10 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t
         };
         if (seed % 4 == 0) {
             all(CUDA_SPARSE_LAYOUT_FILE, 0);
-        } else if (seed % 4 == 2 && bits < 8 &&
-                   all(CUDA_SPARSE_LAYOUT_FUSED, random_lanes(random, CUDA_SPARSE_LAYOUT_FUSED, type, bits))) {
-            n_fused++; // exponents of their own
         } else if ((cut || seed % 8 == 7) && all(CUDA_SPARSE_LAYOUT_CODED, CODED_LANES)) {
             n_coded++; // exponents of their own
-        } else if (seed % 4 == 3 && bits < 8 &&
-                   all(CUDA_SPARSE_LAYOUT_BANKED, random_lanes(random, CUDA_SPARSE_LAYOUT_BANKED, type, bits))) {
-            n_banked++;
-        } else {
-            all(CUDA_SPARSE_LAYOUT_INTERLEAVED, 8);
+        } else if (all(CUDA_SPARSE_LAYOUT_FUSED, random_lanes(random, CUDA_SPARSE_LAYOUT_FUSED, a))) {
+            (type == GGML_MACKO_TYPE_F16 ? n_fused : n_bf16)++; // exponents of their own
         }
         for (const int64_t n : { 1, 3, 6, 20 }) {
             options o;
@@ -746,8 +783,8 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t
             check_product(random, { &a, &b }, n, o, "gate and up, " + name_of(seed, a, n));
         }
     }
-    CHECK(std::min({ n_fused, n_banked, n_coded }) > 0 || n_seeds < 24, "%d were fused, %d banked, %d coded", n_fused,
-          n_banked, n_coded);
+    CHECK(std::min({ n_fused, n_bf16, n_coded }) > 0 || n_seeds < 24, "%d were fused, %d of BF16, %d coded", n_fused,
+          n_bf16, n_coded);
 }
 
 // The rows of an expert, ids from device memory, ids out of range.
@@ -755,9 +792,10 @@ static void test_experts_and_ids_out_of_range(cuda_sparse_uploader & uploader) {
     for (uint64_t seed = 1; seed <= 8; seed++) {
         rng           random(seed);
         const int64_t rows = random.range(3, 70), cols = seed % 2 ? 2100 : 200, ldx = seed % 3 ? cols : 0;
-        test_matrix   w(random, N_EXPERTS * rows, cols, GGML_MACKO_TYPE_BF16, 4, 0.3, UNIFORM, seed == 7 ? 2.9 : 12);
+        test_matrix   w(random, N_EXPERTS * rows, cols, GGML_MACKO_TYPE_BF16, 4, 0.3, UNIFORM, seed == 7 ? 2.9 : 7.1);
         w.upload(random, uploader);
-        CHECK(seed != 7 || w.device.layout == CUDA_SPARSE_LAYOUT_CODED, "layout %d", w.device.layout);
+        CHECK(w.device.layout == (seed == 7 ? CUDA_SPARSE_LAYOUT_CODED : CUDA_SPARSE_LAYOUT_FUSED), "layout %d",
+              w.device.layout);
         if (seed == 3) {
             w.upload(random, uploader, CUDA_SPARSE_LAYOUT_FILE, 0);
         }
@@ -785,14 +823,14 @@ static void test_experts_and_ids_out_of_range(cuda_sparse_uploader & uploader) {
     }
 }
 
-// Rows pruned to the same number of entries, as some methods do: 6 of 8 entries of the last group of each row are
-// empty. They fit the reserved memory all the same.
-static void test_rows_of_equal_length_are_interleaved(cuda_sparse_uploader & uploader) {
+// Rows pruned to the same number of entries, as some methods do, have as many groups each. They fit the reserved memory
+// all the same.
+static void test_rows_of_equal_length_are_fused(cuda_sparse_uploader & uploader) {
     rng         random(7);
-    test_matrix w(random, 200, 4096, GGML_MACKO_TYPE_F16, 8, 0.1, EQUAL_ROWS);
+    test_matrix w(random, 200, 4096, GGML_MACKO_TYPE_F16, 8, 0.1, EQUAL_ROWS, 7.1);
     CHECK(w.coded.nnz == 200 * 410, "%lld entries", static_cast<long long>(w.coded.nnz));
     w.upload(random, uploader);
-    CHECK(w.device.layout == CUDA_SPARSE_LAYOUT_INTERLEAVED, "layout %d", w.device.layout);
+    CHECK(w.device.layout == CUDA_SPARSE_LAYOUT_FUSED, "layout %d", w.device.layout);
     check_product(random, { &w }, 1, {}, "equal rows");
     check_densify(w, "equal rows");
 }
@@ -840,7 +878,7 @@ static void test_memory_stays_near_the_file() {
             const double     file  = static_cast<double>(padded * 2 + deltas_nbytes(padded, best) + 4 * (rows + 1));
             const double     ratio = static_cast<double>(cuda_sparse_nbytes(desc, padded)) / file;
             const double per_row = d * static_cast<double>(cols); // in short rows bases and half-full groups weigh more
-            const double limit   = per_row >= 1000 ? 1.02 : per_row >= 400 ? 1.03 : per_row >= 200 ? 1.06 : 1.11;
+            const double limit   = per_row >= 1000 ? 1.02 : per_row >= 400 ? 1.045 : per_row >= 200 ? 1.06 : 1.11;
             CHECK(ratio <= limit, "%lld cols, density %.2f: %.4f of the file's bytes", static_cast<long long>(cols), d,
                   ratio);
         }
@@ -890,7 +928,8 @@ int main(int argc, char ** argv) {
         test_x_that_does_not_fit_shared_memory(*uploader);
     }
     test_fused_products_of_any_values(*uploader, n_cases / 2);
-    test_wide_f16_matrices_are_fused_where_that_fits(*uploader);
+    test_matrices_are_fused_where_that_fits(*uploader);
+    test_fused_outliers_keep_their_bits(*uploader);
     test_coded_products_of_any_values(*uploader, n_cases);
     test_values_of_few_exponents_are_coded(*uploader);
     test_coded_matrices_stay_within_what_their_headers_reserve(*uploader);
@@ -899,7 +938,7 @@ int main(int argc, char ** argv) {
     test_densify_of_more_rows_than_resident_blocks(*uploader);
     test_matrices_that_share_x(*uploader, n_cases >= 100 ? 24 : 4);
     test_experts_and_ids_out_of_range(*uploader);
-    test_rows_of_equal_length_are_interleaved(*uploader);
+    test_rows_of_equal_length_are_fused(*uploader);
     test_repeats_are_bit_identical(*uploader, n_cases >= 100 ? 100 : 3);
     return test_summary("test-cuda-sparse");
 }

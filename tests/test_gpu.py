@@ -524,7 +524,7 @@ def test_bench_writes_a_tuning_report(tmp_path, macko):
     for matrix in tuning.by_matrix(records):
         own, *others = matrix
         assert own["chosen"] and not any(r["chosen"] for r in others)
-        assert {"file", "interleaved", "fused"} <= {r["layout"] for r in matrix}
+        assert {"file", "fused"} <= {r["layout"] for r in matrix}
         assert len({tuning.layout_name(r) for r in matrix}) == len(matrix)
         assert all(r["us"] > 0 and 32 <= r["threads"] <= 1024 and r["blocks"] > 0 for r in matrix)
     columns = [r for r in records if r["record"] == "columns"]

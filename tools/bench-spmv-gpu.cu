@@ -420,8 +420,7 @@ double read_nbytes(const cuda_sparse_matrix & w) {
         const int64_t group = w.layout == CUDA_SPARSE_LAYOUT_CODED ? coded_group_nbytes(w.delta_bits) : 16;
         return static_cast<double>(end * group) + of_rows + static_cast<double>(w.rows) * 2;
     }
-    const double entries = w.layout == CUDA_SPARSE_LAYOUT_FILE ? end : end * static_cast<double>(CUDA_SPARSE_GROUP);
-    return entries * (static_cast<double>(value_nbytes(w.type)) + w.delta_bits / 8.0) + of_rows;
+    return end * (static_cast<double>(value_nbytes(w.type)) + w.delta_bits / 8.0) + of_rows;
 }
 
 // the same matrix, copied as it is to another place

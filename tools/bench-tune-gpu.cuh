@@ -108,13 +108,16 @@ private:
     // layouts and lanes for which there may be kernels
     static std::vector<layout_choice> choices_of(const macko_desc & desc) {
         std::vector<layout_choice> choices = { { CUDA_SPARSE_LAYOUT_FILE, 0 } };
-        for (const int32_t layout : { CUDA_SPARSE_LAYOUT_INTERLEAVED, CUDA_SPARSE_LAYOUT_BANKED,
-                                      CUDA_SPARSE_LAYOUT_FUSED, CUDA_SPARSE_LAYOUT_CODED }) {
-            // FUSED and CODED get deltas of another width: all lanes that any of them has
-            const bool    own_deltas = layout == CUDA_SPARSE_LAYOUT_FUSED || layout == CUDA_SPARSE_LAYOUT_CODED;
-            const int32_t bits       = own_deltas ? 8 : desc.delta_bits;
+        for (const int32_t layout : { CUDA_SPARSE_LAYOUT_FUSED, CUDA_SPARSE_LAYOUT_CODED }) {
+            // deltas get another width: all lanes that any of them has
+            const auto built = [&](int32_t lanes) {
+                const bool banked = desc.cols >= CUDA_SPARSE_WIDE;
+                return cuda_sparse_built_lanes(layout, desc.type, 2, banked).has(lanes) ||
+                       cuda_sparse_built_lanes(layout, desc.type, 3, banked).has(lanes) ||
+                       cuda_sparse_built_lanes(layout, desc.type, 6, false).has(lanes);
+            };
             for (const int32_t lanes : { 8, 16, 32 }) {
-                if (cuda_sparse_built_lanes(layout, desc.type, bits).has(lanes)) {
+                if (built(lanes)) {
                     choices.push_back({ layout, lanes });
                 }
             }

@@ -11,9 +11,9 @@ template <typename X> static cudaError_t launch_coded_bits(sparse_launch & p, in
     }
 }
 
-cudaError_t launch_coded(sparse_launch & p, int32_t type, int nx, int grid_y, cudaStream_t stream) {
-    return type == GGML_MACKO_TYPE_F16 ? launch_coded_bits<__half>(p, nx, grid_y, stream)
-                                       : launch_coded_bits<__nv_bfloat16>(p, nx, grid_y, stream);
+cudaError_t launch_coded(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
+    return p.m[0].bf16 ? launch_coded_bits<__nv_bfloat16>(p, nx, grid_y, stream)
+                       : launch_coded_bits<__half>(p, nx, grid_y, stream);
 }
 
 } // namespace macko::cuda

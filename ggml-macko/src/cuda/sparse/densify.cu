@@ -8,7 +8,7 @@
 
 namespace macko::cuda {
 
-// ---- INTERLEAVED, BANKED, FUSED, CODED ----
+// ---- FUSED, CODED ----
 
 struct densify_params {
     cuda_sparse_matrix m;
@@ -25,21 +25,9 @@ struct densify_params {
 constexpr int MAX_DENSIFY_WARPS = 4;
 
 // Positions are counted in units of 2^-SHIFT bytes of 16-bit columns, STEP units from one delta step to the next:
-// set_weights() divides STEP by up to 16 for deltas of 4 bits, 64 for those of 2, 128 for those of 1.
-template <int BITS, bool BANKED> constexpr uint32_t DENSIFY_SHIFT = BANKED ? (BITS == 1 ? 1 : 0) : BITS < 6 ? 6 : 0;
+// set_fused_weights() and set_coded_weights() divide STEP by up to 64.
+template <int BITS, bool BANKED> constexpr uint32_t DENSIFY_SHIFT = !BANKED && BITS < 6 ? 6 : 0;
 template <int BITS, bool BANKED> constexpr uint32_t DENSIFY_STEP  = (BANKED ? 64u : 2u) << DENSIFY_SHIFT<BITS, BANKED>;
-
-// a value of a group (CODED: times its power already), and one of an outlier, as the matrix has it
-template <typename T> __device__ __forceinline__ uint16_t dense_bits(uint16_t value, float power) {
-    if constexpr (std::is_same<T, fused_f16>::value) {
-        return from_fused(value, power);
-    } else {
-        return value;
-    }
-}
-template <typename T> __device__ __forceinline__ uint16_t outlier_bits(uint32_t value) {
-    return is_coded<T> ? narrowed(value, std::is_same<value16<T>, __nv_bfloat16>::value) : static_cast<uint16_t>(value);
-}
 
 // A block per row (with fewer than 32 runs, per several rows): zeros in shared memory, entries scattered to their
 // columns there, then one pass to dst. Each warp has a share of the groups of every run; the sum of the deltas in front
@@ -47,9 +35,8 @@ template <typename T> __device__ __forceinline__ uint16_t outlier_bits(uint32_t 
 template <typename T, int BITS, bool BANKED>
 __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
     densify_interleaved_kernel(const __grid_constant__ densify_params p) {
-    constexpr int  DEPTH   = 4; // groups requested at a time
-    constexpr bool TAILS   = has_tails<T>;
-    constexpr int  ENTRIES = group_bits<T, BITS>::ENTRIES, PARTS = group_bits<T, BITS>::PARTS,
+    constexpr int DEPTH   = 4; // groups requested at a time
+    constexpr int ENTRIES = group_bits<T, BITS>::ENTRIES, PARTS = group_bits<T, BITS>::PARTS,
                   PER_PART  = ENTRIES / PARTS;
     constexpr uint32_t STEP = DENSIFY_STEP<BITS, BANKED>, shift = DENSIFY_SHIFT<BITS, BANKED>;
     extern __shared__ __align__(16) uint16_t dense[];
@@ -61,34 +48,34 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
     const int                                pitch = p.pitch;
     // minus the bytes of all positions of a row; only used if BANKED
     const uint32_t negative = 2 - 64 * static_cast<uint32_t>(m.bank_width);
-    const float    power    = __int_as_float((127 + m.exponent) << 23);      // 2^exponent
+    const float    power    = __int_as_float((127 + m.exponent) << 23); // 2^exponent
+    const bool     bf16     = is_coded<T> ? is_bf16<T> : m.type == GGML_MACKO_TYPE_BF16;
     char *         mine     = reinterpret_cast<char *>(dense + sub * pitch); // only touched if sub < rows
     cuda_wait_for_previous();
     cuda_allow_next();
 
     // this thread's share of a row: groups from ... to-1 of its run
     row_span            span;
-    int                 from, to, last_group, end = 0, end_of_outliers = 0;
+    int                 from, to, end = 0, end_of_outliers = 0;
     uint32_t            base;
     group_bits<T, BITS> bits[DEPTH];
     const auto          load = [&](int first) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             if (first + d < to) {
-                bits[d].load(m.values, m.deltas, span.slot(lane, lanes, first + d));
+                bits[d].load(m.values, span.slot(lane, lanes, first + d));
             }
         }
     };
     const auto begin_rows = [&](int64_t row0) {
         const int64_t row  = row0 + sub;
         const bool    here = row < p.row_end && sub < rows;
-        span               = here ? row_span(m.row_ptr[row], m.row_ptr[row + 1], TAILS ? m.tails[row] : 0) : row_span();
+        span               = here ? row_span(m.row_ptr[row], m.row_ptr[row + 1], m.tails[row]) : row_span();
         base               = here ? m.bases[row * lanes + lane] : 0;
         const int first = span.first_step(lane), own = span.end_step(lane, lanes) - first;
         from = first + own * warp / warps;
         to   = first + own * (warp + 1) / warps;
         end = span.end_step(lane, lanes), end_of_outliers = span.end_of_outliers(lane, lanes);
-        last_group = own > 0 && span.n_before(lane + 1, lanes) == span.groups ? first + own - 1 : -1; // of the row
         load(from);
     };
 
@@ -112,7 +99,7 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
 #pragma unroll 4
             for (int s = from + DEPTH; s < to; s++) {
                 group_bits<T, BITS> c;
-                c.load(m.values, m.deltas, span.slot(lane, lanes, s));
+                c.load(m.values, span.slot(lane, lanes, s));
                 add(c);
             }
 #pragma unroll
@@ -134,11 +121,8 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
 #pragma unroll
             for (int d = 0; d < DEPTH; d++) {
                 if (s + d < to) {
-                    // FUSED and CODED: what is zero here may be an outlier. Fillers behind the last entry of a row
-                    // would hit the first ones.
-                    const bool skips_zeros = TAILS || (BANKED && s + d == last_group);
-                    const auto scatter     = [&](auto part) {
-                        uint32_t pairs[PER_PART / 2]; // CODED
+                    const auto scatter = [&](auto part) {
+                        [[maybe_unused]] uint32_t pairs[PER_PART / 2]; // CODED
                         if constexpr (is_coded<T>) {
                             bits[d].template scaled<decltype(part)::value>(pairs, __float_as_uint(power));
                         }
@@ -155,8 +139,11 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
                             if (BANKED) {
                                 to = wrap(to, negative);
                             }
-                            if (!skips_zeros || value != 0) {
-                                *reinterpret_cast<uint16_t *>(mine + to) = dense_bits<T>(value, power);
+                            // What is zero here may be an outlier, and fillers behind the last entry of a row would
+                            // hit the first ones.
+                            if (value != 0) {
+                                *reinterpret_cast<uint16_t *>(mine + to) =
+                                    is_coded<T> ? value : from_fused(value, power, bf16);
                             }
                         });
                         at += PER_PART * STEP;
@@ -172,17 +159,16 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
             }
             load(s + DEPTH);
         }
-        if constexpr (TAILS) {
-            if (warp == 0) {
-                for (int step = end; step < end_of_outliers; step++) {
-                    group_bits<T, BITS> outliers;
-                    outliers.load(m.values, m.deltas, span.slot(lane, lanes, step));
-                    outliers.for_each_outlier([&](int, uint32_t column, uint32_t value) {
-                        if (value != 0) {
-                            *reinterpret_cast<uint16_t *>(mine + column * 2) = outlier_bits<T>(value);
-                        }
-                    });
-                }
+        if (warp == 0) {
+            for (int step = end; step < end_of_outliers; step++) {
+                group_bits<T, BITS> outliers;
+                outliers.load(m.values, span.slot(lane, lanes, step));
+                outliers.for_each_outlier([&](int, uint32_t column, uint32_t value) {
+                    if (value != 0) {
+                        *reinterpret_cast<uint16_t *>(mine + column * 2) =
+                            is_coded<T> ? narrowed(value, bf16) : static_cast<uint16_t>(value);
+                    }
+                });
             }
         }
         __syncthreads();
@@ -211,10 +197,8 @@ static cudaError_t launch_densify_interleaved(densify_params & p, cudaStream_t s
     CUDA_TRY(cuda_current_device(&device));
     if (is_coded<T>) {
         set_coded_weights(p.weight, BITS, DENSIFY_STEP<BITS, BANKED>);
-    } else if (std::is_same<T, fused_f16>::value) {
-        set_fused_weights(p.weight, BITS, DENSIFY_STEP<BITS, BANKED>);
     } else {
-        set_weights(p.weight, BITS, DENSIFY_STEP<BITS, BANKED>);
+        set_fused_weights(p.weight, BITS, DENSIFY_STEP<BITS, BANKED>);
     }
     const auto kernel = densify_interleaved_kernel<T, BITS, BANKED>;
     p.pitch           = static_cast<int32_t>(
@@ -242,19 +226,19 @@ template <typename X> static cudaError_t launch_densify_coded(densify_params & p
     }
 }
 
-static cudaError_t launch_densify_bits(densify_params & p, cudaStream_t stream) {
+// F16 and BF16 matrices share kernels
+static cudaError_t launch_densify_fused(densify_params & p, cudaStream_t stream) {
+    using T           = fused<__half>;
     const bool banked = p.m.bank_width != 0;
-    switch (p.m.delta_bits) { // __half: any 16 bits
-        case 1:
-            return banked ? launch_densify_interleaved<__half, 1, true>(p, stream)
-                          : launch_densify_interleaved<__half, 1, false>(p, stream);
+    switch (p.m.delta_bits) {
         case 2:
-            return banked ? launch_densify_interleaved<__half, 2, true>(p, stream)
-                          : launch_densify_interleaved<__half, 2, false>(p, stream);
+            return banked ? launch_densify_interleaved<T, 2, true>(p, stream)
+                          : launch_densify_interleaved<T, 2, false>(p, stream);
+        case 3: return launch_densify_interleaved<T, 3, true>(p, stream);
         case 4:
-            return banked ? launch_densify_interleaved<__half, 4, true>(p, stream)
-                          : launch_densify_interleaved<__half, 4, false>(p, stream);
-        default: return launch_densify_interleaved<__half, 8, false>(p, stream);
+            return banked ? launch_densify_interleaved<T, 4, true>(p, stream)
+                          : launch_densify_interleaved<T, 4, false>(p, stream);
+        default: return launch_densify_interleaved<T, 6, false>(p, stream);
     }
 }
 
@@ -318,18 +302,10 @@ cudaError_t cuda_sparse_densify(const cuda_sparse_matrix & w, int64_t row_begin,
     const bool     aligned = reinterpret_cast<uintptr_t>(dst) % 16 == 0 && ld % 8 == 0 && w.cols % 8 == 0;
     densify_params p       = { w, row_begin, row_end, static_cast<uint16_t *>(dst), ld, 1, 0, aligned ? 8 : 1, {} };
     if (w.layout == CUDA_SPARSE_LAYOUT_FUSED) {
-        switch (w.delta_bits) {
-            case 2:  return launch_densify_interleaved<fused_f16, 2, true>(p, stream);
-            case 3:  return launch_densify_interleaved<fused_f16, 3, true>(p, stream);
-            case 4:  return launch_densify_interleaved<fused_f16, 4, true>(p, stream);
-            default: return launch_densify_interleaved<fused_f16, 6, false>(p, stream);
-        }
+        return launch_densify_fused(p, stream);
     }
-    if (w.layout == CUDA_SPARSE_LAYOUT_CODED) {
-        return w.type == GGML_MACKO_TYPE_F16 ? launch_densify_coded<__half>(p, stream)
-                                             : launch_densify_coded<__nv_bfloat16>(p, stream);
-    }
-    return launch_densify_bits(p, stream);
+    return w.type == GGML_MACKO_TYPE_F16 ? launch_densify_coded<__half>(p, stream)
+                                         : launch_densify_coded<__nv_bfloat16>(p, stream);
 }
 
 } // namespace macko::cuda

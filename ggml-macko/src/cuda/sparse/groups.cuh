@@ -1,5 +1,5 @@
-// A group of the layouts INTERLEAVED, BANKED, FUSED and CODED (layout.h): how its values and deltas are loaded, and how
-// dp4a turns deltas into addresses. Device code; no launches.
+// A group of the layouts FUSED and CODED (layout.h): how its values and deltas are loaded, and how dp4a turns deltas into
+// addresses. Device code; no launches.
 #pragma once
 
 #include "cuda/lib/common.cuh"
@@ -35,50 +35,6 @@ template <int K> __device__ __forceinline__ uint16_t half_of(const uint4 & v) {
     const uint32_t w = K / 2 == 0 ? v.x : K / 2 == 1 ? v.y : K / 2 == 2 ? v.z : v.w;
     return static_cast<uint16_t>(K % 2 ? w >> 16 : w);
 }
-
-template <typename T> struct group_values {
-    uint4                           v;
-    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) {
-        v = load_streaming(reinterpret_cast<const uint4 *>(p) + g);
-    }
-    template <int K> __device__ __forceinline__ float get() const {
-        return half_word < K % 2 == 1 > (T(), K / 2 == 0 ? v.x : K / 2 == 1 ? v.y : K / 2 == 2 ? v.z : v.w);
-    }
-    template <int K> __device__ __forceinline__ uint16_t half() const { return half_of<K>(v); }
-};
-// lo, hi: the deltas of entries 0-3 and 4-7, one per byte. They stay where they are in the byte: weight[] makes up for
-// it.
-template <int BITS> struct group_deltas;
-template <> struct group_deltas<8> {
-    uint2                           c;
-    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) {
-        c = load_streaming(reinterpret_cast<const uint2 *>(p) + g);
-    }
-    __device__ __forceinline__ uint32_t lo() const { return c.x; }
-    __device__ __forceinline__ uint32_t hi() const { return c.y; }
-};
-template <> struct group_deltas<4> {
-    uint32_t                        c;
-    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) {
-        c = load_streaming(reinterpret_cast<const uint32_t *>(p) + g);
-    }
-    __device__ __forceinline__ uint32_t lo() const { return c & 0x0f0f0f0fu; }
-    __device__ __forceinline__ uint32_t hi() const { return c & 0xf0f0f0f0u; }
-};
-template <> struct group_deltas<2> {
-    uint32_t                        c;
-    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) {
-        c = load_streaming(reinterpret_cast<const uint16_t *>(p) + g);
-    }
-    __device__ __forceinline__ uint32_t lo() const { return __byte_perm(c, 0, 0x0000) & 0xc0300c03u; }
-    __device__ __forceinline__ uint32_t hi() const { return __byte_perm(c, 0, 0x1111) & 0xc0300c03u; }
-};
-template <> struct group_deltas<1> {
-    uint32_t                            c;
-    __device__ __forceinline__ void     load(const uint8_t * p, int64_t g) { c = load_streaming(p + g); }
-    __device__ __forceinline__ uint32_t lo() const { return __byte_perm(c, 0, 0x0000) & 0x08040201u; }
-    __device__ __forceinline__ uint32_t hi() const { return __byte_perm(c, 0, 0x0000) & 0x80402010u; }
-};
 
 // c + the dot product of the four bytes of a and of b; on the host as well, for the tests
 __host__ __device__ __forceinline__ uint32_t dot4(uint32_t a, uint32_t b, uint32_t c) {
@@ -118,16 +74,15 @@ __host__ __device__ __forceinline__ uint32_t walk_deltas(uint32_t lo, uint32_t h
     return walk_quad<4>(hi, walk_quad<0>(lo, at, weight, entry), weight, entry);
 }
 
-// tags of FUSED and of CODED values, and the 16-bit type of the matrix
-struct fused_f16 {};
-template <typename T> struct coded {
-    using type = T;
-};
+// tags of FUSED and of CODED values, by the 16-bit type of the matrix
+template <typename T> struct fused {};
+template <typename T> struct coded {};
+// the 16-bit type; of other types the type itself
 template <typename T> struct value16_of {
     using type = T;
 };
-template <> struct value16_of<fused_f16> {
-    using type = __half;
+template <typename T> struct value16_of<fused<T>> {
+    using type = T;
 };
 template <typename T> struct value16_of<coded<T>> {
     using type = T;
@@ -136,38 +91,32 @@ template <typename T> using value16 = typename value16_of<T>::type;
 
 template <typename T> constexpr bool is_coded           = false;
 template <typename T> constexpr bool is_coded<coded<T>> = true;
-// groups of outliers and unused groups stand behind those of a row
-template <typename T> constexpr bool has_tails = is_coded<T> || std::is_same<T, fused_f16>::value;
+template <typename T> constexpr bool is_bf16            = std::is_same<value16<T>, __nv_bfloat16>::value;
+
+// a value of 16 bits as a float, and back
+__device__ __forceinline__ uint32_t widened(uint16_t bits, bool bf16) {
+    return bf16 ? static_cast<uint32_t>(bits) << 16 : __float_as_uint(__half2float(__ushort_as_half(bits)));
+}
+__device__ __forceinline__ uint16_t narrowed(uint32_t f, bool bf16) {
+    return bf16 ? static_cast<uint16_t>(f >> 16) : __half_as_ushort(__float2half_rn(__uint_as_float(f)));
+}
+
+// ---- FUSED ----
 
 // the values and the deltas of a group
-template <typename T, int BITS> struct group_bits {
-    static constexpr int            ENTRIES = static_cast<int>(CUDA_SPARSE_GROUP);
-    static constexpr int            PARTS   = 1; // after each a position is reduced
-    group_values<T>                 values;
-    group_deltas<BITS>              deltas;
-    __device__ __forceinline__ void load(const uint8_t * v, const uint8_t * c, int64_t g) {
-        values.load(v, g);
-        deltas.load(c, g);
-    }
-    template <int K> __device__ __forceinline__ uint16_t half() const { return values.template half<K>(); }
-    template <int K> __device__ __forceinline__ float    get(uint32_t) const { return values.template get<K>(); }
-    template <int PART, typename F>
-    __device__ __forceinline__ uint32_t walk(uint32_t at, const uint32_t * weight, F && entry) const {
-        return walk_deltas(deltas.lo(), deltas.hi(), at, weight, entry);
-    }
-};
-template <int BITS> struct group_bits<fused_f16, BITS> {
+template <typename T, int BITS> struct group_bits;
+template <typename X, int BITS> struct group_bits<fused<X>, BITS> {
     static constexpr int ENTRIES = static_cast<int>(fused_entries(BITS));
-    static constexpr int PARTS   = 1;
+    static constexpr int PARTS   = 1; // after each a position is reduced
     // the free bits of two values, below their signs
     static constexpr uint32_t                 FREE = (0x8000u - (0x8000u >> (BITS == 3 ? 3 : 2))) * 0x10001u;
     uint4                                     v;
     __host__ __device__ __forceinline__ uint4 words() const {
         return make_uint4(v.x & ~FREE, v.y & ~FREE, v.z & ~FREE, BITS >= 4 ? v.w : v.w & ~FREE);
     }
-    __device__ __forceinline__ void load(const uint8_t * p, const uint8_t *, int64_t g) { load(values_at(p, g)); }
+    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { load(values_at(p, g)); }
     // the group in slot g of row_span
-    static constexpr int                              NBYTES = 16;
+    static constexpr int                              NBYTES = static_cast<int>(FUSED_GROUP_NBYTES);
     __device__ __forceinline__ static const uint8_t * values_at(const uint8_t * p, int64_t g) { return p + g * NBYTES; }
     __device__ __forceinline__ void                   load(const uint8_t * at) {
         v = load_streaming(reinterpret_cast<const uint4 *>(at));
@@ -254,30 +203,32 @@ __host__ __device__ __forceinline__ int fused_delta(const uint32_t * words, int 
 
 // the exponents that a value has beside a delta of delta_bits
 constexpr int fused_exponents(int delta_bits) { return delta_bits == 3 ? 3 : 7; }
-// The F16 that is `bits` times 2^-exponent and leaves free the bits between sign and exponent that deltas take. -1 if
-// there is none: the value is an outlier.
-__device__ __forceinline__ int to_fused(uint16_t bits, int exponent, int delta_bits) {
-    const int sign = bits & 0x8000, e = bits >> 10 & 31, moved = e - exponent;
-    if ((bits & 0x7fff) == 0 || (e < 31 && moved >= 1 && moved <= fused_exponents(delta_bits))) {
-        return (bits & 0x7fff) == 0 ? sign : sign | moved << 10 | (bits & 0x3ff);
+constexpr int FUSED_BIAS = 127 - 15; // between the exponents of float and F16
+// The F16 that is the float f, an F16 or BF16 number, times 2^-exponent and leaves free the bits between sign and
+// exponent that deltas take. -1 if there is none: the value is an outlier.
+__device__ __forceinline__ int to_fused(uint32_t f, int exponent, int delta_bits) {
+    const int sign = static_cast<int>(f >> 16 & 0x8000), code = static_cast<int>(f >> 23 & 255) - FUSED_BIAS - exponent,
+              mantissa = static_cast<int>(f >> 13 & 0x3ff);
+    if ((f & 0x7fffffff) == 0 || (code >= 1 && code <= fused_exponents(delta_bits))) {
+        return (f & 0x7fffffff) == 0 ? sign : sign | code << 10 | mantissa;
     }
     // below the smallest exponent: an F16 subnormal
-    const int mantissa = e ? 0x400 | (bits & 0x3ff) : bits & 0x3ff, shift = exponent + 1 - max(e, 1);
-    return e < 31 && shift >= 0 && shift < 11 && mantissa % (1 << shift) == 0 ? sign | mantissa >> shift : -1;
+    const int full = 0x400 | mantissa, shift = 1 - code;
+    return shift > 0 && shift < 11 && full % (1 << shift) == 0 ? sign | full >> shift : -1;
 }
-__device__ __forceinline__ uint16_t from_fused(uint16_t bits, float power) {
-    return __half_as_ushort(__float2half_rn(__half2float(__ushort_as_half(bits)) * power));
+// what is in a group, times 2^exponent, in the type of the matrix
+__device__ __forceinline__ uint16_t from_fused(uint16_t bits, float power, bool bf16) {
+    return narrowed(__float_as_uint(__half2float(__ushort_as_half(bits)) * power), bf16);
+}
+// Whether an outlier, as a float, keeps its bits when it is multiplied by 2^-exponent: all that are F16 do.
+constexpr int                   FUSED_MAX_EXPONENT = 32;
+__device__ __forceinline__ bool fused_outlier_fits(uint32_t f) {
+    const int exponent = static_cast<int>(f >> 23 & 255) - 127;
+    return -90 <= exponent && exponent <= 90;
 }
 
 // ---- CODED ----
 
-// a value of 16 bits as a float, and back
-__device__ __forceinline__ uint32_t widened(uint16_t bits, bool bf16) {
-    return bf16 ? static_cast<uint32_t>(bits) << 16 : __float_as_uint(__half2float(__ushort_as_half(bits)));
-}
-__device__ __forceinline__ uint16_t narrowed(uint32_t f, bool bf16) {
-    return bf16 ? static_cast<uint16_t>(f >> 16) : __half_as_ushort(__float2half_rn(__uint_as_float(f)));
-}
 // two bfloat16 numbers times `scale`, a power of two, of which one becomes a float: the lower or the upper one
 template <bool HIGH> __device__ __forceinline__ float scaled_bf16(uint32_t pair, uint32_t scale) {
     uint32_t v;
@@ -312,9 +263,7 @@ template <typename X, int BITS> struct group_bits<coded<X>, BITS> {
     __device__ __forceinline__ static const uint8_t * words_at(const uint8_t * p, int64_t g) {
         return p + g * NBYTES + 16 * CUDA_SPARSE_LINE + place() * (WORD_STRIDE - NBYTES);
     }
-    __device__ __forceinline__ void load(const uint8_t * p, const uint8_t *, int64_t g) {
-        load(values_at(p, g), words_at(p, g));
-    }
+    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { load(values_at(p, g), words_at(p, g)); }
     __device__ __forceinline__ void load(const uint8_t * values) {
         load(values, values + 16 * CUDA_SPARSE_LINE + place() * (WORD_STRIDE - 16));
     }
@@ -456,8 +405,8 @@ __device__ __forceinline__ int to_coded(uint32_t f, int exponent) {
 }
 
 // Positions in x are counted in units of 2^-SHIFT bytes of one column of x, STEP units from one column (BANKED: 32
-// columns) to the next. Deltas of less than 6 bits are weighted with down to 1/32 of a step (group_deltas), so those
-// that step over adjacent columns (4 bytes) need units of 1/32 byte.
+// columns) to the next. Deltas of less than 6 bits are weighted with down to 1/32 of a step, because they stay where they
+// are in their byte, so those that step over adjacent columns (4 bytes) need units of 1/32 byte.
 template <int BITS, bool BANKED> constexpr uint32_t SHIFT = !BANKED && BITS < 6 ? 5 : 0;
 template <int BITS, bool BANKED> constexpr uint32_t STEP  = BANKED || BITS < 6 ? 128 : 4;
 
@@ -469,16 +418,6 @@ __device__ __forceinline__ uint32_t wrap(uint32_t sum, uint32_t negative) {
 #else
     return min(sum + negative, sum);
 #endif
-}
-
-inline void set_weights(uint32_t weight[8], int bits, uint32_t step) {
-    for (int k = 0; k < 8; k++) {
-        weight[k] = 0;
-        for (int i = 0; i <= k % 4; i++) {
-            const int shift = bits == 8 ? 0 : bits == 4 ? k / 4 * 4 : bits == 2 ? 2 * i : k / 4 * 4 + i;
-            weight[k] |= step >> shift << 8 * i;
-        }
-    }
 }
 
 inline void set_fused_weights(uint32_t weight[8], int bits, uint32_t step) {
@@ -503,11 +442,6 @@ inline void set_fused_weights(uint32_t weight[8], int bits, uint32_t step) {
 __device__ __forceinline__ int file_delta(const uint8_t * deltas, int64_t k, int delta_bits) {
     const int64_t bit = k * delta_bits;
     return static_cast<int>(deltas[bit >> 3] >> (bit & 7) & ((1u << delta_bits) - 1));
-}
-
-// the bit of a group's deltas at which that of entry k starts (group_deltas)
-__device__ __forceinline__ int delta_shift(int delta_bits, int k) {
-    return delta_bits == 4 ? k % 4 * 8 + k / 4 * 4 : k * delta_bits;
 }
 
 // The groups of a row, of which the first is `offset` groups behind the start of a line. Group g is in the run of lane

@@ -1,15 +1,15 @@
-// y = W x for up to eight columns of x, W in the layout INTERLEAVED, BANKED, FUSED or CODED (layout.h). Bound by
-// memory: what matters is how many bytes are in flight.
+// y = W x for up to eight columns of x, W in the layout FUSED or CODED (layout.h), whose runs of a row are interleaved.
+// Bound by memory: what matters is how many bytes are in flight.
 //
 //   block   One per multiprocessor. Fills shared memory with x (one column in float32; 2, 4 or 8 columns, side by side,
 //           in the type of the weights), then deals rows to its warps.
 //   warp    32 / LANES rows at a time, of LANES runs each. DEPTH groups of each run are in registers while the next
 //           DEPTH are on their way, across the borders of rows; the first ones are requested before x is there (before
 //           the previous kernel has ended).
-//   thread  Per group 8 (FUSED: 8, 7 or 6; CODED: 16) values and deltas. A dp4a gives the address of the x of entry k:
-//           the base plus deltas 0 ... k times the bytes per step.
+//   thread  Per group 8, 7 or 6 (CODED: 16) values and deltas. A dp4a gives the address of the x of entry k: the base
+//           plus deltas 0 ... k times the bytes per step.
 //
-// Included by one .cu file per value type and layout, so that they compile side by side. The kernel is longer than
+// Included by several .cu files, so that they compile side by side. The kernel is longer than
 // other functions because its loops have to be unrolled around registers that the whole pipeline shares.
 #pragma once
 
@@ -55,7 +55,7 @@ template <typename T, int NX, int OFFSET> __device__ __forceinline__ void load_x
 // Whether walking over the deltas gives addresses: their weights are then bytes, and count the columns beside each
 // other.
 template <typename T, int BITS, bool BANKED, int NX>
-constexpr bool DIRECT = SHIFT<BITS, BANKED> == 0 && (x_words(NX) == 1 || (std::is_same_v<T, fused_f16> && BITS < 4));
+constexpr bool DIRECT = SHIFT<BITS, BANKED> == 0 && (x_words(NX) == 1 || (!is_coded<T> && BITS < 4));
 // the factor of positions beside units of 2^-SHIFT bytes of one column
 template <typename T, int BITS, bool BANKED, int NX>
 constexpr uint32_t SCALE = DIRECT<T, BITS, BANKED, NX> ? x_words(NX) : 1;
@@ -101,11 +101,12 @@ template <typename T, int BITS, int NX> struct group {
             at -= period;
         }
     }
-    // FUSED, CODED: a group of four outliers
-    __device__ __forceinline__ void multiply_outliers(uint32_t x_address, float inverse,
+    // a group of four outliers; bf16: the type of the matrix
+    __device__ __forceinline__ void multiply_outliers(uint32_t x_address, float inverse, bool bf16,
                                                       float (&sum)[CHAINS][NX]) const {
         bits.for_each_outlier([&](int k, uint32_t column, uint32_t value) {
-            const float weight = is_coded<T> ? __uint_as_float(value) : half_word<false>(__half(), value) * inverse;
+            const float weight = is_coded<T> ? __uint_as_float(value)
+                                             : __uint_as_float(widened(static_cast<uint16_t>(value), bf16)) * inverse;
             float       x[NX];
             load_x<T, NX, 0>(x, x_address + column * (4 * x_words(NX)));
 #pragma unroll
@@ -339,9 +340,9 @@ template <typename T, // of the values
           int  DEPTH>    // groups ahead
 __global__ void __launch_bounds__(THREADS, 1) interleaved_kernel(const __grid_constant__ sparse_launch p) {
     constexpr int      ROWS  = 32 / LANES; // that a warp has at a time
-    constexpr bool     FUSED = std::is_same<T, fused_f16>::value, TAILS = has_tails<T>;
     constexpr uint32_t shift = SHIFT<BITS, BANKED>;
-    constexpr bool POINTERS  = GROUPED && NX == 1 && FUSED; // to the groups of each row: there are registers for them
+    constexpr bool     POINTERS =
+        GROUPED && NX == 1 && !is_coded<T>; // to the groups of each row: there are registers for them
     // what is added to the results, and where they belong, is known before they are
     constexpr bool AHEAD = !GROUPED && NX == 1;
     // warp_rows of which the lanes keep the results, to store them side by side
@@ -364,7 +365,6 @@ __global__ void __launch_bounds__(THREADS, 1) interleaved_kernel(const __grid_co
     float *    norm_weights = xs + ((p.modulus + p.overshoot + 3) & ~3);
     const int  row_offset   = p.expert_ids ? expert_row(p, column) : 0;
 
-    // tail, and what is named outliers further down: FUSED, CODED
     struct row_start {
         int      matrix, begin, end;
         uint32_t base;
@@ -378,10 +378,8 @@ __global__ void __launch_bounds__(THREADS, 1) interleaved_kernel(const __grid_co
             const int              row = m.row_begin + row_offset + t.row;
             s.begin                    = __ldg(m.row_ptr + row);
             s.end                      = __ldg(m.row_ptr + row + 1);
-            if (TAILS) {
-                s.tail = __ldg(m.tails + row);
-            }
-            s.base = __ldg(m.bases + static_cast<int64_t>(row) * LANES + lane);
+            s.tail                     = __ldg(m.tails + row);
+            s.base                     = __ldg(m.bases + static_cast<int64_t>(row) * LANES + lane);
         }
         return s;
     };
@@ -406,7 +404,7 @@ __global__ void __launch_bounds__(THREADS, 1) interleaved_kernel(const __grid_co
             c.values = group_bits<T, BITS>::values_at(p.m[s.matrix].values, c.slot);
             c.words  = group_bits<T, BITS>::words_at(p.m[s.matrix].values, c.slot);
         } else if (POINTERS) {
-            c.values = p.m[s.matrix].values + static_cast<int64_t>(c.slot) * (2 * CUDA_SPARSE_GROUP);
+            c.values = p.m[s.matrix].values + c.slot * FUSED_GROUP_NBYTES;
             c.slot   = 0;
         }
 #pragma unroll
@@ -424,7 +422,7 @@ __global__ void __launch_bounds__(THREADS, 1) interleaved_kernel(const __grid_co
                 const int64_t from = static_cast<int64_t>(step) * (LANES * group_bits<T, BITS>::NBYTES);
                 g.bits.load(c.values + from, c.words + from);
             } else {
-                g.bits.load(POINTERS ? c.values : p.m[c.matrix].values, p.m[c.matrix].deltas, c.slot + step * LANES);
+                g.bits.load(POINTERS ? c.values : p.m[c.matrix].values, c.slot + step * LANES);
             }
         }
     };
@@ -513,14 +511,13 @@ __global__ void __launch_bounds__(THREADS, 1) interleaved_kernel(const __grid_co
                     now[d].template multiply<BANKED>(at, limit, p.x_period, x_address, p.weight, values_scale, sum);
                 }
             }
-            if constexpr (TAILS) {
-                if (step + DEPTH > end && step < end_of_outliers) {
-                    const float inverse = p.m[matrix].inverse;
+            if (step + DEPTH > end && step < end_of_outliers) {
+                const float inverse = p.m[matrix].inverse;
+                const bool  bf16    = NX == 1 ? p.m[matrix].bf16 : is_bf16<T>;
 #pragma unroll
-                    for (int d = 0; d < DEPTH; d++) {
-                        if (step + d >= end && step + d < end_of_outliers) {
-                            now[d].multiply_outliers(x_address, inverse, sum);
-                        }
+                for (int d = 0; d < DEPTH; d++) {
+                    if (step + d >= end && step + d < end_of_outliers) {
+                        now[d].multiply_outliers(x_address, inverse, bf16, sum);
                     }
                 }
             }
@@ -536,7 +533,7 @@ __global__ void __launch_bounds__(THREADS, 1) interleaved_kernel(const __grid_co
         for (int k = 0; k < NX; k++) {
             total[k] = NX > 2 ? sum[0][k] : sum[0][k] + sum[NX > 2 ? 0 : 1][k];
         }
-        const float y      = sum_columns<LANES, NX>(total, lane) * (FUSED ? p.m[matrix].power : 1.0f);
+        const float y      = sum_columns<LANES, NX>(total, lane) * (is_coded<T> ? 1.0f : p.m[matrix].power);
         const int   number = GROUPED && p.silu_mul ? j / 2 : j;
         const bool  mine   = number % KEPT == lane % KEPT;
         if (GROUPED && p.silu_mul && j % 2 == 0) {
@@ -570,10 +567,8 @@ cudaError_t launch_interleaved_config(sparse_launch & p, int blocks, int warps, 
     constexpr uint32_t scale = SCALE<T, BITS, BANKED, NX>, step = STEP<BITS, BANKED> * scale;
     if (is_coded<T>) {
         set_coded_weights(p.weight, BITS, step);
-    } else if (std::is_same<T, fused_f16>::value) {
-        set_fused_weights(p.weight, BITS, step);
     } else {
-        set_weights(p.weight, BITS, step);
+        set_fused_weights(p.weight, BITS, step);
     }
     p.x_period = static_cast<uint32_t>(p.modulus) * 4 * scale;
     p.aligned  = NX == 1 && takes_vectors(p);
@@ -581,6 +576,7 @@ cudaError_t launch_interleaved_config(sparse_launch & p, int blocks, int warps, 
                          interleaved_shared_nbytes(p, NX), blocks, grid_y, stream);
 }
 
+// FUSED. One column does not depend on the type of the matrix, so that F16 and BF16 share kernels.
 template <typename T, int BITS, int LANES, bool BANKED>
 cudaError_t launch_interleaved_shape(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
     cuda_device_info device;
@@ -637,53 +633,59 @@ cudaError_t launch_interleaved_shape(sparse_launch & p, int nx, int grid_y, cuda
                : launch_interleaved_config<T, BITS, LANES, BANKED, 1, false, 768, 3>(p, blocks, warps, grid_y, stream);
 }
 
+// At most 16 warps: CODED, and several columns of FUSED BF16 matrices
+template <typename T, int BITS, int LANES, bool BANKED, int NX, bool GROUPED, int DEPTH>
+cudaError_t launch_interleaved_few_warps(sparse_launch & p, int grid_y, cudaStream_t stream) {
+    cuda_device_info device;
+    CUDA_TRY(cuda_current_device(&device));
+    const int blocks    = std::min(device.multiprocessors, p.n_warp_rows);
+    const int warp_rows = (p.n_warp_rows + blocks - 1) / blocks;
+    return launch_interleaved_config<T, BITS, LANES, BANKED, NX, GROUPED, 512, DEPTH>(
+        p, blocks, warp_rows <= 16 ? 16 : warps_for(warp_rows, 14, 16), grid_y, stream);
+}
+
 // CODED: 36 KB are in flight, of 16 warps with three groups ahead. For four columns and more there are no registers for
 // that. One column does not depend on X, the type of the matrix.
 template <typename X, int BITS>
 cudaError_t launch_coded_shape(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
     constexpr int  LANES  = CODED_LANES;
     constexpr bool BANKED = BITS < 6;
-    const auto     launch = [&](auto type, auto columns, auto grouped, auto depth) {
-        cuda_device_info device;
-        CUDA_TRY(cuda_current_device(&device));
-        const int blocks    = std::min(device.multiprocessors, p.n_warp_rows);
-        const int warp_rows = (p.n_warp_rows + blocks - 1) / blocks;
-        return launch_interleaved_config<coded<decltype(type)>, BITS, LANES, BANKED, decltype(columns)::value,
-                                             decltype(grouped)::value, 512, decltype(depth)::value>(
-            p, blocks, warp_rows <= 16 ? 16 : warps_for(warp_rows, 14, 16), grid_y, stream);
-    };
-    using std::integral_constant;
-    if (nx == 8) {
-        return launch(X(), integral_constant<int, 8>(), std::true_type(), integral_constant<int, 2>());
+    switch (nx) {
+        case 8: return launch_interleaved_few_warps<coded<X>, BITS, LANES, BANKED, 8, true, 2>(p, grid_y, stream);
+        case 4: return launch_interleaved_few_warps<coded<X>, BITS, LANES, BANKED, 4, true, 2>(p, grid_y, stream);
+        case 2: return launch_interleaved_few_warps<coded<X>, BITS, LANES, BANKED, 2, true, 3>(p, grid_y, stream);
+        default:
+            return p.n_matrices > 1
+                       ? launch_interleaved_few_warps<coded<__half>, BITS, LANES, BANKED, 1, true, 3>(p, grid_y, stream)
+                       : launch_interleaved_few_warps<coded<__half>, BITS, LANES, BANKED, 1, false, 3>(p, grid_y,
+                                                                                                       stream);
     }
-    if (nx == 4) {
-        return launch(X(), integral_constant<int, 4>(), std::true_type(), integral_constant<int, 2>());
-    }
-    if (nx == 2) {
-        return launch(X(), integral_constant<int, 2>(), std::true_type(), integral_constant<int, 3>());
-    }
-    const integral_constant<int, 1> one;
-    const integral_constant<int, 3> three;
-    return p.n_matrices > 1 ? launch(__half(), one, std::true_type(), three)
-                            : launch(__half(), one, std::false_type(), three);
 }
 
-template <typename T>
-constexpr int32_t value_type_of =
-    std::is_same<value16<T>, __nv_bfloat16>::value ? GGML_MACKO_TYPE_BF16 : GGML_MACKO_TYPE_F16;
+// several columns of FUSED BF16 matrices
+template <int BITS, bool BANKED>
+cudaError_t launch_fused_bf16_shape(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
+    using T             = fused<__nv_bfloat16>;
+    constexpr int LANES = cuda_sparse_built_lanes(CUDA_SPARSE_LAYOUT_FUSED, GGML_MACKO_TYPE_BF16, BITS, BANKED).least;
+    switch (nx) {
+        case 8:  return launch_interleaved_few_warps<T, BITS, LANES, BANKED, 8, true, 3>(p, grid_y, stream);
+        case 4:  return launch_interleaved_few_warps<T, BITS, LANES, BANKED, 4, true, 4>(p, grid_y, stream);
+        default: return launch_interleaved_few_warps<T, BITS, LANES, BANKED, 2, true, 4>(p, grid_y, stream);
+    }
+}
 
-template <typename T, int BITS, int32_t LAYOUT>
-cudaError_t launch_interleaved(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream) {
+// FUSED: several columns of F16 matrices, and one of any
+template <int BITS, bool BANKED>
+cudaError_t launch_fused_bits(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
     const auto launch = [&](auto n) {
-        constexpr int  LANES  = decltype(n)::value;
-        constexpr bool BANKED = LAYOUT == CUDA_SPARSE_LAYOUT_BANKED || (has_tails<T> && BITS < 6);
-        if constexpr (cuda_sparse_built_lanes(LAYOUT, value_type_of<T>, BITS).has(LANES)) {
-            return launch_interleaved_shape<T, BITS, LANES, BANKED>(p, nx, grid_y, stream);
+        constexpr int LANES = decltype(n)::value;
+        if constexpr (cuda_sparse_built_lanes(CUDA_SPARSE_LAYOUT_FUSED, GGML_MACKO_TYPE_F16, BITS, BANKED).has(LANES)) {
+            return launch_interleaved_shape<fused<__half>, BITS, LANES, BANKED>(p, nx, grid_y, stream);
         } else {
             return cudaErrorNotSupported; // no matrix is kept like this (cuda_sparse_has_kernels)
         }
     };
-    switch (lanes) {
+    switch (p.lanes) {
         case 8:  return launch(std::integral_constant<int, 8>());
         case 16: return launch(std::integral_constant<int, 16>());
         default: return launch(std::integral_constant<int, 32>());

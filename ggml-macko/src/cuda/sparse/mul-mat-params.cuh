@@ -26,6 +26,7 @@ struct sparse_operand {
     int32_t          first_warp_rows; // warp_rows: the 32 / lanes rows that a warp has at a time
     int32_t          delta_bits;
     float            power, inverse; // FUSED, CODED: 2^exponent, 2^-exponent
+    bool             bf16;           // FUSED, CODED: the type of the values
 };
 
 struct sparse_launch {
@@ -52,7 +53,7 @@ struct sparse_launch {
     int32_t         column_step; // floats from one column of x to the next, in shared memory; 0: there is room for one
     int32_t         sums_at;     // floats in front of the warps' sums
     bool            adds;        // some matrix has a residual or a bias
-    // BANKED, FUSED, CODED: the distance after which x repeats, in the units of an address; set with weight
+    // FUSED, CODED: the distance after which x repeats, in the units of an address; set with weight
     uint32_t x_period;
     bool     aligned; // x and the norm's weights can be read in vectors of 16 bytes
     float    norm_eps;
@@ -181,10 +182,10 @@ inline cudaError_t launch_sparse(void (*kernel)(sparse_launch), const sparse_lau
                          shared_nbytes, p.programmatic, stream);
 }
 
-// 4-byte words of shared memory per position of x in the INTERLEAVED kernel: one column is float32, more are 16-bit
+// 4-byte words of shared memory per position of x in the interleaved kernel: one column is float32, more are 16-bit
 constexpr int x_words(int nx) { return (nx + 1) / 2; }
 
-// Bytes of shared memory of the INTERLEAVED kernel with nx columns of x: sums of squares, x, and, if x comes in
+// Bytes of shared memory of the interleaved kernel with nx columns of x: sums of squares, x, and, if x comes in
 // vectors, the weights of its norm
 inline int64_t interleaved_shared_nbytes(const sparse_launch & p, int nx) {
     const int64_t words = static_cast<int64_t>(p.modulus + p.overshoot) * x_words(nx);
@@ -206,15 +207,14 @@ inline int64_t quantized_shared_nbytes(const sparse_launch & p, int nx) {
     return quantized_shared_nbytes((p.modulus + 1) / 32, p.lanes, p.overshoot, nx);
 }
 
-// One launch of the INTERLEAVED kernel: nx (1, 2, 4 or 8) columns of x in shared memory; experts: grid_y columns, one
-// each. One function per .cu file, so that they compile side by side: INTERLEAVED, BANKED, FUSED with deltas of 2 or 3
-// bits and with 4 or 6, CODED.
-cudaError_t launch_interleaved_f16(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
-cudaError_t launch_interleaved_bf16(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
-cudaError_t launch_banked_bf16(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
-cudaError_t launch_fused_narrow(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
-cudaError_t launch_fused_wide(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
-cudaError_t launch_coded(sparse_launch & p, int32_t type, int nx, int grid_y, cudaStream_t stream);
+// One launch of the interleaved kernel: nx (1, 2, 4 or 8) columns of x in shared memory; experts: grid_y columns, one
+// each. One function per .cu file, so that they compile side by side: FUSED with deltas of 2 or 3 bits, of 4 or 6, and
+// of 2 or 4 where columns ascend, one column of either type or several of F16; several of BF16; CODED.
+cudaError_t launch_fused_narrow(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);
+cudaError_t launch_fused_wide(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);
+cudaError_t launch_fused_ascending(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);
+cudaError_t launch_fused_bf16(sparse_launch & p, bool banked, int nx, int grid_y, cudaStream_t stream);
+cudaError_t launch_coded(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);
 // one launch of the QUANTIZED kernel, nx 1, 2 or 4
 cudaError_t launch_quantized_q8_0(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);
 cudaError_t launch_quantized_q4_0(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);

@@ -158,18 +158,16 @@ static cudaError_t launch_any(sparse_launch & p, const cuda_sparse_matrix & w, i
         return w.value_type == GGML_MACKO_TYPE_Q8_0 ? launch_quantized_q8_0(p, nx, grid_y, stream)
                                                     : launch_quantized_q4_0(p, nx, grid_y, stream);
     }
-    if (w.layout == CUDA_SPARSE_LAYOUT_FUSED) {
-        return w.delta_bits < 4 ? launch_fused_narrow(p, w.lanes, nx, grid_y, stream)
-                                : launch_fused_wide(p, w.lanes, nx, grid_y, stream);
-    }
     if (w.layout == CUDA_SPARSE_LAYOUT_CODED) {
-        return launch_coded(p, w.type, nx, grid_y, stream);
+        return launch_coded(p, nx, grid_y, stream);
     }
-    if (w.layout == CUDA_SPARSE_LAYOUT_BANKED) {
-        return launch_banked_bf16(p, w.lanes, nx, grid_y, stream);
+    const bool banked = w.bank_width != 0;
+    if (p.m[0].bf16 && nx > 1) {
+        return launch_fused_bf16(p, banked, nx, grid_y, stream);
     }
-    return w.type == GGML_MACKO_TYPE_F16 ? launch_interleaved_f16(p, w.lanes, nx, grid_y, stream)
-                                         : launch_interleaved_bf16(p, w.lanes, nx, grid_y, stream);
+    return !banked && w.delta_bits < 6 ? launch_fused_ascending(p, nx, grid_y, stream)
+           : w.delta_bits < 4          ? launch_fused_narrow(p, nx, grid_y, stream)
+                                       : launch_fused_wide(p, nx, grid_y, stream);
 }
 
 // One launch of nx columns (more than 8: by tiles; experts: all of a's columns, one each).
@@ -190,6 +188,7 @@ static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, 
         m.tails           = a.w[i]->tails;
         m.power           = std::ldexp(1.0f, a.w[i]->exponent);
         m.inverse         = std::ldexp(1.0f, -a.w[i]->exponent);
+        m.bf16            = a.w[i]->type == GGML_MACKO_TYPE_BF16;
         m.outliers        = reinterpret_cast<const uint2 *>(a.w[i]->outliers);
         m.y               = a.y[i];
         m.residual        = a.residual[i];

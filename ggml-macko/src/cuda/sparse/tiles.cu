@@ -52,7 +52,8 @@ bool takes_tiles(const cuda_sparse_matrix & w) {
     constexpr int    MAX_EXPONENT = 15; // FUSED: 2^exponent is an F16
     cuda_device_info device;
     const bool       coded = w.layout == CUDA_SPARSE_LAYOUT_CODED;
-    return (coded || (w.layout == CUDA_SPARSE_LAYOUT_FUSED && w.exponent <= MAX_EXPONENT)) &&
+    const bool       fused = w.layout == CUDA_SPARSE_LAYOUT_FUSED && w.type == GGML_MACKO_TYPE_F16;
+    return (coded || (fused && w.exponent <= MAX_EXPONENT)) && (w.bank_width || w.delta_bits == 6) &&
            tiles_built(coded, w.delta_bits, w.lanes) && w.cols % 32 == 0 && w.cols <= CUDA_SPARSE_X16_COLS &&
            cuda_current_device(&device) == cudaSuccess && (w.type == GGML_MACKO_TYPE_F16 || device.cc >= 80) &&
            most_tile_blocks(static_cast<int>(cuda_sparse_words(w)), device.shared_nbytes) > 0;

@@ -347,7 +347,7 @@ inline int best_tile_blocks(const sparse_launch & p, const cuda_device_info & de
 // Deltas of 6 bits are of matrices with few entries: rows that suit 32 lanes are too wide for tiles.
 constexpr bool tiles_built(bool coded, int bits, int lanes) {
     return cuda_sparse_built_lanes(coded ? CUDA_SPARSE_LAYOUT_CODED : CUDA_SPARSE_LAYOUT_FUSED, GGML_MACKO_TYPE_F16,
-                                   bits)
+                                   bits, bits < 6)
                .has(lanes) &&
            (bits < 6 || lanes < 32);
 }

@@ -110,13 +110,13 @@ static __device__ int walk_row(const row_order & order, const uint16_t * dense, 
 static __device__ __forceinline__ uint32_t widened(const cuda_sparse_matrix & m, uint16_t bits) {
     return widened(bits, m.type == GGML_MACKO_TYPE_BF16);
 }
-// FUSED, CODED: what a group has in place of a value; -1: it is an outlier
+// what a group has in place of a value; -1: it is an outlier
 static __device__ __forceinline__ int said_as(const cuda_sparse_matrix & m, uint16_t bits) {
-    return m.layout == CUDA_SPARSE_LAYOUT_CODED ? to_coded(widened(m, bits), m.exponent)
-                                                : to_fused(bits, m.exponent, m.delta_bits);
+    const uint32_t f = widened(m, bits);
+    return m.layout == CUDA_SPARSE_LAYOUT_CODED ? to_coded(f, m.exponent) : to_fused(f, m.exponent, m.delta_bits);
 }
 
-// FUSED, CODED: calls outlier(index, column, value) for each value of a row that a group cannot say, and returns their
+// Calls outlier(index, column, value) for each value of a row that a group cannot say, and returns their
 // number, on all lanes.
 template <typename F>
 static __device__ int walk_outliers(const cuda_sparse_matrix & m, const row_order & order, const uint16_t * dense,
@@ -137,9 +137,7 @@ static __device__ int walk_outliers(const cuda_sparse_matrix & m, const row_orde
 
 // entries of a group
 static __device__ int entries_of(const cuda_sparse_matrix & m) {
-    return static_cast<int>(m.layout == CUDA_SPARSE_LAYOUT_CODED   ? CODED_GROUP
-                            : m.layout == CUDA_SPARSE_LAYOUT_FUSED ? fused_entries(m.delta_bits)
-                                                                   : CUDA_SPARSE_GROUP);
+    return static_cast<int>(m.layout == CUDA_SPARSE_LAYOUT_CODED ? CODED_GROUP : fused_entries(m.delta_bits));
 }
 
 // after so many entries a position is reduced
@@ -149,7 +147,7 @@ static __device__ int entries_of_part(const cuda_sparse_matrix & m) {
 
 constexpr int N_EXPONENTS = 128; // CODED: those whose power a bfloat16 number can be
 
-// FUSED, CODED: how many values can be said with each exponent. For a value the exponents that can are an interval: +1
+// How many values can be said with each exponent. For a value the exponents that can are an interval: +1
 // at its begin, -1 behind its end.
 static __global__ void exponents_kernel(const cuda_sparse_matrix raw, const cuda_sparse_matrix m, int * changes) {
     __shared__ int mine[N_EXPONENTS + 1];
@@ -161,19 +159,19 @@ static __global__ void exponents_kernel(const cuda_sparse_matrix raw, const cuda
     const uint16_t * values = reinterpret_cast<const uint16_t *>(raw.values);
     const auto       count  = [&](int begin, int end) {
         atomicAdd(mine + min(N_EXPONENTS, max(0, begin)), 1);
-        atomicAdd(mine + min(N_EXPONENTS, end), -1);
+        atomicAdd(mine + min(N_EXPONENTS, max(0, end)), -1);
     };
     for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < n;
          i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-        const int bits = values[i] & 0x7fff;
+        const uint32_t f = widened(m, values[i] & 0x7fff);
+        const int      e = static_cast<int>(f >> 23);
         if (m.layout == CUDA_SPARSE_LAYOUT_CODED) {
-            const uint32_t f = widened(m, static_cast<uint16_t>(bits));
-            const int      e = static_cast<int>(f >> 23);
             if (f != 0 && f % 0x10000 == 0) {
                 count(e - CODED_EXPONENTS, e);
             }
-        } else if (const int e = bits >> 10; bits != 0 && e < 31) {
-            count(e - fused_exponents(m.delta_bits), max(e, 1) - 1 + __ffs(e ? 0x400 | (bits & 0x3ff) : bits));
+        } else if (f != 0 && e < 255) {
+            const int moved = e - FUSED_BIAS;
+            count(moved - fused_exponents(m.delta_bits), moved - 1 + __ffs(0x400 | static_cast<int>(f >> 13 & 0x3ff)));
         }
     }
     __syncthreads();
@@ -185,38 +183,37 @@ static __global__ void exponents_kernel(const cuda_sparse_matrix raw, const cuda
 // what impl::repack() reads back
 struct repack_counts {
     int64_t groups;
-    int64_t outlier_groups;
     int64_t unused_groups;
-    int32_t most_outlier_groups; // of a row
+    int32_t impossible; // whether some row has outliers that cannot be kept
     int32_t overshoot;
     int32_t exponents[N_EXPONENTS + 1];
 };
 
 // the groups of each row, to row_ptr[row + 1]
-static __global__ void count_kernel(const cuda_sparse_matrix raw, const cuda_sparse_matrix m, repack_counts * counts) {
+static __global__ void count_kernel(const cuda_sparse_matrix raw, const cuda_sparse_matrix m, bool whole_lines,
+                                    repack_counts * counts) {
     extern __shared__ __align__(16) uint16_t dense[];
     const row_order                          shape(m, 0);
     for (int64_t row = blockIdx.x; row < m.rows; row += gridDim.x) {
         decode_row(raw, row, dense, shape.x_slots);
         const row_order order(m, row);
         const int       n        = walk_row(order, dense, m.delta_bits, [](int, int, unsigned, uint16_t) {});
-        const int       outliers = m.tails ? walk_outliers(m, order, dense, [](int, int, uint16_t) {}) : 0;
-        if (threadIdx.x == 0) {
-            int groups = (n + entries_of(m) - 1) / entries_of(m);
-            if (m.tails) {
-                const int outlier_groups = (outliers + OUTLIERS_OF_GROUP - 1) / OUTLIERS_OF_GROUP;
-                groups += outlier_groups;
-                const int unused = m.cols >= CUDA_SPARSE_WIDE ? -groups & (CUDA_SPARSE_LINE - 1) : 0;
-                groups += unused;
-                // with more the matrix gets another layout
-                m.tails[row] = static_cast<uint16_t>(tail_of(min(outlier_groups, TAIL_MAX_OUTLIERS), unused));
-                atomicAdd(reinterpret_cast<unsigned long long *>(&counts->outlier_groups),
-                          static_cast<unsigned long long>(outlier_groups));
-                atomicAdd(reinterpret_cast<unsigned long long *>(&counts->unused_groups),
-                          static_cast<unsigned long long>(unused));
-                atomicMax(&counts->most_outlier_groups, outlier_groups);
+        const int       outliers = walk_outliers(m, order, dense, [&](int, int, uint16_t value) {
+            if (m.layout == CUDA_SPARSE_LAYOUT_FUSED && !fused_outlier_fits(widened(m, value))) {
+                counts->impossible = 1;
             }
-            m.row_ptr[row + 1] = groups;
+        });
+        if (threadIdx.x == 0) {
+            const int outlier_groups = (outliers + OUTLIERS_OF_GROUP - 1) / OUTLIERS_OF_GROUP,
+                      used           = (n + entries_of(m) - 1) / entries_of(m) + outlier_groups,
+                      unused         = whole_lines ? -used & (CUDA_SPARSE_LINE - 1) : 0;
+            if (outlier_groups > TAIL_MAX_OUTLIERS) {
+                counts->impossible = 1;
+            }
+            m.tails[row] = static_cast<uint16_t>(tail_of(min(outlier_groups, TAIL_MAX_OUTLIERS), unused));
+            atomicAdd(reinterpret_cast<unsigned long long *>(&counts->unused_groups),
+                      static_cast<unsigned long long>(unused));
+            m.row_ptr[row + 1] = used + unused;
         }
         __syncwarp();
     }
@@ -256,31 +253,18 @@ static __global__ void scan_kernel(int32_t * row_ptr, int64_t rows, int64_t * to
 static __device__ __forceinline__ void set_entry(const cuda_sparse_matrix & m, int64_t slot, int k, uint16_t value,
                                                  unsigned delta) {
     unsigned * const words = reinterpret_cast<unsigned *>(m.values);
+    const auto       said  = static_cast<uint32_t>(max(said_as(m, value), 0));
     if (m.layout == CUDA_SPARSE_LAYOUT_CODED) {
-        set_coded_entry(k, static_cast<uint32_t>(max(said_as(m, value), 0)), delta, m.delta_bits,
+        set_coded_entry(k, said, delta, m.delta_bits,
                         [&](int word, uint32_t bits) { atomicOr(words + coded_word(slot, word, m.delta_bits), bits); });
-        return;
-    }
-    if (m.layout == CUDA_SPARSE_LAYOUT_FUSED) {
-        set_fused_entry(k, static_cast<uint32_t>(max(said_as(m, value), 0)), delta, m.delta_bits,
+    } else {
+        set_fused_entry(k, said, delta, m.delta_bits,
                         [&](int word, uint32_t bits) { atomicOr(words + slot * 4 + word, bits); });
-        return;
-    }
-    if (value != 0) {
-        reinterpret_cast<uint16_t *>(m.values)[slot * CUDA_SPARSE_GROUP + k] = value;
-    }
-    if (delta != 0) {
-        const int64_t bit = slot * 8 * m.delta_bits + delta_shift(m.delta_bits, k);
-        atomicOr(reinterpret_cast<unsigned *>(m.deltas) + (bit >> 5), delta << (bit & 31));
     }
 }
-// its delta, of a layout with banks
+// its delta
 static __device__ __forceinline__ int delta_at(const cuda_sparse_matrix & m, int64_t slot, int k) {
     const uint32_t * const words = reinterpret_cast<const uint32_t *>(m.values);
-    if (m.layout == CUDA_SPARSE_LAYOUT_BANKED) {
-        const int64_t bit = slot * 8 * m.delta_bits + delta_shift(m.delta_bits, k);
-        return static_cast<int>(m.deltas[bit >> 3] >> (bit & 7) & ((1u << m.delta_bits) - 1));
-    }
     return m.layout == CUDA_SPARSE_LAYOUT_CODED
                ? coded_delta(k, m.delta_bits, [&](int word) { return words[coded_word(slot, word, m.delta_bits)]; })
                : fused_delta(words + slot * 4, k, m.delta_bits);
@@ -297,7 +281,7 @@ static __device__ __forceinline__ void set_outlier(const cuda_sparse_matrix & m,
     }
 }
 
-// values and deltas, both zero before, and bases
+// groups, which are zero before, and bases
 static __global__ void repack_kernel(const cuda_sparse_matrix raw, const cuda_sparse_matrix m) {
     extern __shared__ __align__(16) uint16_t dense[];
     const int                                entries = entries_of(m);
@@ -305,13 +289,11 @@ static __global__ void repack_kernel(const cuda_sparse_matrix raw, const cuda_sp
     for (int64_t row = blockIdx.x; row < m.rows; row += gridDim.x) {
         decode_row(raw, row, dense, shape.x_slots);
         const row_order order(m, row);
-        const row_span  span(m.row_ptr[row], m.row_ptr[row + 1], m.tails ? m.tails[row] : 0);
-        if (m.tails) {
-            walk_outliers(m, order, dense, [&](int index, int word, uint16_t value) {
-                set_outlier(m, span.begin + span.groups + index / OUTLIERS_OF_GROUP, index % OUTLIERS_OF_GROUP, word,
-                            value);
-            });
-        }
+        const row_span  span(m.row_ptr[row], m.row_ptr[row + 1], m.tails[row]);
+        walk_outliers(m, order, dense, [&](int index, int word, uint16_t value) {
+            set_outlier(m, span.begin + span.groups + index / OUTLIERS_OF_GROUP, index % OUTLIERS_OF_GROUP, word,
+                        value);
+        });
         walk_row(order, dense, m.delta_bits, [&](int index, int from, unsigned delta, uint16_t value) {
             const int k     = index % entries;
             const int group = index / entries, run = span.run_of(group, m.lanes),
@@ -333,7 +315,7 @@ static __global__ void overshoot_kernel(const cuda_sparse_matrix m, int32_t * ov
     if (run < m.rows * m.lanes) {
         const int64_t  row  = run / m.lanes;
         const int      lane = static_cast<int>(run % m.lanes);
-        const row_span span(m.row_ptr[row], m.row_ptr[row + 1], m.tails ? m.tails[row] : 0);
+        const row_span span(m.row_ptr[row], m.row_ptr[row + 1], m.tails[row]);
         const int      modulus = 32 * m.bank_width - 1;
         int            at      = m.bases[run];
         for (int step = span.first_step(lane); step < span.end_step(lane, m.lanes); step++) {
@@ -450,7 +432,7 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
-    // FUSED, CODED: sets the exponent with which most values can be said, and how many those are
+    // Sets the exponent with which most values can be said, and how many those are.
     int find_exponent(cuda_sparse_matrix * m, int64_t * most) {
         const cudaStream_t stream = pinned[0].stream;
         CUDA_OK(cudaMemsetAsync(counts, 0, sizeof(*counts), stream));
@@ -460,9 +442,10 @@ struct cuda_sparse_uploader::impl {
         int32_t changes[N_EXPONENTS + 1];
         CUDA_OK(cudaMemcpyAsync(changes, counts->exponents, sizeof(changes), cudaMemcpyDeviceToHost, stream));
         CUDA_OK(cudaStreamSynchronize(stream));
-        int64_t said = 0;
-        *most        = -1;
-        for (int i = 0; i < N_EXPONENTS; i++) {
+        int64_t said  = 0;
+        *most         = -1;
+        const int end = m->layout == CUDA_SPARSE_LAYOUT_FUSED ? FUSED_MAX_EXPONENT + 1 : N_EXPONENTS;
+        for (int i = 0; i < end; i++) {
             said += changes[i];
             if (said > *most) {
                 *most       = said;
@@ -483,7 +466,8 @@ struct cuda_sparse_uploader::impl {
         const cudaStream_t stream = pinned[0].stream;
         CUDA_OK(cudaFuncSetAttribute(count_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, info.shared_nbytes));
         CUDA_OK(cudaMemsetAsync(counts, 0, sizeof(*counts), stream));
-        count_kernel<<<blocks_of(*m), 32, shared_nbytes_of(*m), stream>>>(raw, *m, counts);
+        count_kernel<<<blocks_of(*m), 32, shared_nbytes_of(*m), stream>>>(
+            raw, *m, cuda_sparse_whole_lines(desc, m->layout), counts);
         CUDA_OK(cudaGetLastError());
         scan_kernel<<<1, 1024, 0, stream>>>(m->row_ptr, m->rows, &counts->groups);
         CUDA_OK(cudaGetLastError());
@@ -492,8 +476,8 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
-    // The same for FUSED, with the width of deltas that takes fewest groups: 3 bits beside values of few exponents, or
-    // about as many as in the file. Sets m->delta_bits, m->bank_width and m->exponent.
+    // The same for FUSED, with the width of deltas that takes fewest groups: about as many bits as in the file, or, in
+    // wide matrices, 3 beside values of few exponents. Sets m->delta_bits, m->bank_width and m->exponent.
     int count_fused(cuda_sparse_matrix * m, repack_counts * found) {
         const auto with_exponent = [&](int32_t delta_bits, repack_counts * counted) {
             int64_t said;
@@ -506,6 +490,9 @@ struct cuda_sparse_uploader::impl {
             return with_exponent(6, found);
         }
         const int32_t other = std::max(m->delta_bits, 2);
+        if (!m->bank_width) {
+            return with_exponent(other, found);
+        }
         repack_counts of_3;
         if (const int status = with_exponent(3, &of_3)) {
             return status;
@@ -539,45 +526,28 @@ struct cuda_sparse_uploader::impl {
     }
 
     // Makes the layout of m if there are kernels for it and it fits the reserved memory (*fits). automatic: no layout
-    // was asked for. Then CODED is taken only if it is smaller than others are, and FUSED, where INTERLEAVED is as fast
-    // (deltas of 8 bits), only if its outliers take at most half of what it saves beside separate values and deltas.
-    // Sets m->overshoot, and of CODED and FUSED m->exponent and m->delta_bits.
+    // was asked for. Then CODED is taken only if it is smaller than others are. Sets m->overshoot, m->exponent and
+    // m->delta_bits.
     int repack(cuda_sparse_matrix * m, bool automatic, bool * fits) {
         *fits               = false;
-        const bool    fused = m->layout == CUDA_SPARSE_LAYOUT_FUSED, coded = m->layout == CUDA_SPARSE_LAYOUT_CODED;
-        const int64_t room = cuda_sparse_room_of_x(info.shared_nbytes);
-        if (cuda_sparse_words(*m) > room || m->type == GGML_MACKO_TYPE_F32 ||
-            (fused && m->type != GGML_MACKO_TYPE_F16) || (!fused && !coded && !cuda_sparse_has_kernels(*m))) {
+        const bool    coded = m->layout == CUDA_SPARSE_LAYOUT_CODED;
+        const int64_t room  = cuda_sparse_room_of_x(info.shared_nbytes);
+        if (cuda_sparse_words(*m) > room || m->type == GGML_MACKO_TYPE_F32 || (coded && m->nbytes > reserved)) {
             return GGML_MACKO_STATUS_OK;
         }
         const cudaStream_t stream = pinned[0].stream;
         repack_counts      found;
-        bool               taken = true;
-        if (const int status = coded   ? count_coded(m, automatic, &found, &taken)
-                               : fused ? count_fused(m, &found)
-                                       : count(m, &found)) {
+        bool               taken  = true;
+        const int          status = coded ? count_coded(m, automatic, &found, &taken) : count_fused(m, &found);
+        if (status || !taken || !cuda_sparse_has_kernels(*m) || found.impossible ||
+            (!coded && found.groups > cuda_fused_max_groups(desc, n_padded))) {
             return status;
-        }
-        if (!taken || !cuda_sparse_has_kernels(*m)) { // FUSED and CODED have the width of their deltas only now
-            return GGML_MACKO_STATUS_OK;
-        }
-        const int64_t separate = n_padded / CUDA_SPARSE_GROUP * (2 * CUDA_SPARSE_GROUP + desc.delta_bits),
-                      group    = 2 * CUDA_SPARSE_GROUP;
-        const bool saves       = 2 * group * found.outlier_groups <=
-                           separate - group * (found.groups - found.outlier_groups - found.unused_groups);
-        if ((!coded && found.groups > cuda_sparse_max_groups(desc, n_padded, m->layout)) ||
-            found.most_outlier_groups > TAIL_MAX_OUTLIERS || (fused && automatic && desc.delta_bits == 8 && !saves)) {
-            return GGML_MACKO_STATUS_OK;
         }
         const int64_t lines = (found.groups + CUDA_SPARSE_LINE - 1) / CUDA_SPARSE_LINE;
         CUDA_OK(cudaMemsetAsync(m->values, 0,
                                 static_cast<size_t>(coded ? lines * CUDA_SPARSE_LINE * coded_group_nbytes(m->delta_bits)
-                                                          : found.groups * CUDA_SPARSE_GROUP * 2),
+                                                          : found.groups * FUSED_GROUP_NBYTES),
                                 stream));
-        if (m->deltas) {
-            CUDA_OK(cudaMemsetAsync(m->deltas, 0, static_cast<size_t>((found.groups * m->delta_bits + 3) & ~int64_t(3)),
-                                    stream));
-        }
         CUDA_OK(cudaMemsetAsync(m->bases, 0, static_cast<size_t>(m->rows * m->lanes * 2), stream));
         CUDA_OK(cudaFuncSetAttribute(repack_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, info.shared_nbytes));
         repack_kernel<<<blocks_of(*m), 32, shared_nbytes_of(*m), stream>>>(raw, *m);
@@ -722,12 +692,8 @@ int cuda_sparse_uploader::finish(cuda_sparse_matrix * out, cuda_memory * outgrow
         outgrown->reset(s.dst);
         s.reserved = enough;
     }
-    const bool    banks = s.desc.cols >= CUDA_SPARSE_WIDE; // in narrow matrices a group soon passes through all of them
-    const int32_t wishes[] = { CUDA_SPARSE_LAYOUT_CODED, CUDA_SPARSE_LAYOUT_FUSED, CUDA_SPARSE_LAYOUT_BANKED,
-                               CUDA_SPARSE_LAYOUT_INTERLEAVED, CUDA_SPARSE_LAYOUT_FILE };
-    for (const int32_t wish : wishes) {
-        const bool banked = wish != CUDA_SPARSE_LAYOUT_INTERLEAVED && wish != CUDA_SPARSE_LAYOUT_FILE;
-        if ((banked && !banks) || (wish == CUDA_SPARSE_LAYOUT_CODED && !s.may_be_coded)) {
+    for (const int32_t wish : { CUDA_SPARSE_LAYOUT_CODED, CUDA_SPARSE_LAYOUT_FUSED, CUDA_SPARSE_LAYOUT_FILE }) {
+        if (wish == CUDA_SPARSE_LAYOUT_CODED && (!s.may_be_coded || s.desc.cols < CUDA_SPARSE_WIDE)) {
             continue;
         }
         const int status = s.make(wish, 0, true, out, &fits);

@@ -1,6 +1,6 @@
 // Which rows of up the CPU device computes where a ReLU gates them (cpu/graph-plan.h): the result has the same bits,
 // and rows are left out only where nobody can see it. The weights are dense, so that a row of up is zero only if it was
-// not computed.
+// not computed. And which inputs count as zero because they are below a threshold.
 #include "cpu/graph-plan.h"
 #include "cpu/weight.h"
 #include "guarded.h"
@@ -10,6 +10,7 @@
 
 #include "ggml-impl.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -40,12 +41,29 @@ struct graph_builder {
     // F32, of n_matrices matrices, without a zero, and such that most products are negative: a bitmap (cpu/bitmap.h)
     // behind its header
     ggml_tensor * weights(int64_t n_matrices) {
-        const int64_t     rows = ROWS * n_matrices;
-        const macko_desc  desc = { rows, COLS, GGML_MACKO_TYPE_F32, 4, rows * COLS };
-        const bitmap_form form = { GGML_MACKO_TYPE_F32 };
-        memory.push_back(std::make_unique<guarded>(static_cast<int64_t>(sizeof(weight)) + bitmap_nbytes(desc, form)));
+        const int64_t    rows = ROWS * n_matrices;
+        const macko_desc desc = { rows, COLS, GGML_MACKO_TYPE_F32, 4, rows * COLS };
+        return weights(n_matrices, { WEIGHT_MAGIC, desc, { GGML_MACKO_TYPE_F32 }, ROWS });
+    }
+    // one matrix that is kept by columns, too
+    ggml_tensor * weights_by_columns(float threshold, bool of_norm) {
+        const macko_desc desc    = { ROWS, COLS, GGML_MACKO_TYPE_F32, 4, ROWS * COLS };
+        const int64_t    columns = bitmap_nbytes(columns_desc(desc, ROWS), { GGML_MACKO_TYPE_F32 });
+        const int64_t    norms   = of_norm ? mask_words(COLS) * 256 : 0;
+        ggml_tensor *  t = weights(1, { WEIGHT_MAGIC, desc, { GGML_MACKO_TYPE_F32 }, ROWS, columns, threshold, norms });
+        const weight * w = weight_of(t);
+        columns_pack(w->bitmap(), 1, w->columns());
+        if (of_norm) {
+            columns_norms(w->columns(), 2, w->norms());
+        }
+        return t;
+    }
+    ggml_tensor * weights(int64_t n_matrices, const weight & header) {
+        const int64_t rows = header.desc.rows;
+        memory.push_back(std::make_unique<guarded>(static_cast<int64_t>(sizeof(weight)) + header.norms_nbytes +
+                                                   header.columns_nbytes + bitmap_nbytes(header.desc, header.form)));
         auto * w              = reinterpret_cast<weight *>(memory.back()->data);
-        *w                    = { WEIGHT_MAGIC, desc, form, ROWS };
+        *w                    = header;
         const bitmap_matrix m = w->bitmap();
         for (int64_t r = 0; r <= rows; r++) {
             m.row_off[r] = static_cast<uint32_t>(r * COLS);
@@ -253,6 +271,132 @@ void test_squared_relu_is_computed_between_products() {
     }
 }
 
+// ---- thresholds ----
+
+enum class neurons { swiglu, relu, squared, others };
+
+// what down is multiplied by, computed by the plan
+ggml_tensor * add_neurons(graph_builder & b, neurons kind, int64_t n) {
+    ggml_tensor * up = b.inputs(n);
+    for (int64_t i = 0; i < n * COLS; i++) {
+        static_cast<float *>(up->data)[i] = b.number();
+    }
+    switch (kind) {
+        case neurons::swiglu:  return ggml_swiglu_split(b.ctx, b.inputs(n), up);
+        case neurons::relu:    return ggml_relu(b.ctx, up);
+        case neurons::squared: return ggml_sqr(b.ctx, ggml_relu(b.ctx, up));
+        default:               return ggml_mul(b.ctx, up, b.inputs(n));
+    }
+}
+
+// The norm of each column of a weight, or 1.
+std::vector<float> scales(const weight & w, bool of_norm) {
+    std::vector<float> dense(ROWS * COLS), out(COLS, 1.0f);
+    bitmap_densify(w.bitmap(), GGML_MACKO_TYPE_F32, 0, ROWS, dense.data());
+    for (size_t c = 0; of_norm && c < COLS; c++) {
+        double sum = 0;
+        for (size_t r = 0; r < ROWS; r++) {
+            sum += std::pow(static_cast<double>(dense[r * COLS + c]), 2);
+        }
+        out[c] = static_cast<float>(std::sqrt(sum));
+    }
+    return out;
+}
+
+// y of the weight and x in float64, and as far as y may be away from it
+void check_product(const char * what, const weight & w, const float * x, const float * y) {
+    std::vector<float> dense(ROWS * COLS);
+    bitmap_densify(w.bitmap(), GGML_MACKO_TYPE_F32, 0, ROWS, dense.data());
+    for (size_t r = 0; r < ROWS; r++) {
+        double sum = 0, magnitude = 0;
+        for (size_t c = 0; c < COLS; c++) {
+            const double product = static_cast<double>(dense[r * COLS + c]) * static_cast<double>(x[c]);
+            sum += product;
+            magnitude += std::fabs(product);
+        }
+        CHECK(std::fabs(static_cast<double>(y[r]) - sum) <= magnitude * COLS * 0x1p-24, "%s: row %zu is %g, not %g",
+              what, r, static_cast<double>(y[r]), sum);
+    }
+}
+
+// down(x) with a share of x below the threshold: the bits of the product with x zeroed by hand, for any number of
+// threads, where `expected`, and else those of the product with x.
+void check_threshold(const char * what, neurons kind, int64_t n, double share, bool of_norm, bool expected) {
+    graph_builder b(static_cast<uint64_t>(share * 100) + of_norm);
+    ggml_tensor * x = add_neurons(b, kind, n);
+    b.add(x);
+    compute(b.graph, true, 1);
+    ggml_tensor *            w      = b.weights_by_columns(0, of_norm);
+    auto *                   header = static_cast<weight *>(w->data);
+    const std::vector<float> scale = scales(*header, of_norm), all = contents(x);
+    std::vector<float>       scores(COLS);
+    for (size_t c = 0; c < COLS; c++) {
+        scores[c] = std::fabs(all[c]) * scale[c];
+    }
+    std::vector<float> sorted = scores;
+    std::sort(sorted.begin(), sorted.end());
+    const auto rank = static_cast<size_t>(share * COLS);
+    // a score that equals the threshold is not below it
+    const float threshold = rank < COLS ? sorted[rank] : 2 * sorted.back();
+
+    ggml_tensor * kept    = b.inputs(n);
+    size_t        n_below = 0;
+    for (size_t i = 0; i < all.size(); i++) {
+        const bool below                    = expected && scores[i % COLS] < threshold;
+        static_cast<float *>(kept->data)[i] = below ? 0.0f : all[i];
+        n_below += below;
+    }
+    CHECK(!expected || n_below == (kind == neurons::swiglu ? rank : n_below), "%s: %zu of %zu below", what, n_below,
+          rank);
+    graph_builder by_hand(1);
+    ggml_tensor * want = ggml_mul_mat(by_hand.ctx, w, kept);
+    by_hand.add(want);
+    compute(by_hand.graph, true, 1);
+    const std::vector<float> wanted = contents(want);
+    if (n == 1) {
+        check_product(what, *header, static_cast<const float *>(kept->data), wanted.data());
+    }
+
+    header->threshold  = threshold;
+    ggml_tensor * down = ggml_mul_mat(b.ctx, w, x);
+    b.add(down);
+    for (int n_threads = 1; n_threads <= 3; n_threads++) {
+        for (const bool skips : { true, false }) {
+            compute(b.graph, skips, n_threads);
+            CHECK(std::equal(wanted.begin(), wanted.end(), contents(down).begin()),
+                  "%s: %g %% below the threshold, %d threads", what, share * 100, n_threads);
+            CHECK(contents(x) == all, "%s: others see x as it is", what);
+        }
+    }
+}
+
+void test_inputs_below_the_threshold_count_as_zero() {
+    for (const double share : { 0.0, 0.3, 0.5, 0.7, 1.0 }) {
+        for (const bool of_norm : { false, true }) {
+            check_threshold("SwiGLU", neurons::swiglu, 1, share, of_norm, true);
+            check_threshold("ReLU", neurons::relu, 1, share, of_norm, true);
+            check_threshold("squared ReLU", neurons::squared, 1, share, of_norm, true);
+        }
+    }
+}
+
+void test_nothing_is_skipped_of_several_tokens_and_of_what_are_no_neurons() {
+    check_threshold("two tokens", neurons::swiglu, 2, 0.7, false, false);
+    check_threshold("two tokens", neurons::squared, 2, 0.7, true, false);
+    check_threshold("no neurons", neurons::others, 1, 0.7, false, false);
+}
+
+// NaN is below no threshold, infinities are below none, and a zero has no sign left.
+void test_inputs_that_are_not_finite_are_kept() {
+    const std::array<float, 6> x = { NAN, -INFINITY, -0.0f, 1.0f, -0.5f, 0x1p-149f };
+    std::array<float, 6>       out;
+    columns_skip_below(0.75f, nullptr, x.data(), 6, out.data());
+    CHECK(std::isnan(out[0]) && out[1] == -INFINITY && out[3] == 1, "kept");
+    for (const size_t i : { 2, 4, 5 }) {
+        CHECK(out[i] == 0 && !std::signbit(out[i]), "element %zu", i);
+    }
+}
+
 } // namespace
 
 int main() {
@@ -265,5 +409,8 @@ int main() {
     test_inputs_that_are_not_finite_give_the_same();
     test_experts_are_products_of_their_own();
     test_squared_relu_is_computed_between_products();
+    test_inputs_below_the_threshold_count_as_zero();
+    test_nothing_is_skipped_of_several_tokens_and_of_what_are_no_neurons();
+    test_inputs_that_are_not_finite_are_kept();
     return test_summary("test-graph-plan");
 }

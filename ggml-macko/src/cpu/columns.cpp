@@ -1,8 +1,10 @@
 // Turns the packed rows of a matrix into columns (columns.h).
 #include "cpu/columns.h"
+#include "codec/quants.h"
 #include "codec/team.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -116,6 +118,31 @@ void columns_pack(const bitmap_matrix & w, int n_threads, const bitmap_matrix & 
         pack_type<uint32_t>(w, n_threads, dst);
     } else {
         pack_type<uint16_t>(w, n_threads, dst);
+    }
+}
+
+template <typename T> static float norm_of(const bitmap_matrix & columns, int64_t column) {
+    const T * values = reinterpret_cast<const T *>(columns.values);
+    double    sum    = 0;
+    for (uint32_t i = columns.row_off[column]; i < columns.row_off[column + 1]; i++) {
+        const double value = static_cast<double>(float_of_value(values[i], columns.type));
+        sum += value * value;
+    }
+    return static_cast<float>(std::sqrt(sum));
+}
+
+void columns_norms(const bitmap_matrix & columns, int n_threads, float * norms) {
+    parallel_ranges(n_threads, columns.rows, [&](int64_t begin, int64_t end) {
+        for (int64_t c = begin; c < end; c++) {
+            norms[c] = value_nbytes(columns.type) == 4 ? norm_of<uint32_t>(columns, c) : norm_of<uint16_t>(columns, c);
+        }
+    });
+}
+
+void columns_skip_below(float threshold, const float * norms, const float * x, int64_t n, float * out) {
+    for (int64_t c = 0; c < n; c++) {
+        const float score = norms ? std::fabs(x[c]) * norms[c] : std::fabs(x[c]);
+        out[c]            = score < threshold ? 0.0f : x[c];
     }
 }
 

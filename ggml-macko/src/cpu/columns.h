@@ -17,6 +17,11 @@ macko_desc columns_desc(const macko_desc & desc, int64_t rows_per_matrix);
 // Writes all of dst from w, which has been packed, with up to n_threads threads; dst.cols is the number of rows of a
 // matrix. Throws bad_alloc: each thread makes BUNDLE_ROWS rows dense at a time.
 void columns_pack(const bitmap_matrix & w, int n_threads, const bitmap_matrix & dst);
+// Writes the Euclidean norm of each column, with up to n_threads threads.
+void columns_norms(const bitmap_matrix & columns, int n_threads, float * norms);
+// Copies n elements of x, with +0 for those whose magnitude is less than a threshold, or if there are norms, whose
+// magnitude times the norm of their column is.
+void columns_skip_below(float threshold, const float * norms, const float * x, int64_t n, float * out);
 // Those of one matrix, which has n_cols of them. Without masks if `all` has none.
 bitmap_matrix columns_of_matrix(const bitmap_matrix & all, int64_t matrix, int64_t n_cols);
 

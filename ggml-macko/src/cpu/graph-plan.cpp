@@ -134,6 +134,15 @@ bool is_plain_get_rows(const ggml_tensor * op) {
            ggml_nrows(op) == op->ne[1] && op->ne[0] == x->ne[0] && op->ne[1] == ids->ne[0];
 }
 
+bool is_relu(const ggml_tensor * node) {
+    return op_of(node) == GGML_OP_UNARY && ggml_get_unary_op(node) == GGML_UNARY_OP_RELU;
+}
+
+// Whether these are the neurons of a feed-forward part: behind a gate or a ReLU, which may be squared.
+bool is_neurons(const ggml_tensor * x) {
+    return op_of(x) == GGML_OP_GLU || is_relu(x) || (op_of(x) == GGML_OP_SQR && is_relu(x->src[0]));
+}
+
 // Whether node i of a graph is relu(gate) * up, and nothing else uses up.
 bool is_relu_gated(const ggml_cgraph * graph, int i) {
     const ggml_tensor * node = graph->nodes[i];
@@ -166,8 +175,7 @@ bool is_row_op(const ggml_tensor * op) {
     if (number == GGML_OP_GET_ROWS) {
         return is_plain_get_rows(op);
     }
-    const bool has_one_operand = number == GGML_OP_RMS_NORM || number == GGML_OP_SQR ||
-                                 (number == GGML_OP_UNARY && ggml_get_unary_op(op) == GGML_UNARY_OP_RELU);
+    const bool has_one_operand = number == GGML_OP_RMS_NORM || number == GGML_OP_SQR || is_relu(op);
     if (!has_one_operand && number != GGML_OP_ADD && number != GGML_OP_MUL && number != GGML_OP_GLU) {
         return false;
     }
@@ -188,11 +196,12 @@ graph_plan::step & graph_plan::next_step(const ggml_tensor * row_op, const weigh
     if (n_steps == steps.size()) {
         steps.emplace_back();
     }
-    step & s = steps[n_steps++];
-    s.row_op = row_op;
-    s.m      = m;
-    s.matrix = matrix;
-    s.gate   = nullptr;
+    step & s      = steps[n_steps++];
+    s.row_op      = row_op;
+    s.m           = m;
+    s.matrix      = matrix;
+    s.gate        = nullptr;
+    s.skips_small = false;
     s.x.clear();
     s.y.clear();
     return s;
@@ -216,6 +225,7 @@ void graph_plan::add_mul_mat(const weight * m, const ggml_tensor * dst) {
                     }
                 }
             }
+            s.skips_small = m->threshold > 0 && s.x.size() == 1 && is_neurons(x);
         }
     }
 }
@@ -312,7 +322,11 @@ void graph_plan::skip_closed_rows(const ggml_cgraph * graph, int i) {
 
 void graph_plan::reserve_scratch() {
     int64_t nbytes = 0;
+    size_t  n_kept = 0;
     for (size_t i = 0; i < n_steps; i++) {
+        if (steps[i].skips_small) {
+            n_kept = std::max(n_kept, static_cast<size_t>(steps[i].m->desc.cols));
+        }
         if (steps[i].m) {
             nbytes = std::max(nbytes,
                               mul_mat_scratch_nbytes(steps[i].m->desc.cols, static_cast<int64_t>(steps[i].x.size())));
@@ -325,6 +339,10 @@ void graph_plan::reserve_scratch() {
         }
         scratch.reset(memory);
         scratch_nbytes = nbytes;
+    }
+    if (n_kept > kept.size()) {
+        kept.resize(n_kept);
+        kept_x = kept.data();
     }
 }
 
@@ -353,7 +371,7 @@ mul_mat_params graph_plan::params_of(const step & s) const {
              row,
              row + s.m->rows_per_matrix,
              static_cast<int64_t>(s.x.size()),
-             s.x.data(),
+             s.skips_small ? &kept_x : s.x.data(),
              s.y.data(),
              s.m->desc.type != GGML_MACKO_TYPE_F32,
              scratch.get(),
@@ -375,6 +393,9 @@ void graph_plan::run_thread(int ith, int nth) const {
                 row_op_thread(s.row_op, alone ? 0 : ith, alone ? 1 : nth);
             }
         } else if (!s.x.empty()) {
+            if (s.skips_small && barrier.begin(true, ith)) {
+                columns_skip_below(s.m->threshold, s.m->norms(), s.x[0], s.m->desc.cols, kept_x);
+            }
             const mul_mat_params p     = params_of(s);
             const bool           alone = p.w.cols * p.n < ALONE_BELOW;
             if (barrier.begin(alone, ith)) {

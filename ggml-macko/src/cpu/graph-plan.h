@@ -68,10 +68,11 @@ private:
     struct step {
         const ggml_tensor *        row_op; // nullptr for a product
         const weight *             m;
-        int64_t                    matrix; // number among the ne[2] * ne[3] matrices of the weight; of the expert
-        std::vector<const float *> x;      // rows to multiply with
-        std::vector<float *>       y;      // rows of the result, one for each x
-        const float *              gate;   // of mul_mat_params
+        int64_t                    matrix;      // number among the ne[2] * ne[3] matrices of the weight; of the expert
+        std::vector<const float *> x;           // rows to multiply with
+        std::vector<float *>       y;           // rows of the result, one for each x
+        const float *              gate;        // of mul_mat_params
+        bool                       skips_small; // there is one x, of which the elements below m's threshold are skipped
     };
     struct product_steps {
         const ggml_tensor * node;
@@ -82,6 +83,8 @@ private:
     product_steps                           last_products[2] = {}; // the last but one, and the last
     std::unique_ptr<void, void (*)(void *)> scratch          = { nullptr, free };
     int64_t                                 scratch_nbytes   = 0;
+    std::vector<float>                      kept; // of the x of a step that skips small elements, with zeros for these
+    float *                                 kept_x = nullptr;
 
     step & next_step(const ggml_tensor * row_op, const weight * m, int64_t matrix);
     void   add_mul_mat(const weight * m, const ggml_tensor * dst);

@@ -19,9 +19,14 @@ static int64_t columns_nbytes_of(const sparse_tensor_info & matrix) {
                : 0;
 }
 
+static int64_t norms_nbytes_of(const sparse_tensor_info & matrix) {
+    const bool has_norms = matrix.threshold > 0 && matrix.threshold_of_norm && columns_nbytes_of(matrix) > 0;
+    return has_norms ? mask_words(matrix.desc.cols) * 64 * int64_t(sizeof(float)) : 0; // aligned
+}
+
 size_t weight_nbytes(const sparse_tensor_info & matrix) {
-    return sizeof(weight) +
-           static_cast<size_t>(columns_nbytes_of(matrix) + bitmap_nbytes(matrix.desc, form_of(matrix)));
+    return sizeof(weight) + static_cast<size_t>(norms_nbytes_of(matrix) + columns_nbytes_of(matrix) +
+                                                bitmap_nbytes(matrix.desc, form_of(matrix)));
 }
 
 size_t weight_used_nbytes(const weight & m) {
@@ -30,7 +35,7 @@ size_t weight_used_nbytes(const weight & m) {
         const uint8_t * end = w.bundles + w.group_off[n_bundle_groups(w.rows)];
         return static_cast<size_t>(end - reinterpret_cast<const uint8_t *>(&m));
     }
-    return sizeof(weight) + static_cast<size_t>(m.columns_nbytes + bitmap_nbytes(m.desc, m.form));
+    return sizeof(weight) + static_cast<size_t>(m.norms_nbytes + m.columns_nbytes + bitmap_nbytes(m.desc, m.form));
 }
 
 void weight_init(weight * m, const sparse_tensor_info & matrix) {
@@ -39,6 +44,8 @@ void weight_init(weight * m, const sparse_tensor_info & matrix) {
     m->form            = form_of(matrix);
     m->rows_per_matrix = matrix.ne[1];
     m->columns_nbytes  = columns_nbytes_of(matrix);
+    m->threshold       = m->columns_nbytes > 0 ? matrix.threshold : 0;
+    m->norms_nbytes    = norms_nbytes_of(matrix);
 }
 
 void weight_densify_rows(const weight & m, int64_t row_begin, int64_t row_end, void * dense) {
@@ -69,7 +76,11 @@ bool weight_packer::end() {
         return false;
     }
     if (const bitmap_matrix columns = weight_.columns(); columns.masks) {
-        columns_pack(weight_.bitmap(), threads_for(0, weight_.desc.rows * weight_.desc.cols), columns);
+        const int n_threads = threads_for(0, weight_.desc.rows * weight_.desc.cols);
+        columns_pack(weight_.bitmap(), n_threads, columns);
+        if (float * norms = weight_.norms()) {
+            columns_norms(columns, n_threads, norms);
+        }
     }
     return true;
 }

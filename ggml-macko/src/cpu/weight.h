@@ -1,5 +1,6 @@
-// What tensor->data of a sparse weight points to on the CPU device: a header, the memory of its columns (columns.h)
-// where they are kept, too, and that of its rows, both as a bitmap_matrix.
+// What tensor->data of a sparse weight points to on the CPU device: a header, the norms of its columns if its threshold
+// needs them, the memory of its columns (columns.h) if they are kept, too, and that of its rows, both as a
+// bitmap_matrix.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -18,13 +19,18 @@ struct alignas(BITMAP_ALIGNMENT) weight {
     bitmap_form form;
     int64_t     rows_per_matrix;    // ne[1]; the ne[2] * ne[3] matrices of the tensor follow each other
     int64_t     columns_nbytes = 0; // 0: it is not kept by columns
+    float       threshold      = 0; // columns_skip_below() of one x; 0: not. Only of a weight that is kept by columns
+    int64_t     norms_nbytes   = 0; // 0: the threshold is one of x alone
 
-    bitmap_matrix bitmap() const { return bitmap_bind(desc, form, memory() + columns_nbytes); }
+    bitmap_matrix bitmap() const { return bitmap_bind(desc, form, memory() + norms_nbytes + columns_nbytes); }
     // of all matrices (columns.h); no masks if there are none
     bitmap_matrix columns() const {
-        return columns_nbytes > 0 ? bitmap_bind(columns_desc(desc, rows_per_matrix), { desc.type }, memory())
-                                  : bitmap_matrix{};
+        return columns_nbytes > 0
+                   ? bitmap_bind(columns_desc(desc, rows_per_matrix), { desc.type }, memory() + norms_nbytes)
+                   : bitmap_matrix{};
     }
+    // a float for each column, or nullptr
+    float * norms() const { return norms_nbytes > 0 ? reinterpret_cast<float *>(memory()) : nullptr; }
 
 private:
     uint8_t * memory() const { return reinterpret_cast<uint8_t *>(const_cast<weight *>(this) + 1); }

@@ -29,6 +29,10 @@ struct sparse_tensor_info {
     // columns, too. Never with GGML_MACKO_NO_COLUMNS, for whom memory matters more.
     bool  by_columns = false;
     float zeros      = 0; // their share in those vectors, as macko.act.part.zeros says; 0 if nothing says it
+    // A model is loaded with GGML_MACKO_SKIP=1: an input of one token counts as zero if its magnitude, or its magnitude
+    // times the norm of its column, is less than this (thresholds.h). 0: none does.
+    float threshold         = 0;
+    bool  threshold_of_norm = false;
 
     bool is_encoded_on_load() const { return row_ptr != nullptr; }
     // as a format's checks take it; component_tensors: its n_tensors tensors, or nullptr for a description without

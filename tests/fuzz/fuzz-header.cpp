@@ -2,7 +2,10 @@
 // of bytes of its data, which are not stored, in its last four bytes.
 #include "gguf.h"
 #include "load/activation-keys.h"
+#include "load/thresholds.h"
 #include "model-check.h"
+
+#include <cfloat>
 
 using namespace fuzz;
 
@@ -29,6 +32,13 @@ static bool run(const uint8_t * data, size_t size) {
     for (const macko::sparse_tensor_info & m : file.sparse) {
         const float zeros = macko::activation_zeros(file.header, m.name);
         FUZZ_CHECK(zeros >= 0 && zeros <= 1, "%s: %g zeros", m.name.c_str(), static_cast<double>(zeros));
+    }
+    const char * none = nullptr;
+    const int    set  = macko::set_thresholds(&file, &none);
+    FUZZ_CHECK(set == GGML_MACKO_STATUS_OK || set == GGML_MACKO_STATUS_BAD_KEY_VALUE, "thresholds: %d", set);
+    for (const macko::sparse_tensor_info & m : file.sparse) {
+        FUZZ_CHECK(m.threshold >= 0 && m.threshold <= FLT_MAX && (m.threshold == 0 || !none), "%s: threshold %g",
+                   m.name.c_str(), static_cast<double>(m.threshold));
     }
     return true;
 }

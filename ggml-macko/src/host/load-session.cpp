@@ -3,6 +3,7 @@
 #include "load/activation-keys.h"
 #include "load/compress.h"
 #include "load/matrix-file.h"
+#include "load/thresholds.h"
 #include "load/zero-inputs.h"
 
 #include <algorithm>
@@ -113,6 +114,46 @@ static void log_compressed(const model_file & file) {
     }
 }
 
+static bool wants_skips() {
+    const char * value = getenv("GGML_MACKO_SKIP");
+    return value && !strcmp(value, "1");
+}
+
+static void log_skips(const model_file & file, const char * none) {
+    if (none) {
+        log_warn("ggml-macko: %s: GGML_MACKO_SKIP=1 skips nothing: %s\n", file.path.c_str(), none);
+        return;
+    }
+    const auto n = std::count_if(file.sparse.begin(), file.sparse.end(),
+                                 [](const sparse_tensor_info & m) { return m.threshold > 0; });
+    log_info("ggml-macko: %s: on the CPU, what is below the thresholds of %zu weights counts as zero, one token at a "
+             "time\n",
+             file.path.c_str(), static_cast<size_t>(n));
+}
+
+// What devices keep by columns, and what counts as zero there. Asked once, so that all sizes of a load agree.
+static int choose_columns(model_file * file, bool logs) {
+    const bool has_columns = !getenv("GGML_MACKO_NO_COLUMNS");
+    if (wants_skips()) {
+        const char * none = "GGML_MACKO_NO_COLUMNS is set";
+        if (const int status = has_columns ? set_thresholds(file, &none) : GGML_MACKO_STATUS_OK) {
+            prefix_error(file->path.c_str());
+            return status;
+        }
+        if (logs) {
+            log_skips(*file, none);
+        }
+    }
+    for (sparse_tensor_info & m : file->sparse) {
+        const bool meets_zeros = has_zero_inputs(file->arch, m.name);
+        m.by_columns           = has_columns && (meets_zeros || m.threshold > 0);
+        if (meets_zeros) { // GGML_MACKO_COLUMNS: to test and to measure
+            m.zeros = getenv("GGML_MACKO_COLUMNS") ? 1.0f : activation_zeros(file->header, m.name);
+        }
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
 int load_session::open(const char * path, compression how, bool strict, bool no_alloc,
                        std::unique_ptr<load_session> * out) {
     std::unique_ptr<load_session> s(new load_session());
@@ -120,6 +161,9 @@ int load_session::open(const char * path, compression how, bool strict, bool no_
     if (const int status = model_file_open_sparse(path, how, strict, &s->file_)) {
         if (how != compression::off && status == GGML_MACKO_STATUS_NOT_SPARSE && !no_alloc) {
             log_warn("ggml-macko: not compressed: %s\n", ggml_macko_last_error());
+        }
+        if (wants_skips() && status == GGML_MACKO_STATUS_NOT_SPARSE && !no_alloc) {
+            log_warn("ggml-macko: GGML_MACKO_SKIP=1 skips nothing: %s\n", ggml_macko_last_error());
         }
         return status;
     }
@@ -132,12 +176,8 @@ int load_session::open(const char * path, compression how, bool strict, bool no_
     if (s->file_->sparse[0].is_encoded_on_load() && !no_alloc) {
         log_compressed(*s->file_);
     }
-    // asked once, so that all sizes of this load agree
-    for (sparse_tensor_info & m : s->file_->sparse) {
-        m.by_columns = has_zero_inputs(s->file_->arch, m.name) && !getenv("GGML_MACKO_NO_COLUMNS");
-        if (m.by_columns) { // GGML_MACKO_COLUMNS: to test and to measure
-            m.zeros = getenv("GGML_MACKO_COLUMNS") ? 1.0f : activation_zeros(s->file_->header, m.name);
-        }
+    if (const int status = choose_columns(s->file_.get(), !no_alloc)) {
+        return status;
     }
     *out = std::move(s);
     return GGML_MACKO_STATUS_OK;
@@ -147,9 +187,13 @@ int load_session::open(const char * path, compression how, bool strict, bool no_
 static void log_no_cache() { log_warn("ggml-macko: no cache: %s\n", ggml_macko_last_error()); }
 
 void load_session::open_cache(const char * cache_for) {
-    const bool by_columns =
-        std::any_of(matrices().begin(), matrices().end(), [](const sparse_tensor_info & m) { return m.by_columns; });
-    const auto made_for = [&] { return cache_for + std::string(by_columns ? ", columns" : ""); };
+    const auto has = [&](bool (*what)(const sparse_tensor_info &)) {
+        return std::any_of(matrices().begin(), matrices().end(), what);
+    };
+    const auto made_for = [&] {
+        return cache_for + std::string(has([](const auto & m) { return m.by_columns; }) ? ", columns" : "") +
+               (has([](const auto & m) { return m.threshold > 0; }) ? ", thresholds" : "");
+    };
     if (c_boundary([&] { return weight_cache::open(*file_, made_for(), &cache_); })) {
         log_no_cache();
     }

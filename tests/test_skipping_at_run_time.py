@@ -5,7 +5,10 @@ for other shapes, on columns being used, and what is no neuron, is checked by te
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 import time
 
 import gguf
@@ -52,7 +55,7 @@ class Downs(Tap):
 
 @pytest.fixture(scope="module")
 def source_of(tmp_path_factory):
-    """Dense models half of whose weights are zero: name -> path. Another seed each time."""
+    """Dense models 70 % of whose weights are zero: name -> path. Another seed each time."""
     folder = tmp_path_factory.mktemp("models")
     seed = int(np.random.SeedSequence().entropy % 2**31)
     print("seed", seed)  # pytest shows it if a test fails
@@ -61,15 +64,8 @@ def source_of(tmp_path_factory):
         out = folder / f"{name}.gguf"
         if not out.exists():
             if name == "docs-4m":
-                return generators.DEMO.with_name("docs-4m-s70-f16.gguf")
-            rng = np.random.default_rng(seed)
-            f = tiny_models.make(name, seed % 1000)
-            for t in f.tensors:
-                if len(t.ne) == 2 and t.name.startswith(b"blk."):
-                    values = np.frombuffer(t.data, np.uint16).copy()
-                    values[rng.random(values.size) < 0.5] = 0
-                    t.data = values.tobytes()
-            out.write_bytes(gb.write(f))
+                return generators.DEMO
+            out.write_bytes(gb.write(tiny_models.make(name, seed)))
         return out
 
     return path
@@ -216,7 +212,7 @@ def test_logits_are_those_of_a_float64_model_that_skips(calibrated, monkeypatch)
             return np.where(np.abs(x) < self.threshold, 0, x) @ np.asarray(self)
 
     path = calibrated("docs-4m")
-    llama = Float64Llama(str(generators.DEMO.with_name("docs-4m-s70-f16.gguf")))
+    llama = Float64Llama(str(generators.DEMO))
     for part in rule_of(path).parts:
         down = llama.weights[part.down].view(Skipped)
         down.threshold = part.threshold
@@ -388,3 +384,37 @@ def test_weights_that_are_compressed_on_load_skip_as_those_of_a_sparse_file(cali
         logits_one_by_one(open_model(dense, 64, compress=True), tokens),
         logits_one_by_one(open_model(path, 64), tokens),
     )
+
+
+# ---- the tool ----
+
+
+def test_table_has_each_model_and_share_and_is_drawn_again_from_what_was_kept(tmp_path):
+    """tools/skip_speed.py; a model without zeros has no shares, and nobody measures it twice."""
+    pytest.importorskip("matplotlib", reason="matplotlib is optional")
+    dense, sparse = tmp_path / "dense.gguf", generators.DEMO
+    file = tiny_models.make("llama")
+    for t in file.tensors:
+        t.data = t.data if len(t.ne) == 1 else (np.frombuffer(t.data, np.uint16) | np.uint16(1)).tobytes()
+    dense.write_bytes(gb.write(file))
+    quality = {f"{dense.stem}, product, uniform, 0.0": 14.0}
+    quality |= {f"{sparse.stem}, product, uniform, {share}": 16 + share for share in (0.0, 0.5, 0.7)}
+    (tmp_path / "quality.json").write_text(json.dumps({name: {"ppl": ppl} for name, ppl in quality.items()}))
+    out = tmp_path / "speed.md"
+    command = [sys.executable, generators.ROOT / "tools" / "skip_speed.py", dense, sparse, "-f", SAMPLE, "-c", 64]
+    command += ["--chunks", 2, "--held-out", SAMPLE, "--quality", tmp_path / "quality.json", "--shares", "0.5,0.7"]
+    command += ["-n", 4, "--rounds", 2, "--type", "macko", "-o", out]
+    for _ in range(2):
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        rows = [[c.strip() for c in line.split("|")[1:-1]] for line in out.read_text().splitlines() if line[:1] == "|"]
+        assert rows[0] == ["model", "skipped", "tokens/s", "speed", "perplexity"]
+        shares = [[dense.stem, "0 %"], *([sparse.stem, share] for share in ("0 %", "50 %", "70 %"))]
+        assert [row[:2] for row in rows[2:]] == shares
+        assert rows[2][3] == "1.00x" and rows[5][4] == "16.70 (+19.3 %)"
+        assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+        assert len(json.loads(out.with_suffix(".json").read_text())["ms"]) == 4
+        kept = json.loads(out.with_suffix(".json").read_text())
+        kept["kernels"] = "as kept"
+        out.with_suffix(".json").write_text(json.dumps(kept))
+    assert "as kept" in out.read_text()

@@ -109,7 +109,7 @@ def draw(rows: list[Row], title: str) -> plot.Figure:
     axes.set(xlabel="tokens per second, one at a time", ylabel="perplexity (log)", yscale="log", title=title)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
-    axes.margins(0.1)
+    axes.margins(x=0.18, y=0.1)  # room for the labels
     axes.grid(alpha=0.25, which="both")
     axes.legend(frameon=False)
     return figure

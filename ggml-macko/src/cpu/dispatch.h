@@ -49,7 +49,7 @@ struct kernel_costs {
     // density from which coded values are multiplied faster than expanded ones at n = 1; 2: there is no kernel for them
     float coded_from = 2.0f;
     // share of zeros in x from which columns are faster than rows
-    float columns_from = 0.5f;
+    float columns_from = 0.45f;
 };
 
 constexpr int64_t SHORT_ROW = 1024;

@@ -1,5 +1,5 @@
-// A group of the layouts FUSED and CODED (layout.h): how its values and deltas are loaded, and how dp4a turns deltas into
-// addresses. Device code; no launches.
+// A group of the layouts FUSED and CODED (layout.h): how its values and deltas are loaded, and how dp4a turns deltas
+// into addresses. Device code; no launches.
 #pragma once
 
 #include "cuda/lib/common.cuh"
@@ -405,8 +405,8 @@ __device__ __forceinline__ int to_coded(uint32_t f, int exponent) {
 }
 
 // Positions in x are counted in units of 2^-SHIFT bytes of one column of x, STEP units from one column (BANKED: 32
-// columns) to the next. Deltas of less than 6 bits are weighted with down to 1/32 of a step, because they stay where they
-// are in their byte, so those that step over adjacent columns (4 bytes) need units of 1/32 byte.
+// columns) to the next. Deltas of less than 6 bits are weighted with down to 1/32 of a step, because they stay where
+// they are in their byte, so those that step over adjacent columns (4 bytes) need units of 1/32 byte.
 template <int BITS, bool BANKED> constexpr uint32_t SHIFT = !BANKED && BITS < 6 ? 5 : 0;
 template <int BITS, bool BANKED> constexpr uint32_t STEP  = BANKED || BITS < 6 ? 128 : 4;
 

@@ -23,12 +23,12 @@
 //              normal random values with 3 bits of exponent, 25 % with 2; after magnitude pruning none to 5 %) are zero
 //              there and outliers: behind the groups of a row stand groups of four pairs (column, value) of 16 bits
 //              each. Lossless. Rows of wide matrices begin at lines, so there may be unused groups behind those.
-//   CODED      FUSED with shorter values and longer groups: values that have 8 significant bits and one of three
-//              exponents, as FORMAT.md section 8 codes them. A group has 16 entries: 16 bytes of lower bits of codes
-//              and of mantissas, a word of signs and upper bits of codes, and 1, 2 or 3 words of deltas of 2, 4 or 6
-//              bits (6: columns ascend). Only of wide matrices. 8 groups are a line: first the bytes of all, then the words
-//              of all (4 bits: all deltas, then all signs and codes). Other values are zero there and outliers, in
-//              groups of four: floats in place of the bytes, columns in place of deltas.
+//   CODED      FUSED with shorter values and longer groups, of wide matrices: values that have 8 significant bits and
+//              one of three exponents, as FORMAT.md section 8 codes them. A group has 16 entries: 16 bytes of lower
+//              bits of codes and of mantissas, a word of signs and upper bits of codes, and 1, 2 or 3 words of deltas
+//              of 2, 4 or 6 bits (6: columns ascend). 8 groups are a line: first the bytes of all, then the words of
+//              all (4 bits: all deltas, then all signs and codes). Other values are zero there and outliers, in groups
+//              of four: floats in place of the bytes, columns in place of deltas.
 //   QUANTIZED  packed matrices with quantized values (quantized.h).
 #pragma once
 

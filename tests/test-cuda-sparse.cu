@@ -654,6 +654,15 @@ static void test_matrices_are_fused_where_that_fits(cuda_sparse_uploader & uploa
                       delta_bits, cuda_sparse_layout_name(w.device.layout), w.device.bank_width);
             }
         }
+        // rows of all densities: groups of fillers pass through more columns than there are
+        rng         random(3);
+        test_matrix w(random, 300, 2048, type, 4, 0.25, UNEVEN, 7.1, -10);
+        w.upload(random, uploader);
+        CHECK(w.device.layout == CUDA_SPARSE_LAYOUT_FUSED && w.device.bank_width == 0, "type %d, uneven rows: %s", type,
+              cuda_sparse_layout_name(w.device.layout));
+        check_product(random, { &w }, 1, {}, "uneven rows");
+        check_product(random, { &w }, 5, {}, "uneven rows");
+        check_densify(w, "uneven rows");
     }
 }
 

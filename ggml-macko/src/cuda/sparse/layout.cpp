@@ -22,7 +22,7 @@ int32_t cuda_sparse_lanes(const macko_desc & desc, int64_t n_padded, int32_t lay
         return CODED_LANES;
     }
     if (!wide && desc.delta_bits < 8) {
-        return 8;
+        return FUSED_ASCENDING_LANES;
     }
     if (desc.type == GGML_MACKO_TYPE_BF16) {
         return 16;

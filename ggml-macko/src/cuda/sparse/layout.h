@@ -50,7 +50,8 @@ constexpr int     CUDA_SPARSE_LINE      = 8;   // groups of a line: 128 bytes of
 // ones a group soon passes through all banks.
 constexpr int64_t CUDA_SPARSE_WIDE = 2048;
 // FUSED: bytes of a group, and its entries
-constexpr int64_t FUSED_GROUP_NBYTES = 16;
+constexpr int64_t FUSED_GROUP_NBYTES    = 16;
+constexpr int32_t FUSED_ASCENDING_LANES = 8; // where columns ascend, but with deltas of 6 bits
 constexpr int64_t fused_entries(int delta_bits) { return delta_bits == 6 ? 6 : delta_bits == 4 ? 7 : 8; }
 // CODED: entries of a group, words of deltas, signs and codes beside its bytes of values, and its bytes
 constexpr int64_t CODED_GROUP     = 16;
@@ -137,7 +138,8 @@ struct lanes_range {
 constexpr lanes_range cuda_sparse_built_lanes(int32_t layout, int32_t type, int32_t delta_bits, bool banked) {
     const bool f16 = type == GGML_MACKO_TYPE_F16, bf16 = type == GGML_MACKO_TYPE_BF16;
     if (layout == CUDA_SPARSE_LAYOUT_FUSED) {
-        return !banked && delta_bits < 6 ? lanes_range{ 8, (f16 || bf16) && delta_bits != 3 ? 8 : 0 }
+        constexpr int32_t ASCENDING = FUSED_ASCENDING_LANES;
+        return !banked && delta_bits < 6 ? lanes_range{ ASCENDING, (f16 || bf16) && delta_bits != 3 ? ASCENDING : 0 }
                : bf16                    ? lanes_range{ 16, 16 }
                                          : lanes_range{ delta_bits <= 2 ? 16 : 8, f16 ? 32 : 0 };
     }

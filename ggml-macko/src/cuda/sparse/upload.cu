@@ -570,6 +570,13 @@ struct cuda_sparse_uploader::impl {
         *m = cuda_sparse_bind(desc, n_padded, layout, lanes ? lanes : cuda_sparse_lanes(desc, n_padded, layout), dst,
                               reserved);
         if (layout != CUDA_SPARSE_LAYOUT_FILE) {
+            const int status = repack(m, automatic, fits);
+            if (status || *fits || !automatic || layout != CUDA_SPARSE_LAYOUT_FUSED || !m->bank_width) {
+                return status;
+            }
+            // Where some rows have hardly any entries, groups of fillers pass through more columns than there are.
+            *m            = cuda_sparse_bind(desc, n_padded, layout, FUSED_ASCENDING_LANES, dst, reserved);
+            m->bank_width = 0;
             return repack(m, automatic, fits);
         }
         CUDA_OK(

@@ -22,7 +22,7 @@ struct densify_params {
     uint32_t           weight[16];
 };
 
-constexpr int MAX_DENSIFY_WARPS = 4;
+constexpr int MAX_DENSIFY_WARPS = 8;
 
 // Positions are counted in units of 2^-SHIFT bytes of 16-bit columns, STEP units from one delta step to the next:
 // set_fused_weights() and set_coded_weights() divide STEP by up to 64.
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
     row_span            span;
     int                 from, to, end = 0, end_of_outliers = 0;
     uint32_t            base;
-    group_bits<T, BITS> bits[DEPTH];
+    group_bits<T, BITS> bits[DEPTH], outliers; // the run's first group of outliers, on its way as early as the others
     const auto          load = [&](int first) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
@@ -77,6 +77,9 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
         to   = first + own * (warp + 1) / warps;
         end = span.end_step(lane, lanes), end_of_outliers = span.end_of_outliers(lane, lanes);
         load(from);
+        if (warp == 0 && end < end_of_outliers) {
+            outliers.load(m.values, span.slot(lane, lanes, end));
+        }
     };
 
     const int64_t stride = static_cast<int64_t>(gridDim.x) * rows;
@@ -161,8 +164,9 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
         }
         if (warp == 0) {
             for (int step = end; step < end_of_outliers; step++) {
-                group_bits<T, BITS> outliers;
-                outliers.load(m.values, span.slot(lane, lanes, step));
+                if (step > end) {
+                    outliers.load(m.values, span.slot(lane, lanes, step));
+                }
                 outliers.for_each_outlier([&](int, uint32_t column, uint32_t value) {
                     if (value != 0) {
                         *reinterpret_cast<uint16_t *>(mine + column * 2) =
@@ -207,9 +211,10 @@ static cudaError_t launch_densify_interleaved(densify_params & p, cudaStream_t s
     const int64_t room         = device.shared_nbytes - static_cast<int64_t>(MAX_DENSIFY_WARPS * 32 * sizeof(uint32_t));
     const int     rows         = static_cast<int>(std::min<int64_t>(32 / p.m.lanes, room / pitch_nbytes));
     const size_t  shared       = static_cast<size_t>(rows * pitch_nbytes);
-    // one warp per row needs no sums of deltas, but then there have to be enough blocks on a multiprocessor
+    // The fewer blocks there are on a multiprocessor, the more warps share their rows (measured). A warp has few of a
+    // run's groups then, too, and need not read them a second time after it has added up their deltas.
     const int64_t resident = room / (rows * pitch_nbytes + 2048);
-    const int     warps    = resident >= 16 ? 1 : MAX_DENSIFY_WARPS;
+    const int     warps    = resident >= 16 ? 3 : resident >= 8 ? 4 : MAX_DENSIFY_WARPS;
     p.rows                 = rows;
     CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(room)));
     const int64_t blocks = std::min<int64_t>((p.row_end - p.row_begin + rows - 1) / rows,

@@ -470,7 +470,7 @@ static void test_fused_products_of_any_values(cuda_sparse_uploader & uploader, i
         wide[check_fused(uploader, seed, WIDE_DELTAS)]++;
     }
     CHECK(fused > n_cases / 2 || n_cases < 50, "the layout was FUSED in %d of %d cases only", fused, n_cases);
-    CHECK(std::min(used[2], used[3]) > n_cases / 10 || n_cases < 50, "of %d cases values had 14 bits in %d, 13 in %d",
+    CHECK(std::min(used[2], used[3]) > n_cases / 6 || n_cases < 50, "of %d cases values had 14 bits in %d, 13 in %d",
           n_cases, used[2], used[3]);
     CHECK(std::min(wide[4], wide[6]) > n_cases / 6 || n_cases < 50, "of %d cases deltas had 4 bits in %d, 6 in %d",
           n_cases, wide[4], wide[6]);
@@ -887,7 +887,11 @@ static void test_memory_stays_near_the_file() {
             const double     file  = static_cast<double>(padded * 2 + deltas_nbytes(padded, best) + 4 * (rows + 1));
             const double     ratio = static_cast<double>(cuda_sparse_nbytes(desc, padded)) / file;
             const double per_row = d * static_cast<double>(cols); // in short rows bases and half-full groups weigh more
-            const double limit   = per_row >= 1000 ? 1.02 : per_row >= 400 ? 1.045 : per_row >= 200 ? 1.06 : 1.11;
+            const double fillers = best == 8 ? 0.015 : 0;         // FUSED has more of them beside deltas of 6 bits
+            const double limit   = per_row >= 1000  ? 1.02
+                                   : per_row >= 400 ? 1.03 + fillers
+                                   : per_row >= 200 ? 1.06
+                                                    : 1.11;
             CHECK(ratio <= limit, "%lld cols, density %.2f: %.4f of the file's bytes", static_cast<long long>(cols), d,
                   ratio);
         }

@@ -1,8 +1,8 @@
 // Which nodes of a ggml graph the GPU computes with one launch, and which it must not: cuda/graph with stand-ins for
 // the kernels, so that no GPU is needed. A case builds a few nodes as llama.cpp does and names the launches it expects.
+#include "abi/op-numbers.h"
 #include "cuda-graphs.h"
 #include "cuda/graph/fuse-rope-cache.h"
-#include "host/running-ops.h"
 #include "test.h"
 
 #include <algorithm>

@@ -1,10 +1,10 @@
 // Which rows of up the CPU device computes where a ReLU gates them (cpu/graph-plan.h): the result has the same bits,
 // and rows are left out only where nobody can see it. The weights are dense, so that a row of up is zero only if it was
 // not computed. And which inputs count as zero because they are below a threshold.
+#include "abi/op-numbers.h"
 #include "cpu/graph-plan.h"
 #include "cpu/weight.h"
 #include "guarded.h"
-#include "host/running-ops.h"
 #include "test.h"
 #include "values.h"
 

@@ -1,9 +1,9 @@
 // Which products with weights in host memory a GPU takes, and what it queues for them: cuda/graph with stand-ins for
 // the kernels, so that no GPU is needed.
+#include "abi/op-numbers.h"
+#include "backend/host-weights.h"
+#include "backend/offload.h"
 #include "cuda-graphs.h"
-#include "host/host-weights.h"
-#include "host/offload.h"
-#include "host/running-ops.h"
 #include "test.h"
 
 using namespace macko;

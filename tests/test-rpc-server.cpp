@@ -1,10 +1,10 @@
 // What a server of RPC does with messages and graphs of a client, with a stand-in for the memory of a device
-// (host/rpc-buffer.h, host/rpc-graph.h): which weights there are at any time, and which nodes may use them.
+// (rpc/buffer.h, rpc/graph.h): which weights there are at any time, and which nodes may use them.
 // tests/test_rpc_messages.py has the devices.
+#include "abi/op-numbers.h"
 #include "gguf-builder.h"
-#include "host/rpc-graph.h"
-#include "host/rpc-message.h"
-#include "host/running-ops.h"
+#include "rpc/graph.h"
+#include "rpc/message.h"
 #include "test.h"
 
 #include <algorithm>

@@ -46,11 +46,13 @@ CPLUSPLUS = {
     "codec": set(),
     "gguf": {"codec"},
     "load": {"codec", "gguf"},
-    "host": {"codec", "gguf", "load"},
-    "cpu": {"codec", "gguf", "load", "host"},
-    "cuda": {"codec", "gguf", "load", "host"},
-    "capi": {"codec", "gguf", "load", "host", "cpu", "cuda"},
-    "plugin": {"codec", "gguf", "load", "host", "cpu", "cuda", "capi"},
+    "abi": {"codec"},
+    "backend": {"codec", "gguf", "load", "abi"},
+    "rpc": {"codec", "gguf", "load", "abi", "backend"},
+    "cpu": {"codec", "gguf", "load", "abi", "backend", "rpc"},
+    "cuda": {"codec", "gguf", "load", "abi", "backend", "rpc"},
+    "capi": {"codec", "gguf", "load", "abi", "backend", "rpc", "cpu", "cuda"},
+    "plugin": {"codec", "gguf", "load", "abi", "backend", "rpc", "cpu", "cuda", "capi"},
 }
 
 

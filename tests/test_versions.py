@@ -26,9 +26,9 @@ RECORD = json.loads(check_versions.RECORD.read_text())
 VERSIONS = RECORD["versions"]
 # What differs inside the range, and what makes that harmless.
 HANDLED = {
-    "numbers of ops: resolved by name (host/running-ops.cpp)": r"GGML_OP_\w+",
+    "numbers of ops: resolved by name (abi/op-numbers.cpp)": r"GGML_OP_\w+",
     "llama_model_params: the caller says where its members are (capi/load.cpp)": r"(sizeof )?llama_model_params.*",
-    "an argument of graph_optimize: used from 0.25.3 on (host/running-ggml.cpp)": r"ggml_backend_i\.graph_optimize",
+    "an argument of graph_optimize: used from 0.25.3 on (abi/ggml-abi.cpp)": r"ggml_backend_i\.graph_optimize",
     "a fifth byte of the capabilities: padding before, and written as zero": r"sizeof ggml_backend_dev_caps",
     "the hint of a product: no version without it writes that parameter, which is zero": r"GGML_HINT_SRC0_IS_HADAMARD",
 }
@@ -60,7 +60,7 @@ def test_what_differs_between_versions_is_handled():
 def test_every_op_that_the_devices_compare_with_is_resolved():
     # the last is an environment variable of ggml's
     used = check_versions.names_in_sources(r"\bGGML_OP_([A-Z0-9_]+)\b") - {"COUNT", "", "OFFLOAD_MIN_BATCH"}
-    resolved = re.findall(r"USED\((\w+)\)", (check_versions.SOURCES / "host" / "running-ops.cpp").read_text())
+    resolved = re.findall(r"USED\((\w+)\)", (check_versions.SOURCES / "abi" / "op-numbers.cpp").read_text())
     assert used == set(resolved) - {"name"}
     in_any_file = re.compile(r"->op\s*(==|!=)|(switch|find_\w+|is_empty)\s*\([^()]*->op\b")
     for path in (check_versions.SOURCES / "cpu", check_versions.SOURCES / "cuda"):

@@ -1,9 +1,9 @@
 // The C API over loads, and what the plugin was built for. Checks arguments and keeps exceptions inside; the load
-// itself is host/load-session.h.
+// itself is backend/load-session.h.
+#include "abi/ggml-abi.h"
+#include "backend/load-session.h"
 #include "cpu/kernels.h"
-#include "host/load-session.h"
-#include "host/rpc-client.h"
-#include "host/running-ggml.h"
+#include "rpc/client.h"
 
 #include <cstring>
 #include <new>

@@ -5,14 +5,14 @@
 // of ggml's CPU backend. So its results lie in ordinary host memory: it needs no compute buffers, the scheduler copies
 // nothing at a change of the backend, and dense models in the same process are computed as without the plugin.
 #include "cpu/device.h"
+#include "abi/op-numbers.h"
+#include "backend/host-weights.h"
+#include "backend/load-session.h"
+#include "backend/log.h"
+#include "backend/offload.h"
+#include "backend/planned-buffer.h"
 #include "cpu/graph-plan.h"
 #include "cpu/weight.h"
-#include "host/host-weights.h"
-#include "host/load-session.h"
-#include "host/log.h"
-#include "host/offload.h"
-#include "host/planned-buffer.h"
-#include "host/running-ops.h"
 #include "platform/platform.h"
 
 #include <algorithm>

@@ -1,10 +1,10 @@
 // Splits the nodes of a graph into products and row operations, and runs them (graph-plan.h).
 #include "cpu/graph-plan.h"
+#include "abi/op-numbers.h"
+#include "backend/log.h"
 #include "cpu/rope.h"
 #include "cpu/row-ops.h"
 #include "cpu/weight.h"
-#include "host/log.h"
-#include "host/running-ops.h"
 
 #include "ggml-impl.h"
 

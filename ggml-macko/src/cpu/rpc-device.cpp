@@ -1,9 +1,9 @@
 #include "cpu/rpc-device.h"
+#include "backend/log.h"
+#include "backend/registered-devices.h"
 #include "cpu/graph-plan.h"
 #include "cpu/rpc-memory.h"
-#include "host/log.h"
-#include "host/registered-devices.h"
-#include "host/rpc-graph.h"
+#include "rpc/graph.h"
 
 #include <algorithm>
 #include <memory>

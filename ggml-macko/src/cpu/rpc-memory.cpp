@@ -1,5 +1,5 @@
 #include "cpu/rpc-memory.h"
-#include "host/log.h"
+#include "backend/log.h"
 #include "platform/platform.h"
 
 #include <cstring>

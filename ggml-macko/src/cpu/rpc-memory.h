@@ -1,9 +1,9 @@
-// The memory of a buffer of the CPU device on a server of llama.cpp's RPC backend (host/rpc-buffer.h): addresses of the
+// The memory of a buffer of the CPU device on a server of llama.cpp's RPC backend (rpc/buffer.h): addresses of the
 // system, which gives memory to pages that are written. Weights have mappings of their own.
 #pragma once
 
 #include "cpu/weight.h"
-#include "host/rpc-buffer.h"
+#include "rpc/buffer.h"
 
 namespace macko::cpu {
 

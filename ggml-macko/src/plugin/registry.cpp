@@ -1,8 +1,8 @@
 // The backend registry that ggml_backend_load gets from this plugin: it lists the devices. A ggml that the plugin does
-// not fit (host/running-ggml.h) gets none.
+// not fit (abi/ggml-abi.h) gets none.
+#include "backend/log.h"
 #include "cpu/device.h"
 #include "cpu/rpc-device.h"
-#include "host/log.h"
 #ifdef GGML_MACKO_CUDA
 #include "cuda/device/backend.h"
 #include "cuda/device/device.h"

@@ -1,12 +1,12 @@
 #include "cuda/device/backend.h"
 
+#include "abi/ggml-abi.h"
+#include "backend/host-weights.h"
+#include "backend/load-session.h"
+#include "backend/log.h"
+#include "backend/offload.h"
 #include "cuda/device/buffer.h"
 #include "cuda/device/captures.h"
-#include "host/host-weights.h"
-#include "host/load-session.h"
-#include "host/log.h"
-#include "host/offload.h"
-#include "host/running-ggml.h"
 
 #include <algorithm>
 #include <cstdlib>

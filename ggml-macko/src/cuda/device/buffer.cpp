@@ -1,10 +1,10 @@
 #include "cuda/device/buffer.h"
 
+#include "backend/host-weights.h"
+#include "backend/load-session.h"
+#include "backend/log.h"
+#include "backend/planned-buffer.h"
 #include "cuda/device/upload.h"
-#include "host/host-weights.h"
-#include "host/load-session.h"
-#include "host/log.h"
-#include "host/planned-buffer.h"
 
 #include <algorithm>
 #include <cstring>

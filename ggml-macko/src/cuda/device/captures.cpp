@@ -1,5 +1,5 @@
 #include "cuda/device/captures.h"
-#include "host/running-ops.h"
+#include "abi/op-numbers.h"
 
 #include <algorithm>
 #include <cstring>

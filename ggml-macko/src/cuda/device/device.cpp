@@ -1,11 +1,11 @@
 #include "cuda/device/device.h"
 
+#include "backend/host-weights.h"
+#include "backend/load-session.h"
+#include "backend/offload.h"
+#include "backend/planned-buffer.h"
 #include "cuda/device/backend.h"
 #include "cuda/device/buffer.h"
-#include "host/host-weights.h"
-#include "host/load-session.h"
-#include "host/offload.h"
-#include "host/planned-buffer.h"
 
 #include <cstdio>
 

@@ -1,8 +1,8 @@
 #include "cuda/device/gpu.h"
 
+#include "backend/log.h"
 #include "codec/team.h"
 #include "cuda/sparse/mul-mat.cuh"
-#include "host/log.h"
 
 #include <cstring>
 #include <unistd.h>

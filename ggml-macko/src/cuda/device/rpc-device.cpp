@@ -1,12 +1,12 @@
 #include "cuda/device/rpc-device.h"
 
+#include "abi/op-numbers.h"
+#include "backend/log.h"
 #include "cuda/device/backend.h"
 #include "cuda/device/device.h"
 #include "cuda/device/rpc-memory.h"
-#include "host/log.h"
-#include "host/rpc-cpu.h"
-#include "host/rpc-graph.h"
-#include "host/running-ops.h"
+#include "rpc/cpu.h"
+#include "rpc/graph.h"
 
 #include <algorithm>
 

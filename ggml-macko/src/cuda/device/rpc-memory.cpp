@@ -1,8 +1,8 @@
 #include "cuda/device/rpc-memory.h"
 
+#include "backend/log.h"
 #include "cuda/device/buffer.h"
 #include "cuda/device/upload.h"
-#include "host/log.h"
 
 #include <algorithm>
 #include <cstring>

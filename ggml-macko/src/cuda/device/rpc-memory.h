@@ -1,4 +1,4 @@
-// The memory of a buffer of a GPU on a server of llama.cpp's RPC backend (host/rpc-buffer.h). The addresses that the
+// The memory of a buffer of a GPU on a server of llama.cpp's RPC backend (rpc/buffer.h). The addresses that the
 // client asked for are reserved; those that are written or used in a graph get memory. Sparse weights lie side by side
 // behind other addresses, which no request can name.
 #pragma once
@@ -7,7 +7,7 @@
 #include "cuda/lib/address-range.h"
 #include "cuda/sparse/mul-mat.cuh"
 #include "cuda/stored-matrix.h"
-#include "host/rpc-buffer.h"
+#include "rpc/buffer.h"
 
 namespace macko::cuda {
 

@@ -1,9 +1,9 @@
 // Sparse weights on their way from the file into a buffer of the GPU.
 #pragma once
 
+#include "backend/load-session.h"
 #include "cuda/device/gpu.h"
 #include "cuda/stored-matrix.h"
-#include "host/load-session.h"
 
 #include <functional>
 

@@ -1,5 +1,5 @@
 #include "cuda/graph/adapters.h"
-#include "host/running-ops.h"
+#include "abi/op-numbers.h"
 
 #include <cstring>
 

@@ -1,10 +1,10 @@
 // Questions that every file of this folder asks of a node.
 #pragma once
 
+#include "abi/op-numbers.h"
+#include "backend/host-weights.h"
 #include "cuda/ops/ops.h"
 #include "cuda/stored-matrix.h"
-#include "host/host-weights.h"
-#include "host/running-ops.h"
 
 #include "ggml-backend.h"
 #include "ggml-impl.h"

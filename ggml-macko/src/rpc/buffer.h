@@ -1,6 +1,6 @@
 // A buffer of a device on a server of llama.cpp's RPC backend (docs/design/rpc.md). The client asks for room for dense
 // weights. The buffer reserves addresses for them, and memory is given to those that are written. A sparse weight
-// arrives as messages about its place there (host/rpc-message.h) and is kept elsewhere, where no client can write. How
+// arrives as messages about its place there (rpc/message.h) and is kept elsewhere, where no client can write. How
 // a device gives memory and keeps weights is its own: it derives from rpc_memory and rpc_weight.
 #pragma once
 

@@ -1,5 +1,5 @@
-#include "host/load-session.h"
-#include "host/log.h"
+#include "backend/load-session.h"
+#include "backend/log.h"
 #include "load/activation-keys.h"
 #include "load/compress.h"
 #include "load/matrix-file.h"

@@ -1,7 +1,7 @@
-#include "host/rpc-buffer.h"
-#include "host/log.h"
-#include "host/rpc-message.h"
+#include "rpc/buffer.h"
+#include "backend/log.h"
 #include "platform/platform.h"
+#include "rpc/message.h"
 
 #include <algorithm>
 #include <cinttypes>

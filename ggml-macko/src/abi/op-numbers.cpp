@@ -1,4 +1,4 @@
-#include "host/running-ops.h"
+#include "abi/op-numbers.h"
 #include "codec/status.h"
 
 #include <cstring>

@@ -11,7 +11,7 @@ extern const char * const NEWEST_GGML;
 // VERSION_MISMATCH, naming the range, if ggml_version is not in it. GGML_MACKO_ANY_VERSION=1 lets every version pass.
 [[nodiscard]] int check_ggml_version(const char * ggml_version);
 
-// Once per process: check_ggml_version, resolve_ops (running-ops.h), and then, by calling exported functions with
+// Once per process: check_ggml_version, resolve_ops (op-numbers.h), and then, by calling exported functions with
 // objects of our making, that the running ggml has every struct member where our headers have it. Nothing of the plugin
 // may be used before this says OK.
 [[nodiscard]] int check_running_ggml();

@@ -1,6 +1,6 @@
-#include "host/rpc-graph.h"
-#include "host/log.h"
-#include "host/running-ops.h"
+#include "rpc/graph.h"
+#include "abi/op-numbers.h"
+#include "backend/log.h"
 
 #include <algorithm>
 #include <cstring>

@@ -3,7 +3,7 @@
 // circles.
 #pragma once
 
-#include "host/rpc-buffer.h"
+#include "rpc/buffer.h"
 
 #include "ggml-impl.h"
 

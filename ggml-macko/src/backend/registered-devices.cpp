@@ -1,4 +1,4 @@
-#include "host/registered-devices.h"
+#include "backend/registered-devices.h"
 #include "platform/platform.h"
 
 namespace macko {

@@ -1,7 +1,7 @@
-#include "host/running-ggml.h"
+#include "abi/ggml-abi.h"
+#include "abi/op-numbers.h"
+#include "abi/struct-check.h"
 #include "codec/status.h"
-#include "host/running-ops.h"
-#include "host/struct-check.h"
 
 #include <array>
 #include <cstdio>

@@ -3,8 +3,8 @@
 // the sizes of one model. No weight is ever allocated in it.
 #pragma once
 
+#include "backend/load-session.h"
 #include "ggml-backend-impl.h"
-#include "host/load-session.h"
 
 namespace macko {
 

@@ -1,5 +1,5 @@
-#include "host/host-weights.h"
-#include "host/planned-buffer.h"
+#include "backend/host-weights.h"
+#include "backend/planned-buffer.h"
 
 #include <atomic>
 

@@ -1,4 +1,4 @@
-#include "host/planned-buffer.h"
+#include "backend/planned-buffer.h"
 
 #include <memory>
 #include <mutex>

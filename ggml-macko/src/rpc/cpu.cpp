@@ -1,6 +1,6 @@
-#include "host/rpc-cpu.h"
-#include "host/registered-devices.h"
-#include "host/running-ops.h"
+#include "rpc/cpu.h"
+#include "abi/op-numbers.h"
+#include "backend/registered-devices.h"
 
 #include <algorithm>
 

@@ -1,6 +1,6 @@
-#include "host/offload.h"
-#include "host/host-weights.h"
-#include "host/running-ops.h"
+#include "backend/offload.h"
+#include "abi/op-numbers.h"
+#include "backend/host-weights.h"
 
 #include <atomic>
 

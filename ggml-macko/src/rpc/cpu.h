@@ -2,7 +2,7 @@
 // works on copies of their operands in host memory. What ggml's scheduler does for a local model, node by node.
 #pragma once
 
-#include "host/rpc-graph.h"
+#include "rpc/graph.h"
 
 namespace macko {
 

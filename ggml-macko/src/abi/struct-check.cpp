@@ -1,6 +1,6 @@
 // A probe is an object whose words are addresses of functions, each of which says which word it is. Whatever word of it
 // the running ggml takes for a callback may be called, and what it returns for a plain member tells the place, too.
-#include "host/struct-check.h"
+#include "abi/struct-check.h"
 
 #include "ggml-backend-impl.h"
 #include "ggml-impl.h"

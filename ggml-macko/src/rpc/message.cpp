@@ -1,5 +1,5 @@
-#include "host/rpc-message.h"
-#include "host/running-ops.h"
+#include "rpc/message.h"
+#include "abi/op-numbers.h"
 
 #include <cstdio>
 #include <cstring>

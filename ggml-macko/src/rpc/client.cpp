@@ -1,10 +1,10 @@
-#include "host/rpc-client.h"
-#include "host/load-session.h"
-#include "host/log.h"
-#include "host/registered-devices.h"
-#include "host/rpc-message.h"
+#include "rpc/client.h"
+#include "backend/load-session.h"
+#include "backend/log.h"
+#include "backend/registered-devices.h"
 #include "load/matrix-file.h"
 #include "platform/platform.h"
+#include "rpc/message.h"
 
 #include <algorithm>
 #include <cstring>

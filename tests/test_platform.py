@@ -75,8 +75,8 @@ def test_only_the_platform_room_names_what_one_system_has(path):
 
 PYTHON_NAMES = re.compile(
     r"sched_\w+|preadv2?|pwritev2?|memfd_create|getrandom|sendfile|splice|copy_file_range|posix_fadvise|posix_fallocate"
-    r"|fdatasync|eventfd|pidfd_open|pipe2|\w*xattr|unshare|setns|O_DIRECT|O_PATH|O_TMPFILE|O_EXLOCK|O_EVTONLY|F_\w*SEALS?"
-    r"|F_FULLFSYNC|ru_maxrss|sysconf|uname|RTLD_DEEPBIND"
+    r"|fdatasync|eventfd|pidfd_open|pipe2|\w*xattr|unshare|setns|O_DIRECT|O_PATH|O_TMPFILE|O_EXLOCK|O_EVTONLY"
+    r"|F_\w*SEALS?|F_FULLFSYNC|ru_maxrss|sysconf|uname|RTLD_DEEPBIND"
 )
 PYTHON_TEXT = re.compile(r"\bproc/|/sys/|sys/fs/|\.so\b|\.dylib\b|\bLD_|\bDYLD_")
 

@@ -49,7 +49,8 @@ def main() -> int:
         from llama_cpp.server.__main__ import main as serve
 
         _answer_bad_arguments()
-        serve()  # type: ignore[no-untyped-call]  # answers requests that fail itself: what it raises kept it from starting
+        # It answers requests that fail; what it raises kept it from starting.
+        serve()  # type: ignore[no-untyped-call]
         return 0
     except ModuleNotFoundError as e:
         text = f"the server needs the package {e.name}: pip install 'ggml-macko[server]'"

@@ -1,4 +1,4 @@
-# Fails if an object file of cpu/kernels-*.cpp defines a symbol that another translation unit may define, too.
+# Fails if an object file of cpu/kernels/kernels-*.cpp defines a symbol that another translation unit may define, too.
 #
 # Those files are compiled for instruction sets that not every CPU has. Of an inline function or a template instance
 # that several translation units emit, the linker keeps any one: a copy with AVX-512 instructions could then run on any

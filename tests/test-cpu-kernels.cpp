@@ -3,8 +3,8 @@
 // reads or writes past its arrays crashes. `test-cpu-kernels --bench` prints speeds instead, beside those of a dense
 // F16 kernel, and `--bench-columns` those of rows and columns where x has zeros.
 #include "codec/macko/encode.h"
-#include "cpu/dispatch.h"
-#include "cpu/matrix-packer.h"
+#include "cpu/kernels/dispatch.h"
+#include "cpu/layout/matrix-packer.h"
 #include "guarded.h"
 #include "test.h"
 #include "values.h"

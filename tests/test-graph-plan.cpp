@@ -1,9 +1,9 @@
-// Which rows of up the CPU device computes where a ReLU gates them (cpu/graph-plan.h): the result has the same bits,
-// and rows are left out only where nobody can see it. The weights are dense, so that a row of up is zero only if it was
-// not computed. And which inputs count as zero because they are below a threshold.
+// Which rows of up the CPU device computes where a ReLU gates them (cpu/device/graph-plan.h): the result has the same
+// bits, and rows are left out only where nobody can see it. The weights are dense, so that a row of up is zero only if
+// it was not computed. And which inputs count as zero because they are below a threshold.
 #include "abi/op-numbers.h"
-#include "cpu/graph-plan.h"
-#include "cpu/weight.h"
+#include "cpu/device/graph-plan.h"
+#include "cpu/device/weight.h"
 #include "guarded.h"
 #include "test.h"
 #include "values.h"
@@ -38,8 +38,8 @@ struct graph_builder {
 
     float number() { return static_cast<float>(random.unit() * 2 - 1); }
 
-    // F32, of n_matrices matrices, without a zero, and such that most products are negative: a bitmap (cpu/bitmap.h)
-    // behind its header
+    // F32, of n_matrices matrices, without a zero, and such that most products are negative: a bitmap
+    // (cpu/layout/bitmap.h) behind its header
     ggml_tensor * weights(int64_t n_matrices) {
         const int64_t    rows = ROWS * n_matrices;
         const macko_desc desc = { rows, COLS, GGML_MACKO_TYPE_F32, 4, rows * COLS };

@@ -1,7 +1,7 @@
 // Compares the row operations of each kernel set, and ROPE, with float64, element by element: odd lengths, results that
 // overwrite an operand, and extreme arguments. All memory ends at a page without access.
-#include "cpu/dispatch.h"
-#include "cpu/rope.h"
+#include "cpu/kernels/dispatch.h"
+#include "cpu/kernels/rope.h"
 #include "guarded.h"
 #include "test.h"
 

@@ -2,9 +2,9 @@
 // several x: all are compared with float64, element by element, and those with NaN or infinity in another x, too.
 #include "codec/macko/encode.h"
 #include "codec/registry.h"
-#include "cpu/codecs.h"
-#include "cpu/dispatch.h"
-#include "cpu/matrix-packer.h"
+#include "cpu/kernels/dispatch.h"
+#include "cpu/layout/codecs.h"
+#include "cpu/layout/matrix-packer.h"
 #include "matrix-input.h"
 
 #include <cfloat>

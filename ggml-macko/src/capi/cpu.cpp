@@ -3,8 +3,8 @@
 #include "codec/macko/matrix-view.h"
 #include "codec/registry.h"
 #include "codec/team.h"
-#include "cpu/codecs.h"
-#include "cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
+#include "cpu/layout/codecs.h"
 
 #include <cstdlib>
 

@@ -2,7 +2,7 @@
 // itself is backend/load-session.h.
 #include "abi/ggml-abi.h"
 #include "backend/load-session.h"
-#include "cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 #include "rpc/client.h"
 
 #include <cstring>

@@ -1,8 +1,8 @@
 // The backend registry that ggml_backend_load gets from this plugin: it lists the devices. A ggml that the plugin does
 // not fit (abi/ggml-abi.h) gets none.
 #include "backend/log.h"
-#include "cpu/device.h"
-#include "cpu/rpc-device.h"
+#include "cpu/device/device.h"
+#include "cpu/device/rpc-device.h"
 #ifdef GGML_MACKO_CUDA
 #include "cuda/device/backend.h"
 #include "cuda/device/device.h"

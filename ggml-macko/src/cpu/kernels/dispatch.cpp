@@ -1,0 +1,400 @@
+// Chooses the kernel set, chooses the layout of x for each multiplication, and divides its rows among threads. This
+// file is compiled for any CPU.
+#include "cpu/kernels/dispatch.h"
+#include "platform/platform.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <string>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#if !defined(_OPENMP)
+#error "compile with OpenMP: without its barriers, threads would read x before it has been copied"
+#endif
+
+namespace macko::cpu {
+
+// ---- kernel set ----
+
+struct candidate {
+    const kernel_set * set;
+    bool               supported; // by the CPU and by the operating system, which has to save its registers
+};
+
+#if defined(__x86_64__)
+// __builtin_cpu_supports("f16c") needs a newer compiler than we ask for
+static bool cpu_has_f16c() {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+#endif
+
+// Zen 4, the only CPUs of AMD's family 25 with VBMI2, take 512 bits in two halves: there bundles are faster than
+// expanded rows at all densities that they are for, and than coded values (docs/lab/kernels-cpu.md).
+static bool cpu_is_zen4() {
+#if defined(__x86_64__)
+    constexpr unsigned FAMILY_25 = 0xf + 0xa; // base and extended
+    unsigned           eax, ebx, ecx, edx;
+    return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512vbmi2") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) &&
+           (eax >> 8 & 0xf) + (eax >> 20 & 0xff) == FAMILY_25;
+#else
+    return false;
+#endif
+}
+
+static const candidate * candidates(int * n) {
+#if defined(__x86_64__)
+    static const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && cpu_has_f16c() &&
+                             __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
+                             __builtin_cpu_supports("popcnt");
+    static const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    static const bool vbmi2 = avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
+                              __builtin_cpu_supports("avx512vnni"); // which all CPUs with VBMI2 have
+    static const candidate all[] = {
+        { &kernels_avx512_vbmi2, vbmi2 },
+        { &kernels_avx512, avx512 },
+        { &kernels_avx2, avx2 },
+        { &kernels_portable, true },
+    };
+#elif defined(__aarch64__)
+    static const platform::arm64_extensions has   = platform::find_arm64_extensions();
+    static const candidate                  all[] = {
+        { &kernels_neon_fhm, has.dot_product && has.f16_products },
+        { &kernels_neon_dotprod, has.dot_product },
+        { &kernels_neon, true },
+        { &kernels_portable, true },
+    };
+#else
+    static const candidate all[] = { { &kernels_portable, true } };
+#endif
+    *n = static_cast<int>(sizeof(all) / sizeof(all[0]));
+    return all;
+}
+
+const kernel_set * supported_kernel_set(int i) {
+    int               n;
+    const candidate * all = candidates(&n);
+    for (int k = 0; k < n; k++) {
+        if (all[k].supported && i-- == 0) {
+            return all[k].set;
+        }
+    }
+    return nullptr;
+}
+
+// The environment is read once, so that all matrices of a process use the same set.
+struct selection {
+    const kernel_set * set; // nullptr if `forced` is unknown or not supported by this CPU
+    char               forced[64];
+    bool               known;
+};
+
+static const selection & select_once() {
+    static selection      chosen;
+    static std::once_flag once;
+    std::call_once(once, [] {
+        const char * forced = getenv("GGML_MACKO_FORCE");
+        if (!forced || !*forced) {
+            chosen.set = supported_kernel_set(0);
+            return;
+        }
+        strncpy(chosen.forced, forced, sizeof(chosen.forced) - 1);
+        int               n;
+        const candidate * all = candidates(&n);
+        for (int k = 0; k < n; k++) {
+            if (strcmp(forced, all[k].set->name) == 0) {
+                chosen.known = true;
+                chosen.set   = all[k].supported ? all[k].set : nullptr;
+            }
+        }
+    });
+    return chosen;
+}
+
+int select_kernels(const char ** name) {
+    const selection & chosen = select_once();
+    if (!chosen.set) {
+        std::string       names;
+        int               n;
+        const candidate * all = candidates(&n);
+        for (int k = n - 1; k >= 0; k--) {
+            names += std::string(names.empty() ? "" : ", ") + all[k].set->name;
+        }
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "GGML_MACKO_FORCE=%s: %s; valid names: %s",
+                    printable(chosen.forced).text, chosen.known ? "not supported by this CPU" : "no such kernel set",
+                    names.c_str());
+    }
+    *name = chosen.set->name;
+    return GGML_MACKO_STATUS_OK;
+}
+
+// ---- multiplication ----
+
+bool has_rows16(const kernel_set & set, int32_t type) {
+    return is_quant_type(type)             ? set.costs.quant_rows16
+           : type == GGML_MACKO_TYPE_CODED ? false
+                                           : type != GGML_MACKO_TYPE_F32 && set.costs.rows16_below > 0;
+}
+
+bool has_coded(const kernel_set & set) { return set.costs.coded_from <= 1; }
+
+bool multiplies_with(const kernel_set & set, const bitmap_matrix & w) {
+    return in_bundles(w) ? set.bundles : w.type != GGML_MACKO_TYPE_CODED || has_coded(set);
+}
+
+// Coded values take 10 bits in place of 16 or 32. Where instructions are the limit, they must also take no more time
+// than expanded ones, which depends on the set: moving bytes, signs and a bit of the exponents to their columns is
+// cheap with AVX-512 VBMI2, while all other sets would expand each product's values anew. Rows of a few columns are
+// smaller without the rows' alignment.
+bitmap_form form_in_memory_with(const kernel_set & set, const macko_desc & desc, int32_t value_type,
+                                int64_t values_nbytes) {
+    const double elements = static_cast<double>(desc.rows) * static_cast<double>(desc.cols);
+    const float  below    = desc.cols <= SHORT_ROW ? set.short_bundles_below : set.bundles_below;
+    const bool   sparse   = static_cast<double>(desc.nnz) < elements * static_cast<double>(below);
+    if (is_quant_type(value_type)) {
+        return { value_type, set.quant_bundles };
+    }
+    const bitmap_form expanded = { desc.type, sparse && has_bundles(desc.type) };
+    if (value_type != GGML_MACKO_TYPE_CODED) {
+        return expanded;
+    }
+    const bitmap_form as_stored = { value_type, false, values_nbytes };
+    const bool        faster = static_cast<double>(desc.nnz) >= elements * static_cast<double>(set.costs.coded_from) ||
+                        (desc.type == GGML_MACKO_TYPE_F32 && has_coded(set));
+    return faster && bitmap_takes_coded(desc, values_nbytes) &&
+                   bitmap_nbytes(desc, as_stored) < bitmap_nbytes(desc, expanded)
+               ? as_stored
+               : expanded;
+}
+
+// With more x, products with bundles are faster by panels; those of F16 and BF16 may be so only beyond MAX_PLANES.
+static int64_t most_planes(int32_t type) { return is_quant_type(type) ? 5 : MAX_PLANES; }
+
+constexpr int64_t COUNTER_NBYTES = 64;
+static_assert(MAX_SAME_X * sizeof(int) <= COUNTER_NBYTES, "a counter for each product");
+
+int64_t mul_mat_scratch_nbytes(int64_t cols, int64_t n) {
+    constexpr int64_t widest = 16; // floats in the widest vector; panels have whole vectors of tokens
+    return mask_words(cols) * 64 * ((n + widest - 1) / widest * widest) * static_cast<int64_t>(sizeof(float)) +
+           COUNTER_NBYTES;
+}
+
+static int64_t n_zeros(const mul_mat_params & p) {
+    const float * x = p.x[0];
+    int           n = 0;
+    for (int64_t c = 0; c < p.w.cols; c++) {
+        n += x[c] == 0;
+    }
+    return n;
+}
+
+// for how many parts of the columns there are sums in the scratch memory, behind x
+static int64_t room_for_parts(const mul_mat_params & p) {
+    const int64_t floats = (mul_mat_scratch_nbytes(p.w.cols, 1) - COUNTER_NBYTES) / int64_t(sizeof(float));
+    return (floats - mask_words(p.w.cols) * 64) / (mask_words(p.columns.cols) * 64);
+}
+
+// Whether enough of x is zero for the columns. Each thread counts by itself, which is faster than a barrier.
+static bool takes_columns(const kernel_set & set, const mul_mat_params & p) {
+    return p.columns.masks && p.n == 1 && room_for_parts(p) > 0 &&
+           static_cast<float>(n_zeros(p)) >= static_cast<float>(p.w.cols) * set.costs.columns_from;
+}
+
+static x_layout choose_layout(const kernel_set & set, const mul_mat_params & p) {
+    if (takes_columns(set, p)) {
+        return x_layout::columns;
+    }
+    const kernel_costs &  cost    = set.costs;
+    const bitmap_matrix & w       = p.w;
+    const float           density = static_cast<float>(w.row_off[p.row_end] - w.row_off[p.row_begin]) /
+                          (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(w.cols));
+    if (in_bundles(w)) {
+        return p.n <= most_planes(w.type) && p.round_x ? x_layout::planes : x_layout::panels;
+    }
+    if (p.n == 1) {
+        const bool faster = is_quant_type(w.type) || density < cost.rows16_below;
+        return faster && p.round_x && has_rows16(set, w.type) ? x_layout::rows16 : x_layout::rows;
+    }
+    const float groups  = static_cast<float>((p.n + 7) / 8);
+    const float vectors = static_cast<float>((p.n + cost.vector_width - 1) / cost.vector_width);
+    const float rows    = groups * cost.x_batch + static_cast<float>(p.n) * cost.x;
+    const float panels  = cost.column + density * (cost.entry + vectors * cost.vector);
+    return rows <= panels ? x_layout::rows : x_layout::panels;
+}
+
+// For each of the products that have the same x, the next part of rows to be computed, which all threads share. At the
+// end of the scratch memory.
+static int * part_counters(const mul_mat_params & p) {
+    return reinterpret_cast<int *>(static_cast<uint8_t *>(p.scratch) + mul_mat_scratch_nbytes(p.w.cols, p.n) -
+                                   COUNTER_NBYTES);
+}
+
+static void wait_for_all(const mul_mat_params & p) {
+    if (p.barrier) {
+        p.barrier->wait();
+        return;
+    }
+#pragma omp barrier
+}
+
+static bool is_nothing(const mul_mat_params & p) { return p.n <= 0 || p.row_begin >= p.row_end; }
+
+static void prepare_with(const kernel_set & set, const mul_mat_params & p, int ith, int nth) {
+    if (ith == 0) {
+        std::fill_n(part_counters(p), MAX_SAME_X, 0);
+    }
+    set.prepare(p, choose_layout(set, p), ith, nth);
+}
+
+// Whether rows whose gate is closed are left out. Where few are, memory streams them anyway: leaving half of the rows
+// out gained nothing (docs/lab/activation-sparsity.md).
+static bool leaves_rows_out(const mul_mat_params & p) {
+    const int64_t rows   = p.row_end - p.row_begin;
+    const int64_t closed = p.gate ? std::count_if(p.gate, p.gate + rows, [](float g) { return !(g > 0); }) : 0;
+    return closed * 5 >= rows * 3;
+}
+
+// Rows begin ... end - 1, but not those whose gate is closed, as far as single rows can be left out.
+static void multiply_open_rows(const kernel_set & set, const mul_mat_params & p, x_layout layout, int64_t begin,
+                               int64_t end) {
+    const int64_t group   = in_bundles(p.w) ? BUNDLE_ROWS : 1;
+    const auto    is_open = [&](int64_t row) {
+        const float * gate = p.gate + (row - p.row_begin);
+        return std::any_of(gate, gate + std::min(group, end - row), [](float g) { return g > 0; });
+    };
+    for (int64_t row = begin; row < end;) {
+        const int64_t first = row;
+        while (row < end && is_open(row)) {
+            row = std::min(row + group, end);
+        }
+        if (row > first) {
+            set.multiply(p, layout, first, row);
+        }
+        const int64_t closed = row;
+        while (row < end && !is_open(row)) {
+            row = std::min(row + group, end);
+        }
+        std::fill(p.y[0] + (closed - p.row_begin), p.y[0] + (row - p.row_begin), 0.0f);
+    }
+}
+
+// How many parts of the columns have sums of their own: as many as have some columns to read each, and as there is room
+// for. The number decides the order in which y is added up, so that it may depend on p alone.
+static int64_t n_column_parts(const mul_mat_params & p) {
+    constexpr int64_t most = 16, least_columns = 32;
+    return std::clamp<int64_t>(std::min((p.w.cols - n_zeros(p)) / least_columns, room_for_parts(p)), 1, most);
+}
+
+// Threads take whole columns, since memory is read faster in long pieces: with half of the rows each, two threads took
+// as long as one. So each part has sums for all rows; y is the sum of these, in the order of the parts.
+static void multiply_columns(const kernel_set & set, const mul_mat_params & p, int * counter, int ith, int nth) {
+    const int64_t parts = n_column_parts(p), words = mask_words(p.w.cols), stride = mask_words(p.columns.cols) * 64;
+    float *       sums = static_cast<float *>(p.scratch) + words * 64;
+    for (int64_t part; (part = __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED)) < parts;) {
+        set.add_columns(p, words * part / parts * 64, std::min(words * (part + 1) / parts * 64, p.w.cols),
+                        sums + part * stride);
+    }
+    wait_for_all(p);
+    const int64_t rows = p.columns.cols, begin = rows * ith / nth, end = rows * (ith + 1) / nth;
+    float *       y = p.y[0];
+    std::copy(sums + begin, sums + end, y + begin);
+    for (int64_t part = 1; part < parts; part++) {
+        const float * more = sums + part * stride;
+        for (int64_t r = begin; r < end; r++) {
+            y[r] += more[r];
+        }
+    }
+}
+
+// There are more parts than threads, and each thread takes the next when it has finished one: cores are not equally
+// fast, and rows have different numbers of non-zeros. A part reads all panels once, so with panels parts are larger. A
+// small matrix has few parts, since handing them out would take longer than computing them.
+static void multiply_with(const kernel_set & set, const mul_mat_params & p, int number, int ith, int nth) {
+    const x_layout layout = choose_layout(set, p);
+    if (layout == x_layout::columns) {
+        return multiply_columns(set, p, part_counters(p) + number, ith, nth);
+    }
+    const bool        only_open   = leaves_rows_out(p);
+    int *             counter     = part_counters(p) + number;
+    constexpr int64_t part_nbytes = 16384;
+    const int64_t     n_rows      = p.row_end - p.row_begin;
+    const int64_t     nbytes =
+        n_rows * mask_words(p.w.cols) * 8 + static_cast<int64_t>(p.w.row_off[p.row_end] - p.w.row_off[p.row_begin]) * 2;
+    const int64_t most    = nth * (layout == x_layout::panels ? 4 : 16);
+    const int64_t n_parts = nth == 1 ? 1 : std::clamp<int64_t>(nbytes * p.n / part_nbytes, nth, most);
+    int64_t       step    = (n_rows + n_parts - 1) / n_parts;
+    if (in_bundles(p.w)) { // whole groups
+        step = (step + BUNDLE_ROWS - 1) / BUNDLE_ROWS * BUNDLE_ROWS;
+    }
+    for (int64_t begin; (begin = p.row_begin + __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED) * step) < p.row_end;) {
+        const int64_t end = std::min(begin + step, p.row_end);
+        only_open ? multiply_open_rows(set, p, layout, begin, end) : set.multiply(p, layout, begin, end);
+    }
+}
+
+void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int ith, int nth) {
+    if (is_nothing(p)) {
+        return; // on all threads, since they have the same params; so none waits at a barrier
+    }
+    prepare_with(set, p, ith, nth);
+    wait_for_all(p);
+    multiply_with(set, p, 0, ith, nth);
+    wait_for_all(p);
+}
+
+static bool has_own_forms(const kernel_set & set) { return has_coded(set) && cpu_is_zen4(); }
+
+// After a bad GGML_MACKO_FORCE, which the loading of a model reports, it is the portable set.
+static const kernel_set & set_in_use() {
+    static const kernel_set set = [] {
+        const kernel_set * selected = select_once().set;
+        kernel_set         tuned    = selected ? *selected : kernels_portable;
+        if (has_own_forms(tuned)) {
+            tuned.bundles_below    = tuned.short_bundles_below;
+            tuned.costs.coded_from = 1.0f; // those of F32 stay coded, since there are no bundles of them
+        }
+        return tuned;
+    }();
+    return set;
+}
+
+bitmap_form form_in_memory(const macko_desc & desc, int32_t value_type, int64_t values_nbytes) {
+    return form_in_memory_with(set_in_use(), desc, value_type, values_nbytes);
+}
+
+const char * cpu_with_own_forms() { return has_own_forms(set_in_use()) ? "Zen 4" : ""; }
+
+void mul_mat_thread(const mul_mat_params & p, int ith, int nth) { mul_mat_thread_with(set_in_use(), p, ith, nth); }
+
+void mul_mat_prepare(const mul_mat_params & p, int ith, int nth) {
+    if (!is_nothing(p)) {
+        prepare_with(set_in_use(), p, ith, nth);
+    }
+}
+
+void mul_mat_multiply(const mul_mat_params & p, int number, int ith, int nth) {
+    if (!is_nothing(p)) {
+        multiply_with(set_in_use(), p, number, ith, nth);
+    }
+}
+
+// Values of different types may have x rounded differently, and each layout is another copy. Behind x for columns are
+// the sums of one product.
+bool same_prepared_x(const mul_mat_params & p, const mul_mat_params & q) {
+    return !p.columns.masks && !q.columns.masks && p.w.type == q.w.type && p.w.dense_type == q.w.dense_type &&
+           p.w.cols == q.w.cols && p.n == q.n && p.round_x == q.round_x && std::equal(p.x, p.x + p.n, q.x) &&
+           !is_nothing(p) && !is_nothing(q) && choose_layout(set_in_use(), p) == choose_layout(set_in_use(), q);
+}
+
+const row_ops & row_ops_in_use() { return set_in_use().rows; }
+
+const span_ops & span_ops_in_use() { return *set_in_use().spans; }
+
+expand_row_fn expand_row_in_use() { return set_in_use().expand_row; }
+
+} // namespace macko::cpu

@@ -1,0 +1,182 @@
+// Kernels for AVX2 + FMA + F16C + BMI2. Eight columns at a time: a table has, for each mask byte, the permutation that
+// moves the packed values to the lanes of their columns.
+#include "cpu/kernels/kernels-bundles-avx2.h"
+#include "cpu/kernels/kernels-compress-avx2.h"
+
+namespace macko::cpu {
+namespace {
+
+// For each mask byte, beside tables_of_masks:
+struct lane_tables {
+    alignas(64) uint8_t lanes[256][8];     // as `spread`, for vpermps; expand() zeroes the lanes with bit 7
+    alignas(64) uint8_t positions[256][8]; // positions of the set bits, lowest first
+};
+constexpr lane_tables make_lane_tables() {
+    lane_tables t = {};
+    for (int m = 0; m < 256; m++) {
+        int k = 0;
+        for (int i = 0; i < 8; i++) {
+            const bool set = (m >> i) & 1;
+            t.lanes[m][i]  = set ? static_cast<uint8_t>(k) : 0x80;
+            if (set) {
+                t.positions[m][k++] = static_cast<uint8_t>(i);
+            }
+        }
+    }
+    return t;
+}
+constexpr lane_tables tables = make_lane_tables();
+
+struct simd : compress_avx2, bundles_avx2 {
+    using vec = __m256;
+
+    static constexpr bool                     has_bundles     = true;
+    static constexpr int                      width           = 8;
+    static constexpr int                      tile_vecs       = 8;
+    template <int TYPE> static constexpr int  step            = 8;
+    template <int TYPE> static constexpr bool has_rows16      = TYPE != GGML_MACKO_TYPE_F32;
+    template <int TYPE> static constexpr int  rows_compressed = 2;
+    template <int NX> static constexpr int    rows_per_pass   = 1;
+
+    // expand() takes 16 times a byte of a mask, the offset of an entry of `spread`: no byte needs a shift of its own.
+    static uint64_t                     table_bits(uint64_t word) { return rotate_right(word, 60); }
+    template <int STEP> static uint32_t table_part(uint64_t bits, int s) {
+        static_assert(STEP == 8, "bytes");
+        return static_cast<uint32_t>(rotate_right(bits, 8 * s)) & 0xff0;
+    }
+
+    static vec   zero() { return _mm256_setzero_ps(); }
+    static vec   set1(float a) { return _mm256_set1_ps(a); }
+    static vec   load(const float * p) { return _mm256_loadu_ps(p); }
+    static void  store(float * p, vec v) { _mm256_storeu_ps(p, v); }
+    static vec   add(vec a, vec b) { return _mm256_add_ps(a, b); }
+    static vec   fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+    static float sum(vec v) {
+        __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        s        = _mm_add_ps(s, _mm_movehl_ps(s, s));
+        return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+    }
+    static uint32_t nonzeros(vec v) {
+        return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(v, zero(), _CMP_NEQ_UQ)));
+    }
+    static void zip(vec a, vec b, vec & lo, vec & hi) {
+        const vec l = _mm256_unpacklo_ps(a, b);
+        const vec h = _mm256_unpackhi_ps(a, b);
+        lo          = _mm256_permute2f128_ps(l, h, 0x20);
+        hi          = _mm256_permute2f128_ps(l, h, 0x31);
+    }
+
+    static vec round_f16(vec v) {
+        return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
+    static vec round_bf16(vec v) {
+        const __m256i u   = _mm256_castps_si256(v);
+        const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+        const __m256i r   = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+        const vec     rf  = _mm256_castsi256_ps(_mm256_and_si256(r, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+        return _mm256_blendv_ps(rf, v, _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    }
+
+    template <int TYPE> static vec widen(__m128i values) {
+        if constexpr (TYPE == GGML_MACKO_TYPE_F16) {
+            return _mm256_cvtph_ps(values);
+        } else {
+            return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(values), 16));
+        }
+    }
+    // 32 values of a group, the first (half = 0) or the last (half = 1), as floats
+    template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
+        const vec scale = _mm256_broadcast_ss(reinterpret_cast<const float *>(group) + half);
+        const vec d =
+            TYPE == GGML_MACKO_TYPE_Q4_NL ? _mm256_and_ps(scale, _mm256_castsi256_ps(_mm256_set1_epi32(~1))) : scale;
+        const uint8_t * q = group + GROUP_SCALES_NBYTES;
+        for (int i = 0; i < 2; i++) { // 16 of the values
+            const __m128i bytes = _mm_loadu_si128(
+                reinterpret_cast<const __m128i *>(q + 16 * i + (TYPE == GGML_MACKO_TYPE_Q8_0 ? 32 * half : 0)));
+            const __m128i low = _mm_and_si128(half ? _mm_srli_epi16(bytes, 4) : bytes, _mm_set1_epi8(15));
+            __m128i       v   = bytes;
+            if constexpr (TYPE == GGML_MACKO_TYPE_Q4_0) {
+                v = _mm_sub_epi8(low, _mm_set1_epi8(8));
+            } else if constexpr (TYPE == GGML_MACKO_TYPE_Q4_NL) {
+                v = _mm_shuffle_epi8(
+                    _mm_load_si128(reinterpret_cast<const __m128i *>(Q4_NL_LEVELS[group[4 * half] & 1])), low);
+            } else if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
+                uint16_t fifth; // the fifth bits; below, each becomes a byte of zeros or ones
+                __builtin_memcpy(&fifth, q + 32 + 4 * half + 2 * i, sizeof(fifth));
+                const __m128i bit    = _mm_set1_epi64x(static_cast<long long>(0x8040201008040201ull));
+                const __m128i spread = _mm_shuffle_epi8(_mm_cvtsi32_si128(fifth),
+                                                        _mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1));
+                const __m128i is_set = _mm_cmpeq_epi8(_mm_and_si128(spread, bit), bit);
+                v                    = _mm_sub_epi8(low, _mm_andnot_si128(is_set, _mm_set1_epi8(16)));
+            }
+            _mm256_storeu_ps(out + 16 * i, _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v))));
+            _mm256_storeu_ps(out + 16 * i + 8,
+                             _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(v, 8)))));
+        }
+    }
+    template <int TYPE> static vec load_values(const uint8_t * p) {
+        if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
+            return _mm256_loadu_ps(reinterpret_cast<const float *>(p));
+        } else {
+            return widen<TYPE>(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+        }
+    }
+    template <int TYPE> static void expand(const uint8_t * values, uint32_t offset, vec * w) {
+        if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
+            const __m256i lanes =
+                _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(tables.lanes[0] + offset / 2)));
+            const vec all = _mm256_permutevar8x32_ps(load_values<TYPE>(values), lanes);
+            w[0]          = _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_srai_epi32(lanes, 31)), all);
+        } else {
+            const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i *>(values));
+            w[0]                 = widen<TYPE>(_mm_shuffle_epi8(
+                packed, _mm_load_si128(reinterpret_cast<const __m128i *>(tables_of_masks.spread[0] + offset))));
+        }
+    }
+    static vec   max_magnitude(vec a, vec v) { return _mm256_max_ps(a, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v)); }
+    static float largest(vec v) {
+        __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        m        = _mm_max_ps(m, _mm_movehl_ps(m, m));
+        return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+    }
+    static void store_integers(uint8_t * scratch, int64_t col, vec v, float inverse) {
+        const __m256i x = _mm256_cvtps_epi32(_mm256_mul_ps(v, _mm256_set1_ps(inverse)));
+        _mm_store_si128(reinterpret_cast<__m128i *>(scratch + 2 * col),
+                        _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
+    }
+    // Stores v, which has TYPE's precision, as 16-bit numbers.
+    template <int TYPE> static void store16(uint8_t * out, vec v) {
+        __m128i h;
+        if constexpr (TYPE == GGML_MACKO_TYPE_F16) {
+            h = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        } else {
+            const __m256i u = _mm256_srli_epi32(_mm256_castps_si256(v), 16);
+            h               = _mm_packus_epi32(_mm256_castsi256_si128(u), _mm256_extracti128_si256(u, 1));
+        }
+        _mm_store_si128(reinterpret_cast<__m128i *>(out), h);
+    }
+    static void columns(uint32_t bits, uint32_t base, uint32_t * out) {
+        const __m256i positions =
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(tables.positions[bits])));
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(out),
+                            _mm256_add_epi32(positions, _mm256_set1_epi32(static_cast<int>(base))));
+    }
+};
+
+} // namespace
+} // namespace macko::cpu
+
+#include "cpu/kernels/kernels-impl.h"
+#include "cpu/kernels/row-ops-impl.h"
+#include "cpu/kernels/span-ops-avx2.h"
+
+const macko::cpu::kernel_set macko::cpu::kernels_avx2 = { "avx2",
+                                                          prepare,
+                                                          multiply,
+                                                          add_columns,
+                                                          { true, 0.17f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f },
+                                                          macko::cpu::ROW_OPS,
+                                                          true,
+                                                          true,
+                                                          0.55f,
+                                                          &macko::cpu::SPAN_OPS };

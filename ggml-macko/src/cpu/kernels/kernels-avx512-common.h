@@ -1,0 +1,128 @@
+// Vector operations of the two AVX-512 kernel sets, in an unnamed namespace. Only kernels-avx512*.cpp include this.
+#pragma once
+
+#include "cpu/kernels/dispatch.h"
+#include "cpu/kernels/mask-tables.h"
+
+#if defined(__GNUC__) && !defined(__clang__)
+// GCC 12 warns of the undefined vectors inside its own AVX-512 intrinsics (GCC bug 105593), at the place where they are
+// inlined. Without optimization some intrinsics are macros that pass -1 as a mask.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wsign-conversion"
+#endif
+#include <immintrin.h>
+
+namespace macko::cpu {
+namespace {
+
+struct avx512 : plain_mask_bits {
+    using vec = __m512;
+
+    static constexpr int width     = 16;
+    static constexpr int tile_vecs = 8;
+    // Bytes ahead in the values. 512 hid too little of the memory latency: half as fast at density 0.5.
+    static constexpr int                      prefetch_bytes = 3072;
+    template <int TYPE> static constexpr int  step           = 16;
+    template <int TYPE> static constexpr bool has_rows16     = false;
+    // With several x, each vector of x is loaded once for two rows.
+    template <int NX> static constexpr int rows_per_pass = NX == 1 ? 1 : 2;
+
+    static vec      zero() { return _mm512_setzero_ps(); }
+    static vec      set1(float a) { return _mm512_set1_ps(a); }
+    static vec      load(const float * p) { return _mm512_loadu_ps(p); }
+    static void     store(float * p, vec v) { _mm512_storeu_ps(p, v); }
+    static vec      add(vec a, vec b) { return _mm512_add_ps(a, b); }
+    static vec      fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+    static float    sum(vec v) { return _mm512_reduce_add_ps(v); }
+    static uint32_t nonzeros(vec v) { return _cvtmask16_u32(_mm512_cmp_ps_mask(v, zero(), _CMP_NEQ_UQ)); }
+    static vec      max_magnitude(vec a, vec v) { return _mm512_max_ps(a, _mm512_abs_ps(v)); }
+    static float    largest(vec v) { return _mm512_reduce_max_ps(v); }
+    static void     zip(vec a, vec b, vec & lo, vec & hi) {
+        lo = _mm512_permutex2var_ps(a, _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23), b);
+        hi = _mm512_permutex2var_ps(a, _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31),
+                                        b);
+    }
+
+    static vec round_f16(vec v) {
+        return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
+    static vec round_bf16(vec v) {
+        const __m512i   u   = _mm512_castps_si512(v);
+        const __m512i   odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+        const __m512i   r   = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+        const __mmask16 num = _mm512_cmp_ps_mask(v, v, _CMP_ORD_Q);
+        return _mm512_castsi512_ps(_mm512_mask_and_epi32(u, num, r, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+    }
+
+    template <int TYPE> static vec widen(__m256i values) {
+        if constexpr (TYPE == GGML_MACKO_TYPE_F16) {
+            return _mm512_cvtph_ps(values);
+        } else {
+            return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
+        }
+    }
+    // The scale of half of a group of quantized values, in all lanes.
+    static vec half_scale(const uint8_t * group, int half) {
+        float d;
+        __builtin_memcpy(&d, group + 4 * half, sizeof(d)); // broadcast straight from memory
+        return _mm512_set1_ps(d);
+    }
+    // Q4_NL: without the lowest bit, which is the number of a table of levels.
+    template <int TYPE> static vec only_scale(vec d) {
+        return TYPE == GGML_MACKO_TYPE_Q4_NL ? _mm512_and_ps(d, _mm512_castsi512_ps(_mm512_set1_epi32(~1))) : d;
+    }
+    template <int TYPE> static __m256i quants(const uint8_t * group, int half) {
+        const uint8_t * q = group + GROUP_SCALES_NBYTES;
+        if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
+            return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(q + 32 * half));
+        } else {
+            const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(q));
+            const __m256i low  = _mm256_and_si256(half ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
+            if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
+                uint32_t fifth;
+                __builtin_memcpy(&fifth, q + 32 + 4 * half, sizeof(fifth));
+                return _mm256_mask_sub_epi8(low, _cvtu32_mask32(~fifth), low, _mm256_set1_epi8(16));
+            } else if constexpr (TYPE == GGML_MACKO_TYPE_Q4_NL) {
+                return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(
+                                               reinterpret_cast<const __m128i *>(Q4_NL_LEVELS[group[4 * half] & 1]))),
+                                           low);
+            } else {
+                return _mm256_sub_epi8(low, _mm256_set1_epi8(8));
+            }
+        }
+    }
+    template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
+        const vec     d = only_scale<TYPE>(half_scale(group, half));
+        const __m256i q = quants<TYPE>(group, half);
+        store(out, _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(q)))));
+        store(out + 16, _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(q, 1)))));
+    }
+    template <int TYPE> static vec load_values(const uint8_t * p) {
+        if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
+            return _mm512_loadu_ps(p);
+        } else {
+            return widen<TYPE>(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+        }
+    }
+    // Hides from the compiler where v comes from. On AMD Zen 5, expand and compress need it twice: with a memory
+    // operand they are microcoded, and with zero-masking they wait for the old content of their destination, which
+    // makes them three times slower; a register of zeros as source avoids that.
+    template <typename V> static V in_register(V v) {
+        __asm__("" : "+v"(v));
+        return v;
+    }
+    template <int TYPE> static void expand(const uint8_t * values, uint32_t bits, vec * w) {
+        w[0] = _mm512_mask_expand_ps(in_register(zero()), static_cast<__mmask16>(bits),
+                                     in_register(load_values<TYPE>(values)));
+    }
+    static void columns(uint32_t bits, uint32_t base, uint32_t * out) {
+        const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512i all   = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(base)), lanes);
+        _mm512_storeu_si512(
+            out, _mm512_mask_compress_epi32(in_register(_mm512_setzero_si512()), static_cast<__mmask16>(bits), all));
+    }
+};
+
+} // namespace
+} // namespace macko::cpu

@@ -1,0 +1,295 @@
+// Kernels for AVX-512 with VBMI, VBMI2 and VNNI. 32 columns at a time: vpexpandw moves 16-bit values to the lanes of
+// their columns, then they are widened. Also the functions of the layout rows16, which need byte and word permutations.
+#include "cpu/kernels/kernels-avx512-common.h"
+#include "cpu/kernels/kernels-bundles-avx2.h"
+
+namespace macko::cpu {
+namespace {
+
+struct positions_table {
+    alignas(64) uint8_t position[64];
+};
+constexpr positions_table make_positions_table() {
+    positions_table t = {};
+    for (int i = 0; i < 64; i++) {
+        t.position[i] = static_cast<uint8_t>(i);
+    }
+    return t;
+}
+constexpr positions_table positions_0_63 = make_positions_table();
+
+// Q4_NL: both tables of levels in one vector, and for each value of a group 16 if its block uses the second table. The
+// first index is 1 if the group's first block does, plus 2 if its second block does.
+struct level_vectors {
+    alignas(64) int8_t levels[64];
+    alignas(64) uint8_t second_of[4][64];
+};
+constexpr level_vectors make_level_vectors() {
+    level_vectors v = {};
+    for (int i = 0; i < 64; i++) {
+        v.levels[i] = Q4_NL_LEVELS[i / 16 % 2][i % 16];
+        for (int blocks = 0; blocks < 4; blocks++) {
+            v.second_of[blocks][i] = (blocks >> (i / 32)) & 1 ? 16 : 0;
+        }
+    }
+    return v;
+}
+constexpr level_vectors level_tables = make_level_vectors();
+
+struct simd : avx512, bundles_avx2 {
+    static constexpr bool has_bundles = true;
+    template <int TYPE>
+    static constexpr int                      step            = TYPE == GGML_MACKO_TYPE_F32     ? 16
+                                                                : TYPE == GGML_MACKO_TYPE_CODED ? 64
+                                                                                                : 32;
+    template <int TYPE> static constexpr bool has_rows16      = TYPE != GGML_MACKO_TYPE_F32;
+    template <int TYPE> static constexpr int  rows_compressed = is_quant_type(TYPE) ? 1 : 0;
+    // makes the integers positive: vpdpbusd multiplies unsigned bytes
+    static constexpr float X_OFFSET         = 32768;
+    static constexpr int   segment_nonzeros = SEGMENT_WORDS * 64; // whatever the density
+
+    template <int TYPE> static void expand(const uint8_t * values, uint32_t bits, vec * w) {
+        if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
+            avx512::expand<TYPE>(values, bits, w);
+        } else {
+            const __m512i packed = in_register(_mm512_loadu_si512(values));
+            const __m512i all    = _mm512_mask_expand_epi16(in_register(_mm512_setzero_si512()), bits, packed);
+            w[0]                 = widen<TYPE>(_mm512_castsi512_si256(all));
+            w[1]                 = widen<TYPE>(_mm512_extracti64x4_epi64(all, 1));
+        }
+    }
+    // bits from `first` on, at least 57
+    static uint64_t next_bits(const uint8_t * bits, uint64_t first) {
+        uint64_t low;
+        __builtin_memcpy(&low, bits + first / 8, sizeof(low));
+        return low >> (first % 8);
+    }
+    // those of the 64 bits from `first` on that next_bits() may lack
+    static uint64_t last_bits(const uint8_t * bits, uint64_t first) {
+        return static_cast<uint64_t>(bits[first / 8 + 8]) << 1 << (63 - first % 8);
+    }
+    // The n values of a mask word's columns, in the order of coded_place(). Bytes, signs and the bits of `high` are
+    // moved to their columns; two bytes side by side are the upper half of a float, and zero between the columns.
+    static void expand_coded(const coded_values & v, uint64_t bits, int n, vec * w) {
+        uint64_t signs = next_bits(v.signs, v.first), highs = next_bits(v.highs, v.first);
+        if (__builtin_expect(n > 56, 0)) {
+            signs |= last_bits(v.signs, v.first);
+            highs |= last_bits(v.highs, v.first);
+        }
+        signs              = _pdep_u64(signs, bits);
+        highs              = _pdep_u64(highs, bits);
+        const __m512i high = _mm512_set1_epi8(static_cast<char>(v.high));
+        const __m512i low =
+            _mm512_mask_expand_epi8(in_register(_mm512_setzero_si512()), bits, in_register(_mm512_loadu_si512(v.at)));
+        __m512i top        = _mm512_maskz_mov_epi8(bits, high);
+        top                = _mm512_mask_add_epi8(top, highs, top, _mm512_set1_epi8(1));
+        top                = _mm512_mask_add_epi8(top, signs, top, _mm512_set1_epi8(-128));
+        const __m512i left = _mm512_unpacklo_epi8(low, top), right = _mm512_unpackhi_epi8(low, top);
+        const __m512i odd = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+        w[0]              = _mm512_castsi512_ps(_mm512_slli_epi32(left, 16));
+        w[1]              = _mm512_castsi512_ps(_mm512_and_si512(left, odd));
+        w[2]              = _mm512_castsi512_ps(_mm512_slli_epi32(right, 16));
+        w[3]              = _mm512_castsi512_ps(_mm512_and_si512(right, odd));
+    }
+    // the next 16 values
+    static vec load_coded(const coded_values & v) {
+        const auto signs = static_cast<__mmask16>(next_bits(v.signs, v.first));
+        const auto highs = static_cast<__mmask16>(next_bits(v.highs, v.first));
+        __m512i    u =
+            _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(v.at))), 16);
+        u = _mm512_add_epi32(u, _mm512_set1_epi32(static_cast<int>(v.high << 24)));
+        u = _mm512_mask_add_epi32(u, highs, u, _mm512_set1_epi32(1 << 24));
+        return _mm512_castsi512_ps(
+            _mm512_mask_add_epi32(u, signs, u, _mm512_set1_epi32(static_cast<int>(0x80000000u))));
+    }
+    // v: 16 columns of a mask word; out: the place of the first of them
+    static void store_coded_x(float * out, vec v) {
+        const __m512i order = _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+        const vec     lanes = _mm512_permutexvar_ps(order, v);
+        _mm_storeu_ps(out, _mm512_castps512_ps128(lanes));
+        _mm_storeu_ps(out + 16, _mm512_extractf32x4_ps(lanes, 1));
+        _mm_storeu_ps(out + 32, _mm512_extractf32x4_ps(lanes, 2));
+        _mm_storeu_ps(out + 48, _mm512_extractf32x4_ps(lanes, 3));
+    }
+    // The product of a row with one x. For each mask word, the numbers 0 ... 63 compressed by the mask are the
+    // positions of its non-zeros; they select their x from the two registers of its 64 columns, lane by lane beside the
+    // packed values. FEW: a word rarely has more than 16 non-zeros.
+    template <int TYPE, bool FEW>
+    static float dot_gathered(const uint64_t * mask, int64_t words, const uint8_t * values, const uint8_t * x) {
+        constexpr int PREFETCH  = 4096; // bytes ahead in the values
+        const __m512i positions = _mm512_load_si512(positions_0_63.position);
+        vec           acc[4]    = { zero(), zero(), zero(), zero() };
+        const auto    add_word  = [&](int64_t word, int a) __attribute__((always_inline)) {
+            const uint64_t bits = mask[word];
+            const int      n    = __builtin_popcountll(bits);
+            const __m512i  at   = _mm512_mask_compress_epi8(in_register(_mm512_setzero_si512()), bits, positions);
+            const __m512i  lo   = _mm512_load_si512(x + word * 128);
+            const __m512i  hi   = _mm512_load_si512(x + word * 128 + 64);
+            // Non-zeros first ... first + 31 of the word, at the given positions. The x of those that do not exist are
+            // zero, and what follows in the values is finite.
+            const auto add_entries = [&](int first, __m256i their_positions) __attribute__((always_inline)) {
+                const __mmask32 some = _cvtu32_mask32(_bzhi_u32(~0u, static_cast<unsigned>(n - first)));
+                const __m512i xs = _mm512_maskz_permutex2var_epi16(some, lo, _mm512_cvtepu8_epi16(their_positions), hi);
+                acc[a] = fma(load_values<TYPE>(values + first * 2), widen<TYPE>(_mm512_castsi512_si256(xs)), acc[a]);
+                if (!FEW || __builtin_expect(n - first > 16, 0)) {
+                    acc[a + 2] = fma(load_values<TYPE>(values + first * 2 + 32),
+                                         widen<TYPE>(_mm512_extracti64x4_epi64(xs, 1)), acc[a + 2]);
+                }
+            };
+            add_entries(0, _mm512_castsi512_si256(at));
+            if (__builtin_expect(n > 32, 0)) {
+                add_entries(32, _mm512_extracti64x4_epi64(at, 1));
+            }
+            values += n * 2;
+        };
+        int64_t word = 0;
+        for (; word + 4 <= words; word += 4) {
+            __builtin_prefetch(values + PREFETCH);
+            __builtin_prefetch(mask + word + 256);
+            add_word(word, 0);
+            add_word(word + 1, 1);
+            if (!FEW) {
+                __builtin_prefetch(values + PREFETCH);
+            }
+            add_word(word + 2, 0);
+            add_word(word + 3, 1);
+        }
+        for (; word < words; word++) {
+            add_word(word, 0);
+        }
+        return sum(add(add(acc[0], acc[2]), add(acc[1], acc[3])));
+    }
+    // compress() of one row. FEW: a word rarely has more than 32 non-zeros.
+    template <bool FEW>
+    static int64_t compress_row(const uint64_t * mask, int64_t words, const uint8_t * x, int64_t n, uint8_t * low,
+                                uint8_t * high) {
+        const __m512i positions = _mm512_load_si512(positions_0_63.position);
+        _mm512_store_si512(low, _mm512_setzero_si512());
+        _mm512_store_si512(high, _mm512_setzero_si512());
+        // each store overwrites what the one before wrote past its last x
+        const auto put = [](uint8_t * out, __m512i bytes, int here) __attribute__((always_inline)) {
+            if (FEW) {
+                _mm256_storeu_si256(reinterpret_cast<__m256i *>(out), _mm512_castsi512_si256(bytes));
+            }
+            if (!FEW || __builtin_expect(here > 32, 0)) {
+                _mm512_storeu_si512(out, bytes);
+            }
+        };
+        for (int64_t word = 0; word < words; word++) {
+            const uint64_t bits = mask[word];
+            const __m512i  at   = _mm512_mask_compress_epi8(in_register(_mm512_setzero_si512()), bits, positions);
+            const int      here = __builtin_popcountll(bits);
+            put(low + n, _mm512_permutexvar_epi8(at, _mm512_load_si512(x + word * 128)), here);
+            put(high + n, _mm512_permutexvar_epi8(at, _mm512_load_si512(x + word * 128 + 64)), here);
+            n += here;
+        }
+        _mm512_storeu_si512(low + n, _mm512_setzero_si512());
+        _mm512_storeu_si512(high + n, _mm512_setzero_si512());
+        return n;
+    }
+    // Compresses the x of the non-zeros of some mask words: n zeros (n < 64), the x, and zeros up to a whole group, as
+    // a plane of low bytes and one of high bytes. Adds the number of non-zeros to n.
+    template <int TYPE, int NR>
+    static void compress(const uint64_t * mask, int64_t, int64_t words, const uint8_t * x, bool few, int64_t (&n)[NR],
+                         compressed_x * out) {
+        uint8_t *low = out->bytes, *high = out->bytes + COMPRESSED_PLANE;
+        n[0] = few ? compress_row<true>(mask, words, x, n[0], low, high)
+                   : compress_row<false>(mask, words, x, n[0], low, high);
+    }
+    // the 64 q of a group
+    template <int TYPE> static __m512i all_quants(const uint8_t * group) {
+        const uint8_t * q = group + GROUP_SCALES_NBYTES;
+        if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
+            return _mm512_loadu_si512(q);
+        } else {
+            const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(q));
+            const __m512i low  = _mm512_and_si512(
+                _mm512_inserti64x4(_mm512_castsi256_si512(both), _mm256_srli_epi16(both, 4), 1), _mm512_set1_epi8(15));
+            if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
+                uint64_t fifth;
+                __builtin_memcpy(&fifth, q + 32, sizeof(fifth));
+                return _mm512_mask_sub_epi8(low, _cvtu64_mask64(~fifth), low, _mm512_set1_epi8(16));
+            } else if constexpr (TYPE == GGML_MACKO_TYPE_Q4_NL) {
+                const __m512i positions = _mm512_or_si512(
+                    low, _mm512_load_si512(level_tables.second_of[(group[0] & 1) | (group[4] & 1) << 1]));
+                return _mm512_permutexvar_epi8(positions, _mm512_load_si512(level_tables.levels));
+            } else {
+                return _mm512_sub_epi8(low, _mm512_set1_epi8(8));
+            }
+        }
+    }
+    // Sum of d * q * x over the groups of n x. vpdpbusd adds four products of bytes to each lane, so that a vector has
+    // eight sums of each half of a group. x = 256 * high + low.
+    template <int TYPE> static float dot_groups(const uint8_t * group, int64_t n, const compressed_x & x) {
+        constexpr int   PREFETCH     = 4096; // bytes ahead
+        constexpr int   group_nbytes = quant_group_nbytes(TYPE);
+        const uint8_t * low          = x.bytes;
+        const uint8_t * high         = x.bytes + COMPRESSED_PLANE;
+        vec             total        = zero();
+        for (int64_t i = 0; i < n; i += 64, group += group_nbytes) {
+            __builtin_prefetch(group + PREFETCH);
+            const __m512i q        = all_quants<TYPE>(group);
+            const __m512i from_top = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_load_si512(high + i), q);
+            // |both| < 2^25: the sum of four products, |q| <= 127 and x < 2^16
+            const __m512i both = _mm512_dpbusd_epi32(_mm512_slli_epi32(from_top, 8), _mm512_load_si512(low + i), q);
+            total =
+                fma(_mm512_cvtepi32_ps(both),
+                    only_scale<TYPE>(_mm512_mask_mov_ps(half_scale(group, 0), 0xff00, half_scale(group, 1))), total);
+        }
+        return sum(total);
+    }
+    // for each 64 columns: 64 low bytes, then 64 high bytes
+    static void store_integers(uint8_t * scratch, int64_t col, vec v, float inverse) {
+        uint8_t *     out = scratch + col / 64 * 128 + col % 64;
+        const __m512i x =
+            _mm512_add_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(inverse))), _mm512_set1_epi32(32768));
+        _mm_store_si128(reinterpret_cast<__m128i *>(out), _mm512_cvtepi32_epi8(x));
+        _mm_store_si128(reinterpret_cast<__m128i *>(out + 64), _mm512_cvtepi32_epi8(_mm512_srli_epi32(x, 8)));
+    }
+    // Stores v, which has TYPE's precision, as 16-bit numbers.
+    template <int TYPE> static void store16(uint8_t * out, vec v) {
+        __m256i h;
+        if constexpr (TYPE == GGML_MACKO_TYPE_F16) {
+            h = _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        } else {
+            h = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(v), 16));
+        }
+        _mm256_store_si256(reinterpret_cast<__m256i *>(out), h);
+    }
+};
+
+// Loads read up to 64 bytes behind the values of the row, which are there (VALUES_SLACK).
+void expand_row(const uint64_t * masks, const uint8_t * values, int64_t cols, uint16_t * dense) {
+    for (int64_t col = 0; col < cols; col += 32) {
+        const auto    bits   = static_cast<uint32_t>(masks[col / 64] >> (col & 32));
+        const __m512i packed = simd::in_register(_mm512_loadu_si512(values));
+        const __m512i all    = _mm512_maskz_expand_epi16(bits, packed);
+        if (cols - col >= 32) {
+            _mm512_storeu_si512(dense + col, all);
+        } else {
+            _mm512_mask_storeu_epi16(dense + col, (1u << (cols - col)) - 1, all);
+        }
+        values += 2 * __builtin_popcount(bits);
+    }
+}
+
+} // namespace
+} // namespace macko::cpu
+
+#include "cpu/kernels/kernels-impl.h"
+#include "cpu/kernels/row-ops-impl.h"
+#include "cpu/kernels/span-ops-avx2.h"
+
+const macko::cpu::kernel_set macko::cpu::kernels_avx512_vbmi2 = { "avx512-vbmi2",
+                                                                  prepare,
+                                                                  multiply,
+                                                                  add_columns,
+                                                                  { true, 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f,
+                                                                    0.45f },
+                                                                  macko::cpu::ROW_OPS,
+                                                                  true,
+                                                                  false,
+                                                                  0.25f,
+                                                                  &macko::cpu::SPAN_OPS,
+                                                                  0.55f,
+                                                                  macko::cpu::expand_row };

@@ -1,0 +1,270 @@
+// What the kernel sets for arm64 share: Advanced SIMD as of Armv8.0, which every such CPU has. Eight columns of a mask
+// byte at a time: `tbl` moves the packed values to their columns, or the x of the non-zeros to the packed values.
+#pragma once
+
+#include "cpu/kernels/dispatch.h"
+#include "cpu/kernels/mask-tables.h"
+
+#include <arm_neon.h>
+
+#pragma GCC diagnostic ignored "-Wsign-conversion" // int template arguments as array bounds
+
+namespace macko::cpu {
+namespace {
+
+// for each mask of four columns: the byte indices that move packed floats to their columns, and the set positions
+struct nibble_tables {
+    alignas(64) uint8_t spread[16][16];
+    alignas(64) uint8_t positions[16][4];
+};
+constexpr nibble_tables make_nibble_tables() {
+    nibble_tables t = {};
+    for (int m = 0; m < 16; m++) {
+        int k = 0;
+        for (int i = 0; i < 4; i++) {
+            const bool set = (m >> i) & 1;
+            for (int b = 0; b < 4; b++) {
+                t.spread[m][4 * i + b] = set ? static_cast<uint8_t>(4 * k + b) : 0x80; // an index that gives zero
+            }
+            if (set) {
+                t.positions[m][k++] = static_cast<uint8_t>(i);
+            }
+        }
+    }
+    return t;
+}
+constexpr nibble_tables tables_of_nibbles = make_nibble_tables();
+
+struct neon : plain_mask_bits {
+    using vec = float32x4_t;
+
+    static constexpr int                      width           = 4;
+    static constexpr int                      tile_vecs       = 8;
+    template <int TYPE> static constexpr int  step            = TYPE == GGML_MACKO_TYPE_F32 ? 4 : 8;
+    template <int TYPE> static constexpr bool has_rows16      = TYPE != GGML_MACKO_TYPE_F32;
+    template <int TYPE> static constexpr int  rows_compressed = 2;
+    template <int NX> static constexpr int    rows_per_pass   = 1;
+    static constexpr float                    X_OFFSET        = 0; // x of quantized weights are signed integers
+
+    static constexpr int segment_nonzeros = 512; // as for AVX2 and for the same reasons
+
+    static vec      zero() { return vdupq_n_f32(0); }
+    static vec      set1(float a) { return vdupq_n_f32(a); }
+    static vec      load(const float * p) { return vld1q_f32(p); }
+    static void     store(float * p, vec v) { vst1q_f32(p, v); }
+    static vec      add(vec a, vec b) { return vaddq_f32(a, b); }
+    static vec      fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
+    static float    sum(vec v) { return vaddvq_f32(v); }
+    static uint32_t nonzeros(vec v) {
+        const uint32x4_t bit = { 1, 2, 4, 8 };
+        return vaddvq_u32(vbicq_u32(bit, vceqzq_f32(v)));
+    }
+    static void zip(vec a, vec b, vec & lo, vec & hi) {
+        lo = vzip1q_f32(a, b);
+        hi = vzip2q_f32(a, b);
+    }
+
+    static vec round_f16(vec v) { return vcvt_f32_f16(vcvt_f16_f32(v)); }
+    static vec round_bf16(vec v) {
+        const uint32x4_t u       = vreinterpretq_u32_f32(v);
+        const uint32x4_t odd     = vandq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(1));
+        const uint32x4_t rounded = vaddq_u32(u, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+        return vbslq_f32(vceqq_f32(v, v), vreinterpretq_f32_u32(vandq_u32(rounded, vdupq_n_u32(0xffff0000u))), v);
+    }
+
+    template <int TYPE> static vec widen(uint16x4_t values) {
+        if constexpr (TYPE == GGML_MACKO_TYPE_F16) {
+            return vcvt_f32_f16(vreinterpret_f16_u16(values));
+        } else {
+            return vreinterpretq_f32_u32(vshll_n_u16(values, 16));
+        }
+    }
+    template <int TYPE> static vec widen_high(uint16x8_t values) { // gcc 12 does not see it in widen(vget_high_u16())
+        if constexpr (TYPE == GGML_MACKO_TYPE_F16) {
+            return vcvt_high_f32_f16(vreinterpretq_f16_u16(values));
+        } else {
+            return vreinterpretq_f32_u32(vshll_high_n_u16(values, 16));
+        }
+    }
+    template <int TYPE> static vec load_values(const uint8_t * p) {
+        if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
+            return vreinterpretq_f32_u8(vld1q_u8(p));
+        } else {
+            return widen<TYPE>(vreinterpret_u16_u8(vld1_u8(p)));
+        }
+    }
+    template <int TYPE> static void expand(const uint8_t * values, uint32_t bits, vec * w) {
+        if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
+            w[0] = vreinterpretq_f32_u8(vqtbl1q_u8(vld1q_u8(values), vld1q_u8(tables_of_nibbles.spread[bits])));
+        } else {
+            const uint16x8_t all =
+                vreinterpretq_u16_u8(vqtbl1q_u8(vld1q_u8(values), vld1q_u8(tables_of_masks.spread[bits])));
+            w[0] = widen<TYPE>(vget_low_u16(all));
+            w[1] = widen_high<TYPE>(all);
+        }
+    }
+    static void columns(uint32_t bits, uint32_t base, uint32_t * out) {
+        uint32_t four;
+        __builtin_memcpy(&four, tables_of_nibbles.positions[bits], sizeof(four));
+        const uint16x4_t positions = vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four))));
+        vst1q_u32(out, vaddw_u16(vdupq_n_u32(base), positions));
+    }
+
+    // ---- quantized values ----
+
+    // 16 of the 32 values of a group's half, as bytes; i = 0 or 1
+    template <int TYPE> static int8x16_t quants(const uint8_t * group, int half, int i) {
+        const uint8_t * q = group + GROUP_SCALES_NBYTES;
+        if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
+            return vreinterpretq_s8_u8(vld1q_u8(q + 32 * half + 16 * i));
+        } else {
+            const uint8x16_t both = vld1q_u8(q + 16 * i);
+            const uint8x16_t low  = half ? vshrq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15));
+            if constexpr (TYPE == GGML_MACKO_TYPE_Q4_NL) {
+                return vqtbl1q_s8(vld1q_s8(Q4_NL_LEVELS[group[4 * half] & 1]), low);
+            } else if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
+                uint16_t fifth; // the fifth bits; below, each becomes a byte of zeros or ones
+                __builtin_memcpy(&fifth, q + 32 + 4 * half + 2 * i, sizeof(fifth));
+                const uint8x16_t bit = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201ull));
+                const uint8x16_t spread =
+                    vcombine_u8(vdup_n_u8(static_cast<uint8_t>(fifth)), vdup_n_u8(static_cast<uint8_t>(fifth >> 8)));
+                const uint8x16_t minus = vbicq_u8(vdupq_n_u8(16), vtstq_u8(spread, bit));
+                return vreinterpretq_s8_u8(vsubq_u8(low, minus));
+            } else {
+                return vsubq_s8(vreinterpretq_s8_u8(low), vdupq_n_s8(8));
+            }
+        }
+    }
+    template <int TYPE> static float scale_of(const uint8_t * group, int half) {
+        uint32_t bits;
+        __builtin_memcpy(&bits, group + 4 * half, sizeof(bits));
+        bits &= TYPE == GGML_MACKO_TYPE_Q4_NL ? ~1u : ~0u;
+        float d;
+        __builtin_memcpy(&d, &bits, sizeof(d));
+        return d;
+    }
+    // 32 values of a group, the first (half = 0) or the last (half = 1), as floats
+    template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
+        const float d = scale_of<TYPE>(group, half);
+        for (int i = 0; i < 2; i++) {
+            const int8x16_t q      = quants<TYPE>(group, half, i);
+            const int16x8_t two[2] = { vmovl_s8(vget_low_s8(q)), vmovl_high_s8(q) };
+            for (int k = 0; k < 2; k++, out += 8) {
+                vst1q_f32(out, vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(two[k]))), d));
+                vst1q_f32(out + 4, vmulq_n_f32(vcvtq_f32_s32(vmovl_high_s16(two[k])), d));
+            }
+        }
+    }
+
+    // ---- rows16: see kernels-compress-avx2.h, whose arithmetic this is ----
+
+    static vec   max_magnitude(vec most, vec v) { return vmaxq_f32(most, vabsq_f32(v)); }
+    static float largest(vec most) { return vmaxvq_f32(most); }
+    static void  store_integers(uint8_t * scratch, int64_t col, vec v, float inverse) {
+        const int32x4_t rounded = vcvtnq_s32_f32(vmulq_n_f32(v, inverse));
+        vst1_u8(scratch + 2 * col, vreinterpret_u8_s16(vqmovn_s32(rounded)));
+    }
+    // v has TYPE's precision
+    template <int TYPE> static void store16(uint8_t * dst, vec v) {
+        if constexpr (TYPE == GGML_MACKO_TYPE_F16) {
+            vst1_u8(dst, vreinterpret_u8_f16(vcvt_f16_f32(v)));
+        } else {
+            vst1_u8(dst, vreinterpret_u8_u16(vshrn_n_u32(vreinterpretq_u32_f32(v), 16)));
+        }
+    }
+    template <int TYPE, int NR>
+    static void compress(const uint64_t * mask, int64_t stride, int64_t words, const uint8_t * x, bool,
+                         int64_t (&n)[NR], compressed_x * out) {
+        constexpr bool quant = is_quant_type(TYPE);
+        constexpr int  zeros = quant ? 8 : 2; // vectors behind the last x; as many in front of a group
+        const auto     clear = [](uint8_t * at) __attribute__((always_inline)) {
+            for (int i = 0; i < zeros; i++) {
+                vst1q_u8(at + 16 * i, vdupq_n_u8(0));
+            }
+        };
+        uint8_t * to[NR];
+        for (int r = 0; r < NR; r++) {
+            if (quant) {
+                clear(out[r].bytes);
+            }
+            to[r] = out[r].bytes + 2 * n[r];
+        }
+        for (int64_t word = 0; word < words; word++, x += 128) {
+            uint64_t bits[NR], counts[NR];
+            for (int r = 0; r < NR; r++) {
+                bits[r] = mask[r * stride + word];
+                // the number of set bits of each byte
+                counts[r] = vget_lane_u64(vreinterpret_u64_u8(vcnt_u8(vcreate_u8(bits[r]))), 0);
+            }
+#pragma GCC unroll 8
+            for (int s = 0; s < 8; s++) {
+                const uint8x16_t xs = vld1q_u8(x + 16 * s);
+#pragma GCC unroll 4
+                for (int r = 0; r < NR; r++) {
+                    // overwrites what the store before it wrote past its last x
+                    vst1q_u8(to[r], vqtbl1q_u8(xs, vld1q_u8(tables_of_masks.pack[(bits[r] >> (8 * s)) & 255])));
+                    to[r] += 2 * ((counts[r] >> (8 * s)) & 255);
+                }
+            }
+        }
+        for (int r = 0; r < NR; r++) {
+            n[r] = (to[r] - out[r].bytes) / 2;
+            clear(to[r]);
+        }
+    }
+    // Sum of d * q * x over the groups of n x. A lane has the sum of eight products of each half of a group, which a
+    // float holds to its last bit or the one before: 8 * 128 * 32767 < 2^25.
+    template <int TYPE> static float dot_groups(const uint8_t * group, int64_t n, const compressed_x & compressed) {
+        constexpr int   group_nbytes = quant_group_nbytes(TYPE);
+        const uint8_t * x            = compressed.bytes;
+        vec             total[2]     = { zero(), zero() };
+        for (int64_t i = 0; i < n; i += 64, group += group_nbytes) {
+            for (int half = 0; half < 2; half++) {
+                int32x4_t sums = vdupq_n_s32(0);
+                for (int k = 0; k < 2; k++, x += 32) {
+                    const int8x16_t q      = quants<TYPE>(group, half, k);
+                    const int16x8_t two[2] = { vmovl_s8(vget_low_s8(q)), vmovl_high_s8(q) };
+                    for (int j = 0; j < 2; j++) {
+                        const int16x8_t xs = vreinterpretq_s16_u8(vld1q_u8(x + 16 * j));
+                        sums               = vmlal_s16(sums, vget_low_s16(two[j]), vget_low_s16(xs));
+                        sums               = vmlal_high_s16(sums, two[j], xs);
+                    }
+                }
+                total[half] = vfmaq_n_f32(total[half], vcvtq_f32_s32(sums), scale_of<TYPE>(group, half));
+            }
+        }
+        return sum(add(total[0], total[1]));
+    }
+    // Adds w * x of eight 16-bit numbers to two sums.
+    template <int TYPE> static void add_products(uint16x8_t w, uint16x8_t x, vec * sum) {
+#if defined(__ARM_FEATURE_FP16_FML)
+        if constexpr (TYPE == GGML_MACKO_TYPE_F16) { // rounds once, as an FMA of floats does
+            const float16x8_t a = vreinterpretq_f16_u16(w), b = vreinterpretq_f16_u16(x);
+            sum[0] = vfmlalq_low_f16(sum[0], a, b);
+            sum[1] = vfmlalq_high_f16(sum[1], a, b);
+            return;
+        }
+#endif
+        sum[0] = fma(widen<TYPE>(vget_low_u16(w)), widen<TYPE>(vget_low_u16(x)), sum[0]);
+        sum[1] = fma(widen_high<TYPE>(w), widen_high<TYPE>(x), sum[1]);
+    }
+    static uint16x8_t load16(const uint8_t * p) { return vreinterpretq_u16_u8(vld1q_u8(p)); }
+
+    // Sum of value * x over n x. The values behind them, which are finite, meet zeros.
+    template <int TYPE> static float dot_floats(const uint8_t * values, int64_t n, const compressed_x & compressed) {
+        const uint8_t * x        = compressed.bytes;
+        vec             total[4] = { zero(), zero(), zero(), zero() };
+        for (int64_t i = 0; i < n; i += 16) {
+            for (int k = 0; k < 4; k += 2, values += 16, x += 16) {
+                add_products<TYPE>(load16(values), load16(x), total + k);
+            }
+        }
+        return sum(add(add(total[0], total[1]), add(total[2], total[3])));
+    }
+};
+
+// Instruction counts of the inner loops, since no such CPU was at hand to measure them.
+constexpr kernel_costs NEON_COSTS = { true, 1.0f, 4, 0.6f, 0.25f, 0.5f, 0.6f, 0.5f };
+
+} // namespace
+} // namespace macko::cpu

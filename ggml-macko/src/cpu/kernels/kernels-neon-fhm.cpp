@@ -1,0 +1,18 @@
+// Kernels for arm64 CPUs with the dot product of bytes, and products of F16 that are added to floats (FEAT_DotProd,
+// FEAT_FHM).
+#include "cpu/kernels/kernels-bundles-neon.h"
+
+namespace macko::cpu {
+namespace {
+
+struct simd : bundles_neon {};
+
+} // namespace
+} // namespace macko::cpu
+
+#include "cpu/kernels/kernels-impl.h"
+#include "cpu/kernels/row-ops-impl.h"
+
+const macko::cpu::kernel_set macko::cpu::kernels_neon_fhm = {
+    "neon-fhm", prepare, multiply, add_columns, macko::cpu::NEON_COSTS, macko::cpu::ROW_OPS, true, true, 0.55f
+};

@@ -1,0 +1,151 @@
+// Kernels for any CPU, arm64 included. The compiler maps vectors of four floats to what the target has. Written to be
+// read rather than to be fast.
+#include "cpu/kernels/dispatch.h"
+#include "cpu/kernels/mask-tables.h"
+
+namespace macko::cpu {
+namespace {
+
+struct simd : plain_mask_bits {
+    typedef float vec __attribute__((vector_size(16)));
+
+    static constexpr int                      width         = 4;
+    static constexpr int                      tile_vecs     = 8;
+    template <int TYPE> static constexpr int  step          = 8; // columns of one call of expand()
+    template <int TYPE> static constexpr bool has_rows16    = false;
+    template <int NX> static constexpr int    rows_per_pass = 1;
+
+    static vec zero() { return vec{ 0, 0, 0, 0 }; }
+    static vec set1(float a) { return vec{ a, a, a, a }; }
+    static vec load(const float * p) {
+        vec v;
+        __builtin_memcpy(&v, p, sizeof(v));
+        return v;
+    }
+    static void  store(float * p, vec v) { __builtin_memcpy(p, &v, sizeof(v)); }
+    static vec   add(vec a, vec b) { return a + b; }
+    static vec   fma(vec a, vec b, vec c) { return a * b + c; }
+    static float sum(vec v) { return (v[0] + v[1]) + (v[2] + v[3]); }
+
+    // a bit for each element that is not zero; NaN is not
+    static uint32_t nonzeros(vec v) {
+        uint32_t bits = 0;
+        for (int i = 0; i < width; i++) {
+            bits |= static_cast<uint32_t>(v[i] != 0) << i;
+        }
+        return bits;
+    }
+
+    // lo = a0 b0 a1 b1, hi = a2 b2 a3 b3
+    static void zip(vec a, vec b, vec & lo, vec & hi) {
+        lo = vec{ a[0], b[0], a[1], b[1] };
+        hi = vec{ a[2], b[2], a[3], b[3] };
+    }
+
+    static uint32_t bits_of(float f) {
+        uint32_t u;
+        __builtin_memcpy(&u, &f, sizeof(u));
+        return u;
+    }
+    static float float_of(uint32_t u) {
+        float f;
+        __builtin_memcpy(&f, &u, sizeof(f));
+        return f;
+    }
+
+    // to the nearest F16 (ties to even) and back
+    static float round_f16(float f) {
+        const uint32_t sign = bits_of(f) & 0x80000000u;
+        const uint32_t u    = bits_of(f) & 0x7fffffffu;
+        if (u > 0x7f800000u) {
+            return f; // NaN
+        }
+        if (u >= 0x477ff000u) { // 65520 and up
+            return float_of(sign | 0x7f800000u);
+        }
+        if (u < 0x38800000u) { // below 2^-14: multiples of 2^-24, which is the spacing of floats at 0.5
+            const float r = float_of(u) + 0.5f;
+            return float_of(sign | bits_of(r - 0.5f));
+        }
+        return float_of(sign | ((u + 0x0fffu + ((u >> 13) & 1)) & ~0x1fffu));
+    }
+    static float round_bf16(float f) {
+        const uint32_t u = bits_of(f);
+        if ((u & 0x7fffffffu) > 0x7f800000u) {
+            return f;
+        }
+        return float_of((u + 0x7fffu + ((u >> 16) & 1)) & 0xffff0000u);
+    }
+    static vec round_f16(vec v) { return vec{ round_f16(v[0]), round_f16(v[1]), round_f16(v[2]), round_f16(v[3]) }; }
+    static vec round_bf16(vec v) {
+        return vec{ round_bf16(v[0]), round_bf16(v[1]), round_bf16(v[2]), round_bf16(v[3]) };
+    }
+
+    template <int TYPE> static float value(const uint8_t * p) {
+        if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
+            float f;
+            __builtin_memcpy(&f, p, sizeof(f));
+            return f;
+        }
+        uint16_t h;
+        __builtin_memcpy(&h, p, sizeof(h));
+        if constexpr (TYPE == GGML_MACKO_TYPE_BF16) {
+            return float_of(static_cast<uint32_t>(h) << 16);
+        }
+        const uint32_t sign     = (h & 0x8000u) << 16;
+        const uint32_t exponent = (h >> 10) & 31;
+        const uint32_t mantissa = h & 0x3ffu;
+        if (exponent == 0) {
+            return float_of(sign | bits_of(static_cast<float>(mantissa) * 0x1p-24f));
+        }
+        return float_of(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13);
+    }
+    // 32 values of a group, the first (half = 0) or the last (half = 1), as floats
+    template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
+        const uint8_t * q = group + GROUP_SCALES_NBYTES;
+        uint32_t        bits;
+        __builtin_memcpy(&bits, group + 4 * half, sizeof(bits));
+        const float d = float_of(TYPE == GGML_MACKO_TYPE_Q4_NL ? bits & ~1u : bits);
+        for (int i = 0; i < 32; i++) {
+            const int low = (q[i] >> (4 * half)) & 15;
+            if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
+                out[i] = d * static_cast<float>(static_cast<int8_t>(q[32 * half + i]));
+            } else if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
+                out[i] = d * static_cast<float>(low - ((q[32 + 4 * half + i / 8] >> (i % 8)) & 1 ? 0 : 16));
+            } else if constexpr (TYPE == GGML_MACKO_TYPE_Q4_NL) {
+                out[i] = d * static_cast<float>(Q4_NL_LEVELS[bits & 1][low]);
+            } else {
+                out[i] = d * static_cast<float>(low - 8);
+            }
+        }
+    }
+    template <int TYPE> static vec load_values(const uint8_t * p) {
+        constexpr int size = TYPE == GGML_MACKO_TYPE_F32 ? 4 : 2;
+        return vec{ value<TYPE>(p), value<TYPE>(p + size), value<TYPE>(p + 2 * size), value<TYPE>(p + 3 * size) };
+    }
+    template <int TYPE> static void expand(const uint8_t * values, uint32_t bits, vec * w) {
+        constexpr int size              = TYPE == GGML_MACKO_TYPE_F32 ? 4 : 2;
+        float         lanes[step<TYPE>] = {};
+        for (; bits; bits &= bits - 1, values += size) {
+            lanes[__builtin_ctz(bits)] = value<TYPE>(values);
+        }
+        w[0] = load(lanes);
+        w[1] = load(lanes + 4);
+    }
+    // base + the position of each set bit, lowest first; may write `width` elements
+    static void columns(uint32_t bits, uint32_t base, uint32_t * out) {
+        for (; bits; bits &= bits - 1) {
+            *out++ = base + static_cast<uint32_t>(__builtin_ctz(bits));
+        }
+    }
+};
+
+} // namespace
+} // namespace macko::cpu
+
+#include "cpu/kernels/kernels-impl.h"
+#include "cpu/kernels/row-ops-impl.h"
+
+const macko::cpu::kernel_set macko::cpu::kernels_portable = {
+    "portable", prepare, multiply, add_columns, { false, 0.0f, 4, 3.5f, 0.1f, 1.7f, 4.0f, 0.25f }, macko::cpu::ROW_OPS
+};

@@ -1,0 +1,79 @@
+// Sizes of bundles (bundles.h), and whole matrices of the packed format.
+#include "cpu/layout/bundles.h"
+#include "codec/team.h"
+#include "cpu/layout/quant-packer.h"
+#include "cpu/layout/span-packer.h"
+
+#include <algorithm>
+
+namespace macko::cpu {
+
+// Part of the slots that is filled, by density: what random places fill, measured, and where values are not quantized
+// what rows of different densities fill, as pruned attention matrices have them. The plan has a margin.
+struct measured_fill {
+    double density, fill;
+};
+constexpr measured_fill QUANT_FILLS[] = { { 0.05, 0.22 }, { 0.1, 0.37 }, { 0.3, 0.71 }, { 0.5, 0.82 }, { 1.0, 0.9 } };
+constexpr measured_fill FILLS[]       = { { 0.02, 0.25 }, { 0.05, 0.4 }, { 0.1, 0.53 },
+                                          { 0.3, 0.78 },  { 0.5, 0.9 },  { 1.0, 0.98 } };
+
+template <size_t N> static double fill_of(const measured_fill (&measured)[N], double density) {
+    size_t i = 1;
+    for (; i + 1 < N && density > measured[i].density; i++) {
+    }
+    const measured_fill & a = measured[i - 1];
+    const measured_fill & b = measured[i];
+    return a.fill + (b.fill - a.fill) * (density - a.density) / (b.density - a.density);
+}
+
+int64_t bundles_nbytes(const macko_desc & desc, int32_t value_type) {
+    const bool   quantized = is_quant_type(value_type);
+    const double density =
+        static_cast<double>(desc.nnz) / (static_cast<double>(desc.rows) * static_cast<double>(desc.cols));
+    if (!has_bundles(value_type) || desc.cols > BUNDLE_COLS || density < (quantized ? 0.05 : 0.02)) {
+        return 0;
+    }
+    constexpr double margin = 1.05;
+    const int64_t    pieces = bundle_pieces(value_type), groups = n_bundle_groups(desc.rows);
+    const int64_t    bundles =
+        quantized ? (desc.rows + desc.nnz / QUANT_BLOCK) / pieces + groups
+                     : (desc.rows + groups * (pieces - 1)) / pieces * ((desc.cols + BUNDLE_SPAN - 1) / BUNDLE_SPAN);
+    const double fill = quantized ? fill_of(QUANT_FILLS, density) : fill_of(FILLS, density);
+    // of those with which a bundle ends, half of the steps are empty
+    const double full    = static_cast<double>(desc.nnz) / (2 * STEP_SLOTS) / fill;
+    const auto   vectors = static_cast<int64_t>((full + static_cast<double>(bundles) / 2) * margin) + 1;
+    return bundles * bundle_header_nbytes(value_type) + vectors * bundle_vector_nbytes(value_type);
+}
+
+// Calls pack(packer, group, &bytes) for all groups; each thread has a PACKER. false if a group cannot be packed, or if
+// they take too much memory.
+template <typename PACKER, typename F> static bool pack_groups(int n_threads, const bitmap_matrix & w, F && pack) {
+    group_writer                         writer(w);
+    std::vector<std::unique_ptr<PACKER>> packers(static_cast<size_t>(n_threads));
+    parallel_parts(n_threads, n_bundle_groups(w.rows), 1, [&](int64_t group, int64_t, int thread) {
+        std::unique_ptr<PACKER> & packer = packers[static_cast<size_t>(thread)];
+        if (!packer) {
+            packer = std::make_unique<PACKER>();
+        }
+        group_bytes bytes = writer.take();
+        if (writer.fits() && !pack(*packer, group, &bytes)) {
+            writer.refuse();
+        }
+        writer.put(group, std::move(bytes));
+    });
+    return writer.finish();
+}
+
+bool bundles_pack(const packed_view & view, int n_threads, const bitmap_matrix & w) {
+    if (is_quant_type(w.type)) {
+        return pack_groups<quant_packer>(n_threads, w, [&](quant_packer & packer, int64_t group, group_bytes * out) {
+            return packer.pack(view, group, out);
+        });
+    }
+    return pack_groups<span_packer>(n_threads, w, [&](span_packer & packer, int64_t group, group_bytes * out) {
+        packer.pack(view, group, out);
+        return true;
+    });
+}
+
+} // namespace macko::cpu

@@ -1,0 +1,101 @@
+// Where packers of bundles (bundles.h) put the groups that they have made.
+#pragma once
+
+#include "cpu/layout/bitmap.h"
+
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace macko::cpu {
+
+// Bytes that grow. What a vector adds it sets to zero first.
+class group_bytes {
+public:
+    size_t          size() const { return size_; }
+    const uint8_t * data() const { return bytes_.get(); }
+    void            clear() { size_ = 0; }
+    // Room for n bytes at the end, which the next append() takes into the content.
+    uint8_t * room_for(size_t n) {
+        if (capacity_ - size_ < n) {
+            capacity_ = 2 * capacity_ + n;
+            std::unique_ptr<uint8_t[]> larger(new uint8_t[capacity_]);
+            if (size_ > 0) {
+                memcpy(larger.get(), bytes_.get(), size_);
+            }
+            bytes_ = std::move(larger);
+        }
+        return bytes_.get() + size_;
+    }
+    void append(size_t n) { size_ += n; }
+
+private:
+    std::unique_ptr<uint8_t[]> bytes_;
+    size_t                     size_ = 0, capacity_ = 0;
+};
+
+// Writes the groups of a matrix one after the other, in whatever order and on whatever threads they are made. No thread
+// waits for another: a group that comes too early is kept until the others are there.
+class group_writer {
+public:
+    explicit group_writer(const bitmap_matrix & w) : w_(w) {}
+
+    // Whether the matrix may still be in bundles. If not, it will not be, and groups may be empty.
+    bool fits() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return has_room();
+    }
+    // A group cannot be in bundles.
+    void refuse() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        refused_ = true;
+    }
+    // memory for a group
+    group_bytes take() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        group_bytes                       bytes;
+        if (!spare_.empty()) {
+            bytes = std::move(spare_.back());
+            spare_.pop_back();
+            bytes.clear();
+        }
+        return bytes;
+    }
+    void put(int64_t group, group_bytes made) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        waiting_.emplace(group, std::move(made));
+        for (auto next = waiting_.begin(); next != waiting_.end() && next->first == next_; next = waiting_.begin()) {
+            group_bytes    bytes = std::move(next->second);
+            const uint64_t at    = total_;
+            waiting_.erase(next);
+            w_.group_off[next_++] = at;
+            total_ += bytes.size();
+            if (bytes.size() > 0 && has_room()) {
+                lock.unlock(); // others have places of their own
+                memcpy(w_.bundles + at, bytes.data(), bytes.size());
+                lock.lock();
+            }
+            spare_.push_back(std::move(bytes));
+        }
+    }
+    // When all groups are there: whether the matrix is in bundles.
+    bool finish() {
+        w_.group_off[next_] = fits() ? total_ : 0;
+        return w_.group_off[next_] > 0;
+    }
+
+private:
+    bool has_room() const { return !refused_ && total_ <= static_cast<uint64_t>(w_.bundles_nbytes); }
+
+    const bitmap_matrix            w_;
+    std::mutex                     mutex_;
+    std::map<int64_t, group_bytes> waiting_;
+    std::vector<group_bytes>       spare_;
+    int64_t                        next_    = 0;
+    uint64_t                       total_   = 0; // bytes of the groups in front of next_
+    bool                           refused_ = false;
+};
+
+} // namespace macko::cpu

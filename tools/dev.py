@@ -116,9 +116,15 @@ def cpp_files() -> list[pathlib.Path]:
     return sorted(path.relative_to(ROOT) for path in found)
 
 
+def cmake_files() -> list[pathlib.Path]:
+    found = (path for folder in ("cmake", *FORMATTED) for path in (ROOT / folder).rglob("*"))
+    inside = (path for path in found if path.name == "CMakeLists.txt" or path.suffix == ".cmake")
+    return sorted(path.relative_to(ROOT) for path in (ROOT / "CMakeLists.txt", *inside))
+
+
 def long_lines() -> Iterator[str]:
     """clang-format cannot break comments and strings, and ruff looks at Python only."""
-    for path in [*cpp_files(), pathlib.Path("CMakeLists.txt"), *(p.relative_to(ROOT) for p in ROOT.glob("cmake/*"))]:
+    for path in [*cpp_files(), *cmake_files()]:
         for number, line in enumerate((ROOT / path).read_text().splitlines(), 1):
             if len(line) > MAX_COLUMNS:
                 yield f"{path}:{number}: {len(line)} columns, at most {MAX_COLUMNS}"

@@ -4,7 +4,7 @@
 
 namespace macko {
 
-// The range of ggml versions that the plugin is for; CMakeLists.txt has the ends.
+// The range of ggml versions that the plugin is for; cmake/llama-cpp.cmake has the ends.
 extern const char * const OLDEST_GGML;
 extern const char * const NEWEST_GGML;
 

@@ -1,0 +1,73 @@
+# The plugin: core + ggml's vtables; built against llama.cpp's headers, linked to nothing of it but a soname.
+if(APPLE)
+    # ggml's functions are found when the plugin is loaded, in any library that the process has: libggml-base among
+    # them, which nobody opens by itself (dlopen hides only the library that it was asked for)
+    set(macko_ggml_base -Wl,-undefined,dynamic_lookup)
+else()
+    # An empty library with ggml's soname: it gives the plugin the dependency, which the process's own libggml-base
+    # satisfies.
+    file(WRITE ${CMAKE_CURRENT_BINARY_DIR}/empty.c "")
+    add_library(ggml-base-soname SHARED ${CMAKE_CURRENT_BINARY_DIR}/empty.c)
+    set_target_properties(ggml-base-soname PROPERTIES
+        OUTPUT_NAME ggml-base SOVERSION 0 LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/soname)
+    set(macko_ggml_base -Wl,--no-as-needed ggml-base-soname -Wl,--as-needed)
+endif()
+
+add_library(ggml-macko MODULE
+    abi/ggml-abi.cpp
+    abi/op-numbers.cpp
+    abi/struct-check.cpp
+    backend/host-weights.cpp
+    backend/load-session.cpp
+    backend/offload.cpp
+    backend/planned-buffer.cpp
+    backend/registered-devices.cpp
+    rpc/buffer.cpp
+    rpc/client.cpp
+    rpc/cpu.cpp
+    rpc/graph.cpp
+    rpc/message.cpp
+    cpu/device/device.cpp
+    cpu/device/graph-plan.cpp
+    cpu/device/rpc-device.cpp
+    cpu/device/rpc-memory.cpp
+    cpu/device/weight.cpp
+    capi/load.cpp
+    plugin/registry.cpp)
+target_include_directories(ggml-macko SYSTEM PRIVATE
+    ${LLAMA_CPP_DIR}/include ${LLAMA_CPP_DIR}/ggml/include ${LLAMA_CPP_DIR}/ggml/src)
+target_compile_definitions(ggml-macko PRIVATE GGML_BACKEND_DL GGML_BACKEND_BUILD GGML_BACKEND_SHARED
+    GGML_MACKO_OLDEST_LLAMA_CPP_PYTHON="${LLAMA_CPP_PYTHON_OLDEST}"
+    GGML_MACKO_NEWEST_LLAMA_CPP_PYTHON="${LLAMA_CPP_PYTHON_VERSION}"
+    GGML_MACKO_OLDEST_GGML="${LLAMA_CPP_OLDEST_GGML}"
+    GGML_MACKO_NEWEST_GGML="${LLAMA_CPP_GGML_VERSION}")
+if(APPLE)
+    target_link_libraries(ggml-macko PRIVATE -Wl,-force_load,$<TARGET_FILE:macko-core> macko-core)
+else()
+    target_link_libraries(ggml-macko PRIVATE -Wl,--whole-archive macko-core -Wl,--no-whole-archive)
+endif()
+target_link_libraries(ggml-macko PRIVATE ${macko_ggml_base})
+set_target_properties(ggml-macko PROPERTIES BUILD_RPATH "" INSTALL_RPATH "" SKIP_BUILD_RPATH ON)
+
+if(TARGET macko-cuda)
+    file(GLOB macko_cuda_device CONFIGURE_DEPENDS cuda/device/*.cpp cuda/graph/*.cpp)
+    target_sources(ggml-macko PRIVATE ${macko_cuda_device})
+    list(JOIN GGML_MACKO_CUDA_ARCHITECTURES ", sm_" archs)
+    target_compile_definitions(ggml-macko PRIVATE
+        GGML_MACKO_CUDA="CUDA ${CUDAToolkit_VERSION_MAJOR}.${CUDAToolkit_VERSION_MINOR}, sm_${archs}")
+    target_link_libraries(ggml-macko PRIVATE macko-cuda)
+    target_sources(ggml-macko PRIVATE $<TARGET_OBJECTS:macko-bench-gpu>)
+endif()
+
+if(APPLE) # dyld preloads no bundles, which modules are there; the program has the functions that it replaces
+    add_library(ggml-macko-preload SHARED plugin/preload.c)
+    target_link_libraries(ggml-macko-preload PRIVATE -Wl,-undefined,dynamic_lookup)
+else()
+    add_library(ggml-macko-preload MODULE plugin/preload.c)
+endif()
+target_include_directories(ggml-macko-preload SYSTEM PRIVATE ${LLAMA_CPP_DIR}/include ${LLAMA_CPP_DIR}/ggml/include)
+target_include_directories(ggml-macko-preload PRIVATE ${macko_includes})
+target_compile_options(ggml-macko-preload PRIVATE -fvisibility=hidden)
+target_link_libraries(ggml-macko-preload PRIVATE ${CMAKE_DL_LIBS} pthread)
+
+install(TARGETS ggml-macko ggml-macko-preload DESTINATION ggml_macko COMPONENT python)

@@ -1,0 +1,218 @@
+// The products with matrices in bundles (kernels-impl.h): `planes` for a few x, and `panels`.
+#pragma once
+
+#include "cpu/kernels/kernels-panels.h"
+
+namespace macko::cpu {
+namespace {
+
+constexpr int64_t PLANE_SLACK = 64; // bytes behind the last column of a plane: windows may begin at any column
+
+// where the planes of an x lie in the scratch memory, and its scale
+struct x_planes {
+    uint8_t *low, *high;
+    float *  scale;
+};
+INLINE x_planes planes_of(const mul_mat_params & p, int64_t i) {
+    const int64_t plane = words_of(p.w.cols) * 64 + PLANE_SLACK;
+    uint8_t *     at    = static_cast<uint8_t *>(p.scratch) + i * (2 * plane + 64);
+    return { at, at + plane, reinterpret_cast<float *>(at + 2 * plane) };
+}
+
+template <int TYPE, typename S> void prepare_bundles(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
+    for (int64_t i = 0; i < p.n; i++) {
+        const x_planes planes = planes_of(p, i);
+        for (int64_t c = col_begin; c < col_end; c += W) {
+            const int64_t left = p.w.cols - c;
+            float         part[W];
+            simd::store(part, load_x<TYPE>(left > 0 ? p.x[i] + c : nullptr, left, true));
+            for (int k = 0; k < W; k += S::PLANE_STEP) {
+                S::template store_planes16<TYPE>(planes.low + c + k, planes.high + c + k, part + k);
+            }
+        }
+    }
+}
+
+template <int TYPE, typename S>
+void prepare_quant_bundles(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
+    for (int64_t i = 0; i < p.n; i++) {
+        constexpr float limit   = S::template BUNDLE_LARGEST<TYPE>;
+        const float     largest = largest_of<S>(p.x[i], p.w.cols);
+        const x_planes  planes  = planes_of(p, i);
+        S::template prepare_planes<TYPE>(p.x[i], p.w.cols, col_begin, col_end,
+                                         largest > 0x1p-100f ? limit / largest : 0.0f, planes.low, planes.high);
+        if (col_begin == 0 && col_end > 0) {
+            *planes.scale = largest / limit;
+        }
+    }
+}
+
+// A group is computed as a whole, even if only some of its rows are asked for. What comes from memory for the first x
+// is in the cache for the others.
+template <int TYPE, typename S> void multiply_bundles(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+    for (int64_t group = row_begin / BUNDLE_ROWS; group * BUNDLE_ROWS < row_end; group++) {
+        for (int64_t i = 0; i < p.n; i++) {
+            const x_planes planes         = planes_of(p, i);
+            float          y[BUNDLE_ROWS] = {};
+            S::template multiply_bundles<TYPE>(p.w.bundles + p.w.group_off[group],
+                                               p.w.bundles + p.w.group_off[group + 1], planes.low, planes.high, y);
+            for (int64_t r = 0; r < BUNDLE_ROWS; r++) {
+                const int64_t row = group * BUNDLE_ROWS + r;
+                if (row < row_begin || row >= row_end) {
+                    continue;
+                }
+                if constexpr (is_quant<TYPE>) {
+                    p.y[i][row - p.row_begin] =
+                        *planes.scale * (y[r] - S::template BUNDLE_X_OFFSET<TYPE> * p.w.row_sums[row]);
+                } else {
+                    p.y[i][row - p.row_begin] = y[r];
+                }
+            }
+        }
+    }
+}
+
+// Panels. Bundles of a group lie in the order of their first columns, so the lists of all rows grow together, and what
+// they have of a chunk is used before more is decoded. With quantized values that is so but for the BUNDLE_BLOCK of a
+// block, whose pieces are in the order of their last columns. A list may then have more: of a piece that ends in a
+// later chunk, and of the whole last block.
+constexpr int BUNDLE_CHUNK = 128; // columns
+static_assert(BUNDLE_CHUNK == BUNDLE_SPAN, "pieces that are not quantized belong to one chunk");
+template <int TYPE> constexpr int DECODED_TOGETHER = is_quant<TYPE> ? BUNDLE_BLOCK : 1; // bundles
+struct row_list {
+    static constexpr int CAPACITY = BUNDLE_CHUNK + (BUNDLE_BLOCK * bundle_pieces(GGML_MACKO_TYPE_Q8_0) + 1) * 32 + 16;
+    int                  n;
+    alignas(64) uint32_t col[CAPACITY];
+    alignas(64) float weight[CAPACITY];
+};
+
+// How many elements of the list are of columns before `limit`; those that make it no multiple of `multiple` wait for
+// the next chunk, or, if it is the last, zeros are added.
+INLINE int usable(row_list & list, uint32_t limit, bool last, int multiple) {
+    int n = list.n;
+    while (n > 0 && list.col[n - 1] >= limit) {
+        n--;
+    }
+    if (!last) {
+        return n - n % multiple;
+    }
+    for (; n % multiple; n++) {
+        list.col[n]    = 0;
+        list.weight[n] = 0;
+    }
+    return n;
+}
+
+// Removes the first n elements.
+INLINE void drop(row_list & list, int n) {
+    const int rest = list.n - n;
+    for (int i = 0; i < rest; i += W) {
+        simd::store(list.weight + i, simd::load(list.weight + n + i));
+        simd::store(reinterpret_cast<float *>(list.col + i), simd::load(reinterpret_cast<float *>(list.col + n + i)));
+    }
+    list.n = rest;
+}
+
+// Tiles that meet the lists of a group while these are in L2. So are the accumulators, 128 KiB.
+constexpr int GROUP_TILES = BLOCK_SIZE / (static_cast<int>(BUNDLE_ROWS) * TILE);
+
+// Products of a group of rows with up to GROUP_TILES tiles of tokens. Only the last tile may have less than TILE.
+template <int TYPE, typename S> struct bundle_panels {
+    const mul_mat_params & p;
+    int64_t                group = 0, begin = 0, end = 0;             // its rows to be computed: begin ... end - 1
+    int64_t                token = 0, n_tokens = 0;                   // of these tiles
+    alignas(64) float acc[GROUP_TILES][(BUNDLE_ROWS + W - 1) * TILE]; // store_block() reads whole vectors of rows
+    row_list lists[BUNDLE_ROWS];
+    int      n_used[BUNDLE_ROWS]; // elements of each list that are of the current chunk
+
+    explicit bundle_panels(const mul_mat_params & params) : p(params) {}
+
+    // steps of multiply(), for a tile of NV vectors that begins with token t of these tiles
+    struct clear {
+        template <int NV> static void run(bundle_panels & g, int64_t t, int64_t) {
+            for (int64_t i = 0; i < BUNDLE_ROWS * NV * W; i += W) {
+                simd::store(g.acc[t / TILE] + i, simd::zero());
+            }
+        }
+    };
+    struct use_lists {
+        template <int NV> static void run(bundle_panels & g, int64_t t, int64_t) {
+            const float * x = static_cast<const float *>(g.p.scratch) + (g.token + t) * words_of(g.p.w.cols) * 64;
+            for (int64_t r = g.begin; r < g.end; r++) {
+                accumulate<NV>(x, g.lists[r], g.n_used[r], g.acc[t / TILE] + r * NV * W);
+            }
+        }
+    };
+    struct store {
+        template <int NV> static void run(bundle_panels & g, int64_t t, int64_t n) {
+            store_block<NV>(g.p, g.acc[t / TILE] + g.begin * NV * W, g.group * BUNDLE_ROWS + g.begin, g.end - g.begin,
+                            g.token + t, n);
+        }
+    };
+    template <typename STEP, int NV> void run(int64_t vecs, int64_t t, int64_t n) {
+        if (vecs == NV) {
+            STEP::template run<NV>(*this, t, n);
+        } else if constexpr (NV > 1) {
+            run<STEP, NV - 1>(vecs, t, n);
+        }
+    }
+    template <typename STEP> void for_each_tile() {
+        for (int64_t t = 0; t < n_tokens; t += TILE) {
+            const int64_t n = smaller(TILE, n_tokens - t);
+            run<STEP, TILE_VECS>((n + W - 1) / W, t, n);
+        }
+    }
+
+    void multiply() {
+        const uint8_t * at        = p.w.bundles + p.w.group_off[group];
+        const uint8_t * at_end    = p.w.bundles + p.w.group_off[group + 1];
+        const int       multiple  = sets_of(((n_tokens - 1) % TILE + W) / W); // of the last tile: the most
+        int             n_bundles = 0;
+        for_each_tile<clear>();
+        for (row_list & list : lists) {
+            list.n = 0;
+        }
+        for (int64_t limit = BUNDLE_CHUNK;; limit += BUNDLE_CHUNK) {
+            for (bool begun = true; at < at_end && (begun || n_bundles % DECODED_TOGETHER<TYPE> != 0); n_bundles++) {
+                uint16_t column;
+                __builtin_memcpy(&column, at + offsetof(bundle_header, first), sizeof(column));
+                begun = begun && column < limit;
+                if (!begun && n_bundles % DECODED_TOGETHER<TYPE> == 0) {
+                    break;
+                }
+                at = S::template decode_bundle<TYPE>(at, lists);
+            }
+            const bool last = limit >= p.w.cols;
+            for (int64_t r = 0; r < BUNDLE_ROWS; r++) {
+                n_used[r] = usable(lists[r], static_cast<uint32_t>(limit), last, multiple);
+            }
+            for_each_tile<use_lists>();
+            if (last) {
+                break;
+            }
+            for (int64_t r = 0; r < BUNDLE_ROWS; r++) {
+                drop(lists[r], n_used[r]);
+            }
+        }
+        for_each_tile<store>();
+    }
+};
+
+template <int TYPE, typename S>
+void multiply_bundle_panels(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+    bundle_panels<TYPE, S> panels(p);
+    for (int64_t token = 0; token < p.n; token += GROUP_TILES * TILE) {
+        panels.token    = token;
+        panels.n_tokens = smaller(GROUP_TILES * TILE, p.n - token);
+        for (int64_t group = row_begin / BUNDLE_ROWS; group * BUNDLE_ROWS < row_end; group++) {
+            const int64_t row = group * BUNDLE_ROWS;
+            panels.group      = group;
+            panels.begin      = row > row_begin ? 0 : row_begin - row;
+            panels.end        = smaller(BUNDLE_ROWS, row_end - row);
+            panels.multiply();
+        }
+    }
+}
+
+} // namespace
+} // namespace macko::cpu

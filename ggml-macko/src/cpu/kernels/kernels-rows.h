@@ -1,0 +1,138 @@
+// The kernel `rows` (kernels-impl.h): weights are expanded to their columns, for a few x.
+#pragma once
+
+#include "cpu/kernels/kernels-common.h"
+
+namespace macko::cpu {
+namespace {
+
+// NR rows times NX x. The result of a row does not depend on the rows beside it: the operations and their order are the
+// same for each NR.
+template <int TYPE, // of the values
+          int NX,   // x that each vector of weights meets
+          int NR    // rows that each vector of x meets
+          >
+void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
+    constexpr int STEP = simd::step<PLAIN<TYPE>>;
+    constexpr int VECS = STEP / W;
+    constexpr int ACCS = NX == 1 ? 4 : NX <= 4 ? 2 : 1; // independent sums per row and x, to hide the latency of an FMA
+    // Words whose values are dequantized before the first of them is used: a load that covers several recent stores
+    // waits until they have reached the cache.
+    constexpr int SEGMENT = is_quant<TYPE> ? 8 : 1;
+
+    const int64_t words  = words_of(p.w.cols);
+    const int64_t padded = words * 64;
+    const float * x      = static_cast<const float *>(p.scratch) + first_x * padded;
+
+    const uint64_t *  mask[NR];
+    reader<TYPE>      values[NR];
+    alignas(64) float buffer[NR][BUFFER<TYPE, SEGMENT * 64>];
+    vec               acc[NR][NX][ACCS];
+    for (int r = 0; r < NR; r++) {
+        mask[r] = p.w.masks + (row + r) * words;
+        values[r].start(p.w, row + r);
+        for (int i = 0; i < NX; i++) {
+            for (int a = 0; a < ACCS; a++) {
+                acc[r][i][a] = simd::zero();
+            }
+        }
+    }
+    for (int64_t segment = 0; segment < words; segment += SEGMENT) {
+        const int64_t                        n_words = SEGMENT == 1 ? 1 : smaller(SEGMENT, words - segment);
+        uint64_t                             any     = 0;
+        decltype(values[0].next(0, nullptr)) at[NR];
+#pragma GCC unroll 4
+        for (int r = 0; r < NR; r++) {
+            int64_t n = 0;
+            for (int64_t word = 0; word < n_words; word++) {
+                n += __builtin_popcountll(mask[r][segment + word]);
+                any |= mask[r][segment + word];
+            }
+            __builtin_prefetch(values[r].at + PREFETCH);
+            if (is_coded<TYPE> && segment % 8 == 0) { // a line of the mask; the bits of its values are less
+                prefetch_bits(values[r], mask[r] + segment);
+            }
+            at[r] = values[r].next(n, buffer[r]);
+        }
+        if (!any) {
+            x += 64 * n_words;
+            continue;
+        }
+        for (int64_t word = segment; word < segment + n_words; word++, x += 64) {
+            uint64_t bits[NR];
+#pragma GCC unroll 4
+            for (int r = 0; r < NR; r++) {
+                bits[r] = simd::table_bits(mask[r][word]);
+            }
+#pragma GCC unroll 16
+            for (int s = 0; s < 64 / STEP; s++) {
+                vec w[NR][VECS];
+#pragma GCC unroll 4
+                for (int r = 0; r < NR; r++) {
+                    expand_next<TYPE, STEP>(at[r], bits[r], s, w[r]);
+                }
+#pragma GCC unroll 8
+                for (int v = 0; v < VECS; v++) {
+#pragma GCC unroll 8
+                    for (int i = 0; i < NX; i++) {
+                        const vec xv = simd::load(x + i * padded + s * STEP + v * W);
+#pragma GCC unroll 4
+                        for (int r = 0; r < NR; r++) {
+                            vec & sum = acc[r][i][(s * VECS + v) % ACCS];
+                            sum       = simd::fma(w[r][v], xv, sum);
+                        }
+                    }
+                }
+            }
+        }
+    }
+    for (int r = 0; r < NR; r++) {
+        for (int i = 0; i < NX; i++) {
+            for (int a = ACCS / 2; a > 0; a /= 2) {
+                for (int b = 0; b < a; b++) {
+                    acc[r][i][b] = simd::add(acc[r][i][b], acc[r][i][b + a]);
+                }
+            }
+            float y = simd::sum(acc[r][i][0]);
+            if constexpr (is_coded<TYPE>) {
+                y += dot_outliers(p.w, row + r, static_cast<const float *>(p.scratch) + (first_x + i) * padded);
+            }
+            p.y[first_x + i][row + r - p.row_begin] = y;
+        }
+    }
+}
+
+template <int TYPE, int NX>
+void multiply_batch(const mul_mat_params & p, int64_t row, int64_t n_rows, int64_t first_x) {
+    constexpr int NR = simd::rows_per_pass<NX>;
+    int64_t       r  = 0;
+    for (; r + NR <= n_rows; r += NR) {
+        dot_rows<TYPE, NX, NR>(p, row + r, first_x);
+    }
+    for (; r < n_rows; r++) {
+        dot_rows<TYPE, NX, 1>(p, row + r, first_x);
+    }
+}
+
+template <int TYPE> void multiply_rows(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+    constexpr int64_t BLOCK = 8; // rows that stay in L1 from one batch of x to the next
+    const int64_t     step  = p.n <= X_BATCH ? row_end - row_begin : BLOCK;
+    for (int64_t row = row_begin; row < row_end; row += step) {
+        const int64_t n_rows = smaller(step, row_end - row);
+        for (int64_t i = 0; i < p.n; i += X_BATCH) {
+            switch (smaller(X_BATCH, p.n - i)) {
+                case 1:  multiply_batch<TYPE, 1>(p, row, n_rows, i); break;
+                case 2:  multiply_batch<TYPE, 2>(p, row, n_rows, i); break;
+                case 3:  multiply_batch<TYPE, 3>(p, row, n_rows, i); break;
+                case 4:  multiply_batch<TYPE, 4>(p, row, n_rows, i); break;
+                case 5:  multiply_batch<TYPE, 5>(p, row, n_rows, i); break;
+                case 6:  multiply_batch<TYPE, 6>(p, row, n_rows, i); break;
+                case 7:  multiply_batch<TYPE, 7>(p, row, n_rows, i); break;
+                default: multiply_batch<TYPE, 8>(p, row, n_rows, i); break;
+            }
+        }
+    }
+}
+
+} // namespace
+} // namespace macko::cpu

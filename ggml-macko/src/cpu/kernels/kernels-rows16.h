@@ -1,0 +1,167 @@
+// The kernel `rows16` (kernels-impl.h): one x, compressed to the packed weights of a row.
+#pragma once
+
+#include "cpu/kernels/kernels-common.h"
+
+namespace macko::cpu {
+namespace {
+
+// S is simd, as a template parameter: its functions are looked up only where a set has them.
+
+// With quantized weights, x becomes the integers x / scale, which have 16 bits, so that their products with q are exact
+// in int32. S::X_OFFSET is added to them, which adds a known amount to each y, X_OFFSET * scale * row_sums[row]. In the
+// scratch memory there are 128 bytes for each 64 columns, in the order that S::store_integers gives them. The scale
+// comes after the last of them.
+INLINE float * scale_of_x(const mul_mat_params & p) {
+    return reinterpret_cast<float *>(static_cast<uint8_t *>(p.scratch) + words_of(p.w.cols) * 128);
+}
+
+template <typename S> void prepare_integers(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
+    const int64_t cols    = p.w.cols;
+    const float   largest = largest_of<S>(p.x[0], cols);
+    const float   inverse = largest > 0x1p-100f ? 32767.0f / largest : 0.0f; // finite
+    uint8_t *     dst     = static_cast<uint8_t *>(p.scratch);
+    for (int64_t c = col_begin; c < col_end; c += W) {
+        const int64_t left = cols - c;
+        S::store_integers(dst, c, load_x<GGML_MACKO_TYPE_F32>(left > 0 ? p.x[0] + c : nullptr, left, false), inverse);
+    }
+    if (col_begin == 0 && col_end > 0) {
+        *scale_of_x(p) = largest / 32767.0f;
+    }
+}
+
+// mask words of a segment, which has about so many non-zeros
+INLINE int64_t segment_words(float density, int nonzeros) {
+    const float words = static_cast<float>(nonzeros) / 64;
+    return density * SEGMENT_WORDS <= words ? SEGMENT_WORDS : static_cast<int64_t>(words / density);
+}
+
+// Two steps for each segment of a row: the x of its non-zeros are compressed, then multiplied by the packed weights.
+// Quantized weights are multiplied by whole groups: up to 63 zeros go in front, so that the first x lies in its group
+// as its weight does, and weights of a group that belong to other segments meet zeros. The second step is one segment
+// behind the first: a load that covers several recent stores waits until they have reached the cache (AVX-512: 2.0
+// against 1.5 ns per 64 columns at density 0.3).
+template <int TYPE, typename S> struct compressor {
+    struct segment_of_row {
+        const uint8_t * values; // of plain types: the first value; else the group of the first value
+        int64_t         n;      // x, with the zeros in front
+        float *         y;
+    };
+    static constexpr int ROWS = S::template rows_compressed<TYPE>; // at a time: they share the loads of x
+
+    const mul_mat_params * params;
+    int64_t                segment; // mask words; the same for all rows and threads, since it decides the order of sums
+    float                  scale;
+    int                    now;
+    segment_of_row         last[ROWS];
+    compressed_x           compressed[2][ROWS];
+
+    void start(const mul_mat_params & p) {
+        params  = &p;
+        segment = segment_words(density_of(p), S::segment_nonzeros);
+        scale   = is_quant<TYPE> ? *scale_of_x(p) : 1.0f;
+        now     = 0;
+        for (int r = 0; r < ROWS; r++) {
+            last[r].y = nullptr;
+        }
+    }
+
+    static float dot(const segment_of_row & s, const compressed_x & x) {
+        if constexpr (is_quant<TYPE>) {
+            return S::template dot_groups<TYPE>(s.values, s.n, x);
+        } else {
+            return S::template dot_floats<TYPE>(s.values, s.n, x);
+        }
+    }
+
+    void multiply_last() {
+        for (int r = 0; r < ROWS; r++) {
+            if (last[r].y) {
+                *last[r].y += scale * dot(last[r], compressed[now ^ 1][r]);
+                last[r].y = nullptr;
+            }
+        }
+    }
+
+    template <int NR> void add_rows(int64_t row) {
+        const mul_mat_params & p     = *params;
+        const int64_t          words = words_of(p.w.cols);
+        const uint8_t *        x     = static_cast<const uint8_t *>(p.scratch);
+        const auto *           mask  = p.w.masks + row * words;
+        int64_t                at[NR];
+        for (int r = 0; r < NR; r++) {
+            at[r]                         = p.w.row_off[row + r];
+            p.y[0][row + r - p.row_begin] = is_quant<TYPE> ? -S::X_OFFSET * scale * p.w.row_sums[row + r] : 0.0f;
+        }
+        // few: rarely more than 32 non-zeros in 64 columns
+        const bool few = static_cast<int64_t>(p.w.row_off[row + 1]) - at[0] < p.w.cols * 3 / 8;
+        for (int64_t word = 0; word < words; word += segment, now ^= 1) {
+            const int64_t n_words = smaller(segment, words - word);
+            int64_t       n[NR];
+            for (int r = 0; r < NR; r++) {
+                n[r] = is_quant<TYPE> ? at[r] % 64 : 0;
+                for (int64_t line = 0; line < n_words; line += 8) {
+                    __builtin_prefetch(mask + r * words + word + 256 + line);
+                }
+            }
+            S::template compress<TYPE, NR>(mask + word, words, n_words, x + word * 128, few, n, compressed[now]);
+            multiply_last();
+            for (int r = 0; r < NR; r++) {
+                float * y = p.y[0] + (row + r - p.row_begin);
+                if (is_quant<TYPE>) {
+                    last[r] = { p.w.values + at[r] / 64 * group_size<TYPE>, n[r], y };
+                    at[r] += n[r] - at[r] % 64;
+                } else {
+                    last[r] = { p.w.values + at[r] * value_size<TYPE>, n[r], y };
+                    at[r] += n[r];
+                }
+            }
+        }
+    }
+};
+
+template <int TYPE, typename S> void multiply_compressed(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+    using rows = compressor<TYPE, S>;
+    rows    all;
+    int64_t row = row_begin;
+    all.start(p);
+    for (; row + rows::ROWS <= row_end; row += rows::ROWS) {
+        all.template add_rows<rows::ROWS>(row);
+    }
+    for (; row < row_end; row++) {
+        all.template add_rows<1>(row);
+    }
+    all.multiply_last();
+}
+
+template <int TYPE, typename S> void prepare_rows16(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
+    uint8_t * dst = static_cast<uint8_t *>(p.scratch);
+    for (int64_t c = col_begin; c < col_end; c += W) {
+        const int64_t left = p.w.cols - c;
+        S::template store16<TYPE>(dst + c * 2, load_x<TYPE>(left > 0 ? p.x[0] + c : nullptr, left, true));
+    }
+}
+
+template <int TYPE, typename S> void multiply_gathered(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+    const int64_t words = words_of(p.w.cols);
+    for (int64_t row = row_begin; row < row_end; row++) {
+        const uint8_t * values = p.w.values + static_cast<int64_t>(p.w.row_off[row]) * 2;
+        const uint8_t * x      = static_cast<const uint8_t *>(p.scratch);
+        // few: at this density 64 columns have 9.6 non-zeros on average
+        const bool few = static_cast<int64_t>(p.w.row_off[row + 1] - p.w.row_off[row]) * 20 <= p.w.cols * 3;
+        p.y[0][row - p.row_begin] =
+            few ? S::template dot_gathered<TYPE, true>(p.w.masks + row * words, words, values, x)
+                : S::template dot_gathered<TYPE, false>(p.w.masks + row * words, words, values, x);
+    }
+}
+
+template <int TYPE, typename S> void multiply_rows16(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+    if constexpr (S::template rows_compressed<TYPE> > 0) {
+        multiply_compressed<TYPE, S>(p, row_begin, row_end);
+    } else {
+        multiply_gathered<TYPE, S>(p, row_begin, row_end);
+    }
+}
+
+} // namespace
+} // namespace macko::cpu

@@ -1,6 +1,6 @@
 // Opens the files of a model and reads across them. A model that llama-gguf-split has split consists of N files
 // NAME-00001-of-0000N.gguf, of which the first has the metadata.
-#include "load/model-file.h"
+#include "load/file-parts.h"
 #include "platform/platform.h"
 
 #include <algorithm>

@@ -1,10 +1,11 @@
 // Reads and checks the description of the sparse tensors: the macko.* keys and the component tensors (FORMAT.md
 // sections 1, 2 and 4). The codec of each format (codec/codec.h) decides which components a matrix has, and their types
 // and sizes.
+#include "load/sparse-header.h"
 #include "codec/registry.h"
 #include "gguf/names.h"
 #include "load/activation-keys.h"
-#include "load/model-file.h"
+#include "load/file-parts.h"
 
 #include <algorithm>
 #include <cinttypes>

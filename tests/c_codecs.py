@@ -45,8 +45,3 @@ def decode(m: Matrix, n_threads: int = 0) -> np.ndarray:
 
 def cpu_matrix(m: Matrix) -> Any:
     return CpuMatrix(m.encoded())
-
-
-def gpu_cost(m: EcCsrMatrix) -> tuple[float, float]:
-    """Microseconds in blocks, and row by row."""
-    return native_codec.gpu_cost(m.encoded())

@@ -343,7 +343,6 @@ def test_block_options_reach_the_encoder(tmp_path, wide, macko):
         ["--min-columns", 100],
         ["--seed", -1],
         ["--granularity", 2**40],
-        ["--optimize", "fun"],
     ):
         done = macko("convert", wide, tmp_path / "x.gguf", "ec-csr-8", *bad)
         assert done.code == (1 if bad[1] in (3, 100) else 2) and not (tmp_path / "x.gguf").exists(), bad
@@ -363,7 +362,7 @@ def test_inspect_shows_the_block_sets(tmp_path, wide, macko):
 
 
 def test_auto_says_what_it_chose_from(tmp_path, wide, macko):
-    done = macko("convert", wide, tmp_path / "s.gguf", "auto", "--optimize", "size")
+    done = macko("convert", wide, tmp_path / "s.gguf", "auto")
     lines = [line for line in done.err.splitlines() if "converting to" in line]
     assert len(lines) >= 4
     for line in lines:
@@ -382,41 +381,6 @@ def test_auto_says_what_it_chose_from(tmp_path, wide, macko):
         assert macko("convert", wide, tmp_path / f"{kind}.gguf", kind).code == 0
         with bindings.File(tmp_path / f"{kind}.gguf") as f:
             assert auto <= sum(s.nbytes for s in f.sparse())
-
-
-def test_optimize_speed_takes_the_faster_format(tmp_path, wide, macko):
-    """The reason names both times, and what was taken is the faster of them."""
-    sparse = tmp_path / "s.gguf"
-    done = macko("convert", wide, sparse, "--optimize", "speed")
-    assert done.code == 0 and "looking for blocks" in done.err, done.err
-    lines = [line for line in done.err.splitlines() if "converting to" in line]
-    assert len(lines) >= 4
-    kinds = set()
-    for line in lines:
-        kind, reason = re.search(r"converting to (\S+) .*\(fastest on a GPU(.*)\)", line).groups()
-        kinds.add(kind.rpartition("-")[0])
-        if "no blocks of several rows" in reason:
-            assert kind.startswith("macko-")
-            continue
-        blocks = float(re.search(r"in blocks ([\d.]+) us", reason).group(1))
-        rows = float(re.search(r"(?:as rows|macko-d\d) ([\d.]+) us", reason).group(1))
-        assert blocks <= rows if kind.startswith("ec-csr") else rows <= blocks
-    assert "macko" in kinds
-    assert macko("verify", wide, sparse).code == 0
-
-
-def test_gpu_cost_model_prefers_the_faster_layout():
-    """As measured: large F32 matrices are faster in blocks, random F16 rows are not."""
-    rng = np.random.default_rng(5)
-    delta_alone = {"max_granularity": 1}
-    large = generators.random_bits(rng, 2000, 6000, 0.3, TYPE_F32)
-    blocks, rows = c_codecs.gpu_cost(c_codecs.ec_csr(large, TYPE_F32, 4, delta_alone))
-    assert 0 < blocks < rows < float("inf")
-    random = generators.random_bits(rng, 64, 4096, 0.3, TYPE_F16)
-    m = c_codecs.ec_csr(random, TYPE_F16, 8, {"min_columns": 128})
-    blocks, rows = c_codecs.gpu_cost(m)
-    assert 0 < rows < blocks < float("inf")
-    assert c_codecs.gpu_cost(c_codecs.ec_csr(random, TYPE_F16, 8, delta_alone))[0] == float("inf")
 
 
 BLOCK_LIES = {

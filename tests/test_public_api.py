@@ -95,5 +95,3 @@ def test_output_that_exists_is_refused_without_force(tmp_path, tiny):
 def test_wrong_option_names_the_choices(tmp_path, tiny):
     with pytest.raises(errors.ArgumentError, match="unknown type 'csr'; did you mean ec-csr\\?; known: macko, "):
         ggml_macko.convert(tiny, None, "csr")
-    with pytest.raises(errors.ArgumentError, match="optimize is 'time', not 'size' or 'speed'"):
-        ggml_macko.convert(tiny, None, optimize="time")

@@ -162,16 +162,6 @@ class ValueCoding:
         return 1 - self.n_outliers / max(1, self.n_values)
 
 
-@dataclass(frozen=True)
-class GpuCost:
-    """Estimated microseconds of a matrix-vector product on a GPU. own_us is infinite where the format brings
-    nothing.
-    """
-
-    own_us: float  # in this format
-    rows_us: float  # stored row by row instead
-
-
 class Codec(ABC):
     """A storage format.
 
@@ -191,9 +181,6 @@ class Codec(ABC):
     note: ClassVar[str | None] = None
     """What to log before encoding, of a codec that takes seconds."""
 
-    keeps_rows: ClassVar[bool] = False
-    """A GPU keeps the rows as they are: what `--optimize speed` compares formats with a cost model with."""
-
     mixed_types: ClassVar[tuple[str, ...]] = ()
     """The TYPEs that `--target-bpw` chooses from."""
 
@@ -208,10 +195,6 @@ class Codec(ABC):
 
     def automatic(self) -> tuple[Choice, ...]:
         """Its part in TYPE auto: lossless choices that take no search."""
-        return ()
-
-    def timed(self) -> tuple[Choice, ...]:
-        """Its part in `--optimize speed` besides: lossless choices that gpu_cost() knows."""
         return ()
 
     @abstractmethod
@@ -328,10 +311,6 @@ class Codec(ABC):
 
     def coding(self, stored: StoredArrays, value_type: int, nnz: int) -> ValueCoding | None:
         """Of values that are coded without loss; else None. Reads what stands in front of them."""
-        return None
-
-    def gpu_cost(self, m: EncodedMatrix, n_threads: int = 0) -> GpuCost | None:
-        """None: there is no model of what the format costs on a GPU."""
         return None
 
     def measure_error(

@@ -17,7 +17,7 @@ from .. import errors
 from ..native import codec as native_codec
 from ..native.codec import EncodedMatrix
 from ..values import EXPONENT, TYPE_I8, TYPE_I16, TYPE_I32, Array, bits_dtype, value_bits
-from .codec import Choice, DeltaCodec, GpuCost, Settings, Source, StoredArrays
+from .codec import DeltaCodec, Settings, Source, StoredArrays
 from .macko import break_even_density
 
 LANES = 32
@@ -322,9 +322,6 @@ class EcCsrCodec(DeltaCodec):
     note: ClassVar[str | None] = "looking for blocks .."
     widths: ClassVar[tuple[int, ...]] = DELTA_BITS
 
-    def timed(self) -> tuple[Choice, ...]:
-        return self.each_width()
-
     def version(self, value_type: int) -> int:
         return 2
 
@@ -343,6 +340,3 @@ class EcCsrCodec(DeltaCodec):
 
     def sets(self, stored: StoredArrays) -> Array | None:
         return stored.array(5).reshape(-1, 4)
-
-    def gpu_cost(self, m: EncodedMatrix, n_threads: int = 0) -> GpuCost | None:
-        return GpuCost(*native_codec.gpu_cost(m, n_threads))

@@ -211,7 +211,6 @@ class MackoCodec(DeltaCodec):
 
     name: ClassVar[str] = "macko"
     components: ClassVar[tuple[str, ...]] = ("values", "deltas", "row_ptr")
-    keeps_rows: ClassVar[bool] = True
     mixed_types: ClassVar[tuple[str, ...]] = ("macko",)
     widths: ClassVar[tuple[int, ...]] = DELTA_BITS
     width_mark: ClassVar[str] = "d"

@@ -38,11 +38,6 @@ def types() -> dict[str, tuple[Choice, ...]]:
     return out
 
 
-def timed_choices() -> tuple[Choice, ...]:
-    """What AUTO looks at besides where the time on a GPU decides."""
-    return tuple(choice for c in CODECS for choice in c.timed())
-
-
 def break_even_density(cols: int, type_id: int) -> float:
     """Density of random non-zeros at which a matrix with rows of `cols` is as large as dense, in the default TYPE."""
     choices = types()[AUTO]

@@ -75,13 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="store -0.0 like any other value: bit for bit the source, but larger and slower where pruning left many; "
         "without it -0.0 counts as 0, with the same results (quantized, it always does)",
     )
-    parser.add_argument(
-        "--optimize",
-        choices=["size", "speed"],
-        default="size",
-        help="what auto looks at: size, the bytes really encoded (default); speed, the time of a product on a GPU by a "
-        "model that was fitted on an H200, for which ec-csr is tried, too (on a CPU MACKO and EC-CSR run alike)",
-    )
     parser.add_argument("--dry-run", action="store_true", help="only print what would be written")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     add_block_arguments(parser)
@@ -138,7 +131,6 @@ def keyword_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "type": checked_type(args.type),
         "overrides": tuple(split_override(text) for text in args.tensor_type),
         "keep_negative_zeros": args.keep_negative_zeros,
-        "optimize": args.optimize,
         "granularity": args.granularity,
         "min_columns": args.min_columns,
         "seed": args.seed,

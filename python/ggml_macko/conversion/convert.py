@@ -91,7 +91,6 @@ def convert(
     *,
     overrides: Overrides = (),
     keep_negative_zeros: bool = False,
-    optimize: str = "size",
     granularity: int = 16,
     min_columns: int = 0,
     seed: int = 0,
@@ -114,7 +113,6 @@ def convert(
     6; takes seconds per tensor), or sparse-q8_0, sparse-q5_0, sparse-q4_nl, sparse-q4_0 with quantized values.
     overrides: (regular expression, type or "dense") for tensors in whose name it is found; the first counts.
     keep_negative_zeros: -0.0 is stored like any other value, in more bytes.
-    optimize: what auto looks at, "size" or "speed" (on a GPU, by a model; tries ec-csr, too).
     granularity, min_columns, seed: how ec-csr looks for blocks. imatrix: a file of activation statistics that weighs
     the errors of quantized values. target_bpw, with auto: the file's bits per weight at most, with the least error.
     output_tensor_type, token_embedding_type: a ggml type that quantizes these tensors, which stay dense.
@@ -134,7 +132,6 @@ def convert(
             token_embedding_type=token_embedding_type,
             keep_negative_zeros=keep_negative_zeros,
             target_bpw=target_bpw,
-            optimize=optimize,
         )
         if output is None:
             return make_report(model, plan_model(model, options, Spool(None)), None, ())
@@ -291,5 +288,3 @@ def check_options(options: Options) -> None:
     bpw = options.target_bpw
     if bpw is not None and (options.type != registry.AUTO or not 0 < bpw < 64):
         raise errors.usage_error(f"--target-bpw {bpw:g}: needs type auto and a number above 0")
-    if options.optimize not in ("size", "speed"):
-        raise errors.usage_error(f"optimize is {options.optimize!r}, not 'size' or 'speed'")

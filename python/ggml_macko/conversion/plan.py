@@ -58,7 +58,6 @@ class Options:
     dense_types: Mapping[str, str] = field(default_factory=dict)  # tensor -> key of ggml_quants.DENSE_TYPES
     target_bpw: float | None = None  # bits per weight of the file at most
     measure: bool = False  # fill in TensorPlan.error
-    optimize: str = "size"  # what type auto looks at: size or speed
 
     @property
     def n_threads(self) -> int:
@@ -239,8 +238,7 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Te
     reason = why_dense(t, asked, wanted)
     if reason is not None:
         return stay(reason)
-    by_speed = wanted == registry.AUTO and options.optimize == "speed"
-    choices = registry.types()[wanted] + (registry.timed_choices() if by_speed else ())
+    choices = registry.types()[wanted]
     is_lossy = any(choice.is_lossy for choice in choices)
     try:
         bits, n_negative_zeros = read_weights(t, options, is_lossy)
@@ -259,8 +257,6 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Te
 
     chosen = min(found, key=lambda c: stored_nbytes(c, alignment))  # the first of equals
     why = _why_smallest(found, alignment) if wanted == registry.AUTO else ""
-    if by_speed:
-        chosen, why = _fastest(found, alignment, options.n_threads)
     nbytes = stored_nbytes(chosen, alignment)
     used = max(nbytes, chosen.codec.nbytes_expanded(chosen, source))
     if used >= align(t.nbytes, alignment):
@@ -346,26 +342,6 @@ def _why_smallest(found: Sequence[Candidate], alignment: int) -> str:
         best += [min(of_codec, key=lambda c: stored_nbytes(c, alignment))] if of_codec else []
     best.sort(key=lambda c: stored_nbytes(c, alignment))
     return "smallest: " + ", ".join(f"{c.name} {console.size(stored_nbytes(c, alignment))}" for c in best)
-
-
-def _fastest(found: Sequence[Candidate], alignment: int, n_threads: int) -> tuple[Candidate, str]:
-    """(what is fastest on a GPU, why). A format with a cost model is taken only where it beats the rows that a GPU can
-    keep instead.
-    """
-    by_rows = [c for c in found if c.codec.keeps_rows]
-    rows = min(by_rows, key=lambda c: stored_nbytes(c, alignment), default=found[0])
-    timed = []
-    for c in found:
-        cost = None if c.matrix is None else c.codec.gpu_cost(c.matrix, n_threads)
-        if cost is not None and cost.own_us != float("inf"):
-            timed.append((cost, c))
-    if not timed:
-        return rows, "fastest on a GPU: rows; no blocks of several rows"
-    cost, chosen = min(timed, key=lambda x: x[0].own_us)
-    blocks = f"{chosen.name} in blocks {cost.own_us:.1f} us"
-    if cost.own_us < cost.rows_us:
-        return chosen, f"fastest on a GPU (model): {blocks}, as rows {cost.rows_us:.1f} us"
-    return rows, f"fastest on a GPU (model): {rows.name} {cost.rows_us:.1f} us, {blocks}"
 
 
 # ---- a whole model ----

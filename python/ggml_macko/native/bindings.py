@@ -12,7 +12,6 @@ from .codec import (
     decode,
     drop_negative_zeros,
     encode,
-    gpu_cost,
     gpu_nbytes,
     measure_error,
     quantize_q4_nl,
@@ -39,6 +38,6 @@ __all__ = [
     "LIBRARY_PATH", "PRELOAD_PATH", "VARIABLES", "WEIGHT_BLOCK", "WEIGHT_HEAD", "WEIGHT_OTHER", "Codec", "Count",
     "CpuMatrix", "EncodedMatrix", "File", "FileSparse", "FileTensor", "LlamaFunctions", "LoadOptions", "MatrixHeader",
     "check_ggml", "check_running_ggml", "codecs", "count_dense", "cpu_kernels", "decode", "drop_negative_zeros",
-    "encode", "ggml_range", "gpu_cost", "gpu_nbytes", "gpus", "llama_cpp_python_range", "load_model", "measure_error",
+    "encode", "ggml_range", "gpu_nbytes", "gpus", "llama_cpp_python_range", "load_model", "measure_error",
     "quantize_q4_nl", "round_to_scales", "running_ggml", "status_name", "validate", "version", "weight_use",
 ]  # fmt: skip

@@ -34,7 +34,6 @@ class Codec:
     version: int  # macko.min_reader_version of a file that has it
     suffixes: tuple[str, ...]  # of its component tensors, with the dot, in the order of the tensor table
     options: dict[str, int]  # of its encoder, with their defaults; ggml-macko.h says what they mean
-    has_gpu_cost: bool  # whether gpu_cost() knows it
 
 
 def codecs() -> tuple[Codec, ...]:
@@ -45,7 +44,7 @@ def codecs() -> tuple[Codec, ...]:
         check(lib().ggml_macko_codec_at(i, info))
         suffixes = tuple(text(info.suffixes[k]) for k in range(info.n_arrays))
         options = {text(info.options[k].name): int(info.options[k].value) for k in range(info.n_options)}
-        found.append(Codec(text(info.name), int(info.version), suffixes, options, bool(info.has_gpu_cost)))
+        found.append(Codec(text(info.name), int(info.version), suffixes, options))
     return tuple(found)
 
 
@@ -194,16 +193,6 @@ def decode(m: EncodedMatrix, n_threads: int = 0) -> Array:
     dense = np.empty((m.rows, m.cols), dtype=_BITS_DTYPES[m.type])
     check(lib().ggml_macko_decode(c_matrix(m), ffi().from_buffer("void *", dense, require_writable=True), n_threads))
     return dense
-
-
-def gpu_cost(m: EncodedMatrix, n_threads: int = 0) -> tuple[float, float]:
-    """Microseconds that a product of one column is expected to take on a GPU (a model, fitted on an H200): with the
-    matrix in the layout of its format (inf if it would not be kept so), and as MACKO rows. MackoError for a codec
-    without has_gpu_cost.
-    """
-    own, rows = ffi().new("double *"), ffi().new("double *")
-    check(lib().ggml_macko_gpu_cost(c_matrix(m), n_threads, own, rows))
-    return float(own[0]), float(rows[0])
 
 
 GPU_SHARED_NBYTES = 99 << 10

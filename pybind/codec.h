@@ -33,7 +33,6 @@ struct ggml_macko_codec_info {
     const char *             suffixes[8];
     int32_t                  n_options;
     struct ggml_macko_option options[8];
-    bool                     has_gpu_cost;
 };
 int32_t ggml_macko_codec_count(void);
 int     ggml_macko_codec_at(int32_t i, struct ggml_macko_codec_info * info);
@@ -46,7 +45,6 @@ int  ggml_macko_encoded_matrix(const struct ggml_macko_encoded * e, struct ggml_
 void ggml_macko_encoded_free(struct ggml_macko_encoded * e);
 int  ggml_macko_validate(const struct ggml_macko_matrix * m, int n_threads);
 int  ggml_macko_decode(const struct ggml_macko_matrix * m, void * dense, int n_threads);
-int  ggml_macko_gpu_cost(const struct ggml_macko_matrix * m, int n_threads, double * own_us, double * rows_us);
 
 enum ggml_macko_fault {
     GGML_MACKO_FAULT_NONE      = 0,

@@ -88,7 +88,7 @@ public:
 
 class toy_format final : public macko::codec {
 public:
-    toy_format() : codec({ "toy", 1, { ".values", ".cols", ".row_ptr" }, { { "max_nnz", 1000 } }, false, false }) {}
+    toy_format() : codec({ "toy", 1, { ".values", ".cols", ".row_ptr" }, { { "max_nnz", 1000 } }, false }) {}
 
     int check_desc(const ggml_macko_matrix & m) const override {
         return m.bits == 1 ? macko::check_desc(rows_desc(*this, m))
@@ -302,7 +302,7 @@ static void test_c_api_serves_a_registered_format() {
         ggml_macko_codec_info info;
         CHECK(ggml_macko_codec_at(i, &info) == 0, "%s", ggml_macko_last_error());
         found |= !strcmp(info.name, "toy") && info.n_arrays == 3 && !strcmp(info.suffixes[1], ".cols") &&
-                 info.n_options == 1 && info.options[0].value == 1000 && !info.has_gpu_cost;
+                 info.n_options == 1 && info.options[0].value == 1000;
     }
     CHECK(found, "the list of codecs");
     ggml_macko_encoded * e = nullptr;
@@ -325,8 +325,6 @@ static void test_c_api_serves_a_registered_format() {
     }
     ggml_macko_cpu_matrix_free(w);
 
-    double own_us = 0, rows_us = 0;
-    CHECK(ggml_macko_gpu_cost(&m, 1, &own_us, &rows_us) == GGML_MACKO_STATUS_BAD_ARGUMENT, "cost without a model");
     const ggml_macko_option few = { "max_nnz", 1 }, unknown = { "nonesuch", 1 };
     CHECK(ggml_macko_encode("toy", dense.data(), GGML_MACKO_TYPE_F16, ROWS, COLS, &few, 1, 2, &e) ==
               GGML_MACKO_STATUS_LIMIT,
@@ -411,12 +409,12 @@ static void test_format_beyond_the_limits_is_refused() {
         formats.push_back(std::make_unique<other>(std::move(t)));
         return macko::register_codec(*formats.back()) == GGML_MACKO_STATUS_BAD_ARGUMENT;
     };
-    CHECK(refused({ "macko", 1, { ".values" }, {}, false, false }), "a name that is taken");
-    CHECK(refused({ "other", 1, {}, {}, false, false }), "no component");
-    CHECK(refused({ "other", 1, { ".far_too_long" }, {}, false, false }), "a suffix longer than names allow for");
-    CHECK(refused({ "other", 1, { "values" }, {}, false, false }), "a suffix without a dot");
-    CHECK(refused({ "other", macko::FORMAT_VERSION + 1, { ".values" }, {}, false, false }), "a version of the future");
-    CHECK(refused({ "other", 1, std::vector<const char *>(GGML_MACKO_MAX_ARRAYS + 1, ".v"), {}, false, false }),
+    CHECK(refused({ "macko", 1, { ".values" }, {}, false }), "a name that is taken");
+    CHECK(refused({ "other", 1, {}, {}, false }), "no component");
+    CHECK(refused({ "other", 1, { ".far_too_long" }, {}, false }), "a suffix longer than names allow for");
+    CHECK(refused({ "other", 1, { "values" }, {}, false }), "a suffix without a dot");
+    CHECK(refused({ "other", macko::FORMAT_VERSION + 1, { ".values" }, {}, false }), "a version of the future");
+    CHECK(refused({ "other", 1, std::vector<const char *>(GGML_MACKO_MAX_ARRAYS + 1, ".v"), {}, false }),
           "too many components");
 }
 

@@ -136,7 +136,6 @@ struct ggml_macko_codec_info {
     const char *             suffixes[GGML_MACKO_MAX_ARRAYS]; // of their names, with the dot
     int32_t                  n_options;
     struct ggml_macko_option options[GGML_MACKO_MAX_OPTIONS]; // of the encoder, with their defaults
-    bool                     has_gpu_cost;                    // for ggml_macko_gpu_cost()
 };
 GGML_MACKO_API int32_t ggml_macko_codec_count(void);
 // codec i of ggml_macko_codec_count(); the strings live as long as the process
@@ -197,11 +196,6 @@ struct ggml_macko_error {
 GGML_MACKO_API int ggml_macko_measure_error(const struct ggml_macko_matrix * m, const void * dense,
                                             const float * weights, int64_t n_weights, int n_threads,
                                             struct ggml_macko_error * out);
-// A model of how long a product of one column takes on an NVIDIA GPU (an H200), in microseconds: with the matrix in the
-// layout of its format (infinite if it would not be kept so), and as MACKO rows with the best width. Checks like
-// ggml_macko_validate; BAD_ARGUMENT for a format without has_gpu_cost.
-GGML_MACKO_API int ggml_macko_gpu_cost(const struct ggml_macko_matrix * m, int n_threads, double * own_us,
-                                       double * rows_us);
 
 // Bytes of an NVIDIA GPU's memory that the plugin reserves for a matrix, which its header on file decides: data of the
 // arrays is not read and may be NULL; their types and sizes are what the file has, or will have. shared_nbytes: shared

@@ -43,13 +43,12 @@ int ggml_macko_codec_at(int32_t i, ggml_macko_codec_info * info) {
     if (!info || i < 0 || i >= ggml_macko_codec_count()) {
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "no codec %d", i);
     }
-    const codec & c    = *all_codecs()[static_cast<size_t>(i)];
-    *info              = {};
-    info->name         = c.name();
-    info->version      = c.version();
-    info->n_arrays     = static_cast<int32_t>(c.components().size());
-    info->n_options    = static_cast<int32_t>(c.options().size());
-    info->has_gpu_cost = c.has_gpu_cost();
+    const codec & c = *all_codecs()[static_cast<size_t>(i)];
+    *info           = {};
+    info->name      = c.name();
+    info->version   = c.version();
+    info->n_arrays  = static_cast<int32_t>(c.components().size());
+    info->n_options = static_cast<int32_t>(c.options().size());
     std::copy(c.components().begin(), c.components().end(), info->suffixes);
     std::copy(c.options().begin(), c.options().end(), info->options);
     return GGML_MACKO_STATUS_OK;
@@ -123,25 +122,6 @@ int ggml_macko_measure_error(const ggml_macko_matrix * m, const void * dense, co
                         static_cast<long long>(m->rows), static_cast<long long>(n_weights));
         }
         return measure_error(*view, dense, weights, n_weights, threads_for(n_threads, m->rows * m->cols), out);
-    });
-}
-
-int ggml_macko_gpu_cost(const ggml_macko_matrix * m, int n_threads, double * own_us, double * rows_us) {
-    return c_boundary([&]() -> int {
-        std::unique_ptr<codec_view> view;
-        gpu_cost                    cost = {};
-        if (!own_us || !rows_us) {
-            return null_pointer();
-        }
-        if (const int status = open_checked(m, n_threads, &view)) {
-            return status;
-        }
-        if (const int status = view->format().cost_on_gpu(*view, threads_for(n_threads, m->rows * m->cols), &cost)) {
-            return status;
-        }
-        *own_us  = cost.own_us;
-        *rows_us = cost.rows_us;
-        return GGML_MACKO_STATUS_OK;
     });
 }
 

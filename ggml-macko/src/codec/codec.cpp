@@ -30,10 +30,6 @@ int codec_view::decode(void * dense, int n_threads) const {
 
 int64_t codec::max_entries(const ggml_macko_matrix & m) const { return n_padded(max_recoded(rows_desc(*this, m))); }
 
-int codec::cost_on_gpu(const codec_view &, int, gpu_cost *) const {
-    return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "format '%s' has no model of GPU times", name());
-}
-
 int encode_matrix(const codec & format, const void * dense, const macko_desc & desc, const ggml_macko_option * options,
                   int n_options, int n_threads, std::unique_ptr<encoded_matrix> * out) {
     const std::vector<ggml_macko_option> & known = format.options();

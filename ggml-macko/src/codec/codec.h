@@ -83,13 +83,6 @@ public:
     virtual ggml_macko_matrix matrix() const = 0;
 };
 
-// Microseconds that a product of one column is expected to take on an NVIDIA GPU: with the matrix kept in the format's
-// own layout (infinite: it would not be), and kept as MACKO rows.
-struct gpu_cost {
-    double own_us;
-    double rows_us;
-};
-
 class codec {
 public:
     struct traits {
@@ -100,7 +93,6 @@ public:
         // The components are MACKO's values, deltas and row_ptr: the loader streams them in ranges of rows. Matrices of
         // other formats are read and checked as a whole.
         bool streams_rows;
-        bool has_gpu_cost;
     };
 
     explicit codec(traits t) : traits_(std::move(t)) {}
@@ -113,7 +105,6 @@ public:
     const std::vector<const char *> &      components() const { return traits_.components; }
     const std::vector<ggml_macko_option> & options() const { return traits_.options; }
     bool                                   streams_rows() const { return traits_.streams_rows; }
-    bool                                   has_gpu_cost() const { return traits_.has_gpu_cost; }
 
     // ---- the header of a file: m describes the matrix, its arrays have types and sizes, but no data ----
 
@@ -152,8 +143,6 @@ public:
     // of options(). NOT_FINITE if a value is Inf or NaN.
     [[nodiscard]] virtual int encode(const void * dense, const macko_desc & desc, const int64_t * options,
                                      int n_threads, std::unique_ptr<encoded_matrix> * out) const = 0;
-    // view is one of this format, and passed check_rows() or will be thrown away; BAD_ARGUMENT without has_gpu_cost()
-    [[nodiscard]] virtual int cost_on_gpu(const codec_view & view, int n_threads, gpu_cost * out) const;
 
 private:
     const traits traits_;

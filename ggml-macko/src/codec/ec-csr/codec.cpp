@@ -1,5 +1,5 @@
 // EC-CSR as a row of the registry (FORMAT.md section 6).
-#include "codec/ec-csr/cost.h"
+#include "codec/ec-csr/ec-csr.h"
 #include "codec/ec-csr/extract.h"
 #include "codec/macko/encode.h"
 
@@ -49,8 +49,7 @@ public:
                 2,
                 { ".values", ".deltas", ".bases", ".blk_ptr", ".rows", ".sets" },
                 { { "delta_bits", 8 }, { "max_granularity", 16 }, { "min_columns", 0 }, { "clip", 1 }, { "seed", 0 } },
-                false,
-                true }) {}
+                false }) {}
 
     int check_desc(const ggml_macko_matrix & m) const override { return check_ec_csr_desc(rows_desc(*this, m)); }
 
@@ -135,15 +134,6 @@ public:
             }
         }
         *out = std::move(result);
-        return GGML_MACKO_STATUS_OK;
-    }
-
-    int cost_on_gpu(const codec_view & view, int n_threads, gpu_cost * out) const override {
-        gpu_times times;
-        if (const int status = gpu_times_of(static_cast<const ec_csr_view &>(view), n_threads, &times)) {
-            return status;
-        }
-        *out = { times.blocks_us, times.rows_us };
         return GGML_MACKO_STATUS_OK;
     }
 

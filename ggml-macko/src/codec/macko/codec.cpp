@@ -132,7 +132,7 @@ public:
 class macko_format final : public codec {
 public:
     macko_format()
-        : codec({ "macko", 1, { ".values", ".deltas", ".row_ptr" }, { { "delta_bits", SMALLEST } }, true, false }) {}
+        : codec({ "macko", 1, { ".values", ".deltas", ".row_ptr" }, { { "delta_bits", SMALLEST } }, true }) {}
 
     int check_desc(const ggml_macko_matrix & m) const override { return macko::check_desc(rows_desc(*this, m)); }
 

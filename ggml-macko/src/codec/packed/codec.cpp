@@ -47,7 +47,6 @@ public:
                     { "index_bits", SMALLEST },
                     { "mantissa_bits", SMALLEST },
                     { "exponent_bits", SMALLEST } },
-                  false,
                   false }) {}
 
     int check_desc(const ggml_macko_matrix & m) const override { return check_packed_desc(desc_of(m)); }

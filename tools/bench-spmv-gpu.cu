@@ -9,9 +9,6 @@
 // magnitude pruning left the largest; f16-8 and pruned-8 are the same with 8 significant bits, as in models trained in
 // BF16.
 //
-//   --ec-csr MASK,... [--variants 4,8] [--types f16,f32] [--shapes ...] [--densities ...] [--json FILE]: see
-//   bench-ec-csr.cuh
-//
 //   --tune [--shapes ...] [--densities ...] [--columns ...] [--values ...] [--json FILE]: see bench-tune-gpu.cuh
 //   --zeros .5,.9 [--shapes ...] [--densities ...] [--values ...]: see bench-columns-gpu.cuh
 //
@@ -21,14 +18,11 @@
 //
 // Linked into the plugin, which has the kernels already. `macko bench --gpu` calls it in a child process, because it
 // prints and ends the process at the first error; so does `python -m ggml_macko.benchmark.bench_gpu OPTIONS`.
-#include "codec/ec-csr/cost.h"
-#include "codec/ec-csr/extract.h"
 #include "codec/macko/encode.h"
 #include "cuda/lib/common.cuh"
 #include "cuda/lib/cublas.h"
 #include "cuda/ops/ops.h"
 #include "cuda/sparse/columns.cuh"
-#include "cuda/sparse/ec-csr/upload.h"
 #include "cuda/sparse/mul-mat.cuh"
 
 #include <algorithm>
@@ -768,8 +762,6 @@ void time_layer(cudaStream_t stream, cuda_sparse_uploader & uploader, double den
     CHECKED(cudaFree(norm));
 }
 
-#include "bench-ec-csr.cuh"
-
 // ---- options ----
 
 std::vector<std::string> split(const char * text) {
@@ -791,7 +783,6 @@ struct bench_options {
     std::vector<value_type> types     = { VALUE_TYPES[0] };
     std::vector<double>     zeros;
     bool                    csr = false, densify = false, layer = false, tune = false;
-    const char *            ec_csr = nullptr, *variants = "4,8", *ec_csr_types = "f16";
     FILE *                  json = nullptr;
 
     void set_shapes(const std::string & which) {
@@ -833,12 +824,6 @@ struct bench_options {
             }
         } else if (is("--values")) {
             set_types(value);
-        } else if (is("--ec-csr")) {
-            ec_csr = value;
-        } else if (is("--variants")) {
-            variants = value;
-        } else if (is("--types")) {
-            ec_csr_types = value;
         } else if (is("--json")) {
             json = fopen(value, "w");
         } else {
@@ -1119,10 +1104,7 @@ int bench_spmv_gpu(int argc, char ** argv) {
     }
 
     spmv_bench bench(options);
-    if (options.ec_csr) {
-        bench_ec_csr(bench.stream, *bench.uploader, options.shapes, options.densities, split(options.ec_csr),
-                     split(options.variants), split(options.ec_csr_types), bench.bandwidth, options.json);
-    } else if (options.tune) {
+    if (options.tune) {
         tune_bench(bench).run();
     } else if (!options.zeros.empty()) {
         columns_bench(bench).run();

@@ -292,9 +292,6 @@ cudaError_t cuda_sparse_densify(const cuda_sparse_matrix & w, int64_t row_begin,
         return cudaSuccess;
     }
     if (w.part) {
-        cuda_sparse_matrix rest = w;
-        rest.part               = nullptr;
-        CUDA_TRY(cuda_sparse_densify(rest, row_begin, row_end, dst, ld, stream));
         return w.part->densify(row_begin, row_end, dst, ld, stream);
     }
     if (w.layout == CUDA_SPARSE_LAYOUT_QUANTIZED) {

@@ -106,7 +106,8 @@ struct cuda_sparse_matrix {
     struct cuda_sparse_outlier * outliers; // QUANTIZED
     int64_t                      n_groups; // QUANTIZED
     int64_t                      nbytes;   // from the first part to the end of the last
-    // Elements that are kept in a layout of another codec (mul-mat.cuh), owned by the owner of the matrix; or null.
+    // The matrix in the layout of another codec (mul-mat.cuh), owned by the owner of this one, which then has no
+    // arrays; or null.
     const class matrix_part * part;
     // The same matrix by columns, too (columns.h), owned likewise; or null.
     const struct cuda_columns * columns;

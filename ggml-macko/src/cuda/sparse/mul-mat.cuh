@@ -75,16 +75,15 @@ struct cuda_sparse_mul_mat_params {
     cuda_sparse_mul_mat_params columns(int64_t j, int64_t n) const; // n columns from column j on
 };
 
-// Elements of a matrix that are kept beside those of its cuda_sparse_matrix, in a layout of another codec with kernels
-// of its own. cuda_sparse_matrix::part points to it; products and cuda_sparse_densify() include it by themselves.
+// A matrix in the layout of another codec, with kernels of its own. cuda_sparse_matrix::part points to it; products and
+// cuda_sparse_densify() go there by themselves.
 class matrix_part {
 public:
     virtual ~matrix_part() = default;
-    // The product of one matrix that has this part, with all of its other elements, as cuda_sparse_mul_mat() would.
-    // params: n_matrices is 1; no norm, no silu_mul, no experts
+    // The product of this matrix alone, as cuda_sparse_mul_mat() would. params: n_matrices is 1; no norm, no silu_mul,
+    // no experts
     virtual cudaError_t mul_mat(const cuda_sparse_mul_mat_params & params, cudaStream_t stream) const = 0;
-    // Writes its elements of rows row_begin ... row_end-1 into dense rows that have all others already; arguments as of
-    // cuda_sparse_densify().
+    // as cuda_sparse_densify()
     virtual cudaError_t densify(int64_t row_begin, int64_t row_end, void * dst, int64_t ld,
                                 cudaStream_t stream) const = 0;
 };

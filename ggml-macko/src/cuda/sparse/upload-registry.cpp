@@ -18,9 +18,9 @@ int packed_upload(const codec_view & view, const whole_upload & to) {
 }
 
 int ec_csr_upload(const codec_view & view, const whole_upload & to) {
-    // blocks lie across the rows of stacked matrices
-    const ec_csr_choice choice = to.stacked ? ec_csr_choice::ROWS : ec_csr_choice_of_environment();
-    return cuda_ec_csr_upload(to.uploader, static_cast<const ec_csr_view &>(view), choice, to.n_threads, to.dst,
+    // the blocks of stacked matrices lie across all of them
+    const bool in_blocks = !to.stacked && cuda_ec_csr_in_blocks(view.desc(), to.shared_nbytes);
+    return cuda_ec_csr_upload(to.uploader, static_cast<const ec_csr_view &>(view), in_blocks, to.n_threads, to.dst,
                               to.room, to.out, to.part);
 }
 

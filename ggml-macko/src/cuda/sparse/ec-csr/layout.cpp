@@ -4,24 +4,15 @@
 
 #include <algorithm>
 #include <cstring>
-#include <type_traits>
 #include <vector>
 
 namespace macko::cuda {
 
 namespace {
 
-int32_t cuts(const ec_csr_range & s, int32_t type) { return s.granularity / gpu_piece_rows(s.granularity, type); }
+int32_t piece_rows(const ec_csr_range & s) { return std::min(s.granularity, CUDA_EC_CSR_MAX_ROWS); }
 
-// f(set, its place among those that are kept)
-template <typename F> void each_set(const ec_csr_view & view, bool all, F && f) {
-    int32_t i = 0;
-    for (const ec_csr_range & s : view.sets()) {
-        if (all || s.granularity > 1) {
-            f(s, i++);
-        }
-    }
-}
+int32_t cuts(const ec_csr_range & s) { return s.granularity / piece_rows(s); }
 
 int64_t columns_of(const ec_csr_view & view, const ec_csr_range & s, int64_t block) {
     const int32_t * ptr = view.arrays().blk_ptr + s.blk_ptr + block;
@@ -32,40 +23,31 @@ int64_t chunks_of(int64_t n_cols) { return (n_cols + CUDA_EC_CSR_CHUNK - 1) / CU
 
 } // namespace
 
-bool cuda_ec_csr_supported(const ec_csr_view & view, bool all, int64_t shared_nbytes) {
-    bool any = false;
-    each_set(view, all, [&](const ec_csr_range &, int32_t) { any = true; });
-    return any && view.arrays().desc.cols * 4 <= shared_nbytes && ec_base_nbytes(view.arrays().desc.cols) == 2;
-}
-
-cuda_ec_csr_blocks cuda_ec_csr_bind(const ec_csr_view & view, bool all, void * memory) {
+cuda_ec_csr_blocks cuda_ec_csr_bind(const ec_csr_view & view, void * memory) {
     const macko_desc & desc = view.arrays().desc;
     cuda_ec_csr_blocks b    = {};
     b.rows                  = desc.rows;
     b.cols                  = desc.cols;
-    b.type                  = desc.type;
     b.delta_bits            = desc.delta_bits;
-    b.whole                 = all || view.sets().back().granularity > 1;
     cuda_sparse_parts parts(memory);
     int64_t           n_slots = 0;
-    each_set(view, all, [&](const ec_csr_range & s, int32_t i) {
-        cuda_ec_csr_set & d = b.sets[i];
-        b.n_sets            = i + 1;
-        d.granularity       = gpu_piece_rows(s.granularity, desc.type);
-        d.n_pieces          = s.n_blocks * cuts(s, desc.type);
+    for (const ec_csr_range & s : view.sets()) {
+        cuda_ec_csr_set & d = b.sets[b.n_sets++];
+        d.granularity       = piece_rows(s);
+        d.n_pieces          = s.n_blocks * cuts(s);
         d.n_chunks          = 0;
         for (int64_t k = 0; k < s.n_blocks; k++) {
-            d.n_chunks += chunks_of(columns_of(view, s, k)) * cuts(s, desc.type);
+            d.n_chunks += chunks_of(columns_of(view, s, k)) * cuts(s);
         }
         parts.take(&d.chunk_ptr, int64_t(d.n_pieces) + 1);
         parts.take(&d.bases, int64_t(d.n_pieces) * EC_LANES);
         parts.take(&d.rows, int64_t(d.n_pieces) * d.granularity);
         parts.take(&d.slots, int64_t(d.n_pieces) * d.granularity);
         parts.take(&d.deltas, d.n_chunks * CUDA_EC_CSR_CHUNK * desc.delta_bits / 8);
-        parts.take(&d.values, d.n_chunks * CUDA_EC_CSR_CHUNK * d.granularity * value_nbytes(desc.type));
+        parts.take(&d.values, d.n_chunks * CUDA_EC_CSR_CHUNK * d.granularity);
         b.n_pieces += d.n_pieces;
         n_slots += int64_t(d.n_pieces) * d.granularity;
-    });
+    }
     b.n_slots = static_cast<int32_t>(n_slots); // at most the elements of X.rows
     parts.take(&b.slot_ptr, desc.rows + 1);
     b.nbytes_arrays = parts.nbytes();
@@ -89,16 +71,14 @@ struct set_filler {
 
     // Values of column k of a lane in a chunk, for rows first ... first + granularity - 1 of the block. from: the
     // values of this column in the file.
-    void put_values(int64_t chunk, int64_t lane, int64_t k, const uint8_t * from) const {
-        const int64_t size = value_nbytes(a.desc.type), n_vectors = EC_VECTOR * d.granularity * size / 16;
-        const int64_t begin = k * d.granularity * size; // in the bytes of this lane's values of the chunk
-        for (int64_t done = 0; done < d.granularity * size;) {
-            const int64_t byte = begin + done, n = std::min<int64_t>(d.granularity * size - done, 16 - byte % 16);
-            memcpy(d.values + ((chunk * n_vectors + byte / 16) * EC_LANES + lane) * 16 + byte % 16, from + done,
-                   static_cast<size_t>(n));
-            done += n;
+    void put_values(int64_t chunk, int64_t lane, int64_t k, const float * from) const {
+        for (int64_t r = 0; r < d.granularity; r++) {
+            const int64_t i = k * d.granularity + r; // in this lane's values of the chunk
+            d.values[((chunk * d.granularity + i / 4) * EC_LANES + lane) * 4 + i % 4] = from[r];
         }
     }
+
+    const float * value(int64_t i) const { return static_cast<const float *>(a.values) + s.value + i; }
 
     uint16_t base(int64_t block, int64_t lane) const {
         return static_cast<const uint16_t *>(a.bases)[(s.block + block) * EC_LANES + lane];
@@ -106,9 +86,8 @@ struct set_filler {
 
     // the rows from `first` on of a block with vectors of 4 columns: lanes stay as they are
     void long_piece(int64_t block, int64_t piece, int64_t first) const {
-        const int64_t size = value_nbytes(a.desc.type), col = a.blk_ptr[s.blk_ptr + block];
-        const auto *  values = static_cast<const uint8_t *>(a.values) + (s.value + col * s.granularity + first) * size;
-        const int64_t n = d.chunk_ptr[piece + 1] - d.chunk_ptr[piece], bits = a.desc.delta_bits;
+        const int64_t col = a.blk_ptr[s.blk_ptr + block], bits = a.desc.delta_bits;
+        const int64_t n = d.chunk_ptr[piece + 1] - d.chunk_ptr[piece];
         memcpy(d.deltas + d.chunk_ptr[piece] * CUDA_EC_CSR_CHUNK * bits / 8, a.deltas + (s.col + col) * bits / 8,
                static_cast<size_t>(n * CUDA_EC_CSR_CHUNK * bits / 8));
         for (int64_t lane = 0; lane < EC_LANES; lane++) {
@@ -116,16 +95,15 @@ struct set_filler {
         }
         for (int64_t e = 0; e < n * CUDA_EC_CSR_CHUNK; e++) {
             put_values(d.chunk_ptr[piece] + e / CUDA_EC_CSR_CHUNK, e / EC_VECTOR % EC_LANES, e % EC_VECTOR,
-                       values + e * s.granularity * size);
+                       value((col + e) * s.granularity + first));
         }
     }
 
     // a short block: its columns are dealt to the lanes again, four each
     void short_piece(int64_t block, int64_t piece) const {
-        const int64_t size = value_nbytes(a.desc.type), col = a.blk_ptr[s.blk_ptr + block],
+        const int64_t col      = a.blk_ptr[s.blk_ptr + block],
                       per_lane = (a.blk_ptr[s.blk_ptr + block + 1] - col) / EC_LANES;
-        const auto * values    = static_cast<const uint8_t *>(a.values) + (s.value + col) * size;
-        int64_t      before = 0, column = 0;
+        int64_t before = 0, column = 0;
         for (int64_t i = 0; i < per_lane * EC_LANES; i++, before = column) {
             const int64_t e = i % per_lane * EC_LANES + i / per_lane; // vectors of one column: chunks of 32
             column          = i % per_lane ? column + delta_code(a.deltas, s.col + col + e, a.desc.delta_bits)
@@ -135,7 +113,7 @@ struct set_filler {
             } else {
                 put_delta(d.chunk_ptr[piece], i / EC_VECTOR, i % EC_VECTOR, static_cast<uint32_t>(column - before));
             }
-            put_values(d.chunk_ptr[piece], i / EC_VECTOR, i % EC_VECTOR, values + e * size);
+            put_values(d.chunk_ptr[piece], i / EC_VECTOR, i % EC_VECTOR, value(col + e));
         }
         // zeros, times an x that the row uses anyway
         for (int64_t lane = (per_lane * EC_LANES + EC_VECTOR - 1) / EC_VECTOR; lane < EC_LANES; lane++) {
@@ -146,11 +124,12 @@ struct set_filler {
 
 } // namespace
 
-void cuda_ec_csr_fill(const ec_csr_view & view, bool all, int n_threads, const cuda_ec_csr_blocks & b) {
+void cuda_ec_csr_fill(const ec_csr_view & view, int n_threads, const cuda_ec_csr_blocks & b) {
     const ec_csr_arrays & a = view.arrays();
-    each_set(view, all, [&](const ec_csr_range & s, int32_t i) {
+    for (int32_t i = 0; i < b.n_sets; i++) {
+        const ec_csr_range &    s      = view.sets()[static_cast<size_t>(i)];
         const cuda_ec_csr_set & d      = b.sets[i];
-        const int32_t           n_cuts = cuts(s, b.type);
+        const int32_t           n_cuts = cuts(s);
         for (int64_t k = 0, p = 0; k < s.n_blocks; k++) {
             for (int32_t c = 0; c < n_cuts; c++, p++) {
                 d.chunk_ptr[p + 1] = d.chunk_ptr[p] + static_cast<int32_t>(chunks_of(columns_of(view, s, k)));
@@ -170,7 +149,7 @@ void cuda_ec_csr_fill(const ec_csr_view & view, bool all, int n_threads, const c
                 }
             }
         });
-    });
+    }
     for (int64_t r = 0; r < b.rows; r++) {
         b.slot_ptr[r + 1] += b.slot_ptr[r];
     }

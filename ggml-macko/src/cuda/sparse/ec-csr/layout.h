@@ -1,30 +1,29 @@
-// How the GPU keeps the blocks of an EC-CSR matrix (FORMAT.md section 6): made from the file's arrays at load time,
-// never on file. Plain C++: sizes, addresses and the host's copy of the arrays. No ggml.
+// How the GPU keeps an F32 matrix of EC-CSR (FORMAT.md section 6): in its blocks, made from the file's arrays at load
+// time, never on file. Plain C++: sizes, addresses and the host's copy of the arrays. No ggml.
 //
-// Blocks of several rows stay what they are: 32 lanes, the columns of a lane one behind the other, x gathered once for
-// all rows of a block. The rest of the rows (blocks of one row) becomes MACKO rows (cuda/sparse/layout.h), whose kernel
-// is faster for them; F32 values, for which that has no fast layout, keep blocks of one row as well.
-//   piece   At most 8 rows of a block (F32: 4), which a warp has at a time. Larger blocks are cut; their columns are
-//           then there several times.
+// Blocks stay what they are: 32 lanes, the columns of a lane one behind the other, x gathered once for all rows of a
+// block.
+//   piece   At most 4 rows of a block, which a warp has at a time. Larger blocks are cut; their columns are then there
+//           several times.
 //   chunk   128 columns of a piece. Lane l has four of them: 4 deltas of delta_bits bits, and 4 * rows values (column
 //           after column) in vectors of 16 bytes; vector v of all lanes, then vector v + 1. Short blocks (FORMAT.md)
 //           are one chunk, with zeros behind their last column.
 //   base    Where the columns of a lane start, in 16 bits. The first delta is 0, each other one the distance to the
 //           column before.
-//   slot    Where the sum of a row of a piece goes. The slots of a row are neighbours, in the order of the pieces: a
+//   slot    Where the sum of a row of a piece goes. The slots of a row are neighbors, in the order of the pieces: a
 //           second kernel adds them up, so the result does not depend on which piece was done first.
 #pragma once
 
-#include "codec/ec-csr/cost.h"
 #include "codec/ec-csr/ec-csr.h"
 
 namespace macko::cuda {
 
-constexpr int CUDA_EC_CSR_CHUNK       = EC_UNIT;
-constexpr int CUDA_EC_CSR_MAX_COLUMNS = 4; // of x at a time: there are registers for so many sums
+constexpr int     CUDA_EC_CSR_CHUNK       = EC_UNIT;
+constexpr int     CUDA_EC_CSR_MAX_COLUMNS = 4; // of x at a time: there are registers for so many sums
+constexpr int32_t CUDA_EC_CSR_MAX_ROWS    = 4; // of a piece: four vectors of values per lane and chunk
 
 struct cuda_ec_csr_set {    // pieces with equally many rows; arrays in device memory
-    int32_t    granularity; // rows: 1, 2, 4, 8
+    int32_t    granularity; // rows: 1, 2, 4
     int32_t    n_pieces;
     int64_t    n_chunks;
     int32_t *  chunk_ptr; // n_pieces + 1: first chunk of a piece
@@ -32,16 +31,14 @@ struct cuda_ec_csr_set {    // pieces with equally many rows; arrays in device m
     int32_t *  rows;      // `granularity` per piece
     int32_t *  slots;     // the same
     uint8_t *  deltas;
-    uint8_t *  values;
+    float *    values;
 };
 
-// The part of a matrix that is in blocks: described in host memory, in one device allocation of `nbytes` bytes.
+// A matrix in blocks: described in host memory, in one device allocation of `nbytes` bytes.
 struct cuda_ec_csr_blocks {
-    int64_t         rows; // of the matrix
+    int64_t         rows;
     int64_t         cols;
-    int32_t         type;
     int32_t         delta_bits;
-    bool            whole; // nothing is left beside the blocks
     int32_t         n_sets;
     cuda_ec_csr_set sets[EC_MAX_SETS];
     int32_t         n_pieces; // of all sets
@@ -52,13 +49,15 @@ struct cuda_ec_csr_blocks {
     int64_t         nbytes;
 };
 
-// The blocks that the GPU would keep of a checked matrix: sizes, and addresses in memory (null: offsets). all: blocks
-// of one row as well.
-cuda_ec_csr_blocks cuda_ec_csr_bind(const ec_csr_view & view, bool all, void * memory);
-// Whether the blocks of this matrix have kernels: x fits shared memory, columns fit 16 bits, some blocks have several
-// rows (or all).
-bool cuda_ec_csr_supported(const ec_csr_view & view, bool all, int64_t shared_nbytes);
+// Whether a matrix is kept in blocks, if they fit its memory; else it becomes MACKO rows. This is the case for F32
+// values: MACKO has no fast layout for them, and blocks take 1.2 to 2 times less time. Of 16-bit values, rows were
+// faster in 153 of 160 cases (docs/lab/ec-csr.md). The kernels need all of x in shared memory, and bases of 16 bits.
+constexpr bool cuda_ec_csr_in_blocks(const macko_desc & desc, int64_t shared_nbytes) {
+    return desc.type == GGML_MACKO_TYPE_F32 && desc.cols * 4 <= shared_nbytes && ec_base_nbytes(desc.cols) == 2;
+}
+// The blocks that the GPU keeps of a checked F32 matrix: sizes, and addresses in memory (null: offsets).
+cuda_ec_csr_blocks cuda_ec_csr_bind(const ec_csr_view & view, void * memory);
 // Fills the arrays of b, which is bound to nbytes_arrays bytes of host memory, all zero.
-void cuda_ec_csr_fill(const ec_csr_view & view, bool all, int n_threads, const cuda_ec_csr_blocks & b);
+void cuda_ec_csr_fill(const ec_csr_view & view, int n_threads, const cuda_ec_csr_blocks & b);
 
 } // namespace macko::cuda

@@ -1,7 +1,6 @@
-// y = W x, W with blocks of rows that share their columns (ec-csr/layout.h; EC-SpMV paper, section 7). Three launches:
+// y = W x, W with blocks of rows that share their columns (ec-csr/layout.h; EC-SpMV paper, section 7). Two launches:
 // the sums of all pieces, each to a slot of its own; the slots of each row added up in their order (the paper has
-// atomic additions); the rest of the rows by the kernel of MACKO rows, which adds to them. Each can start before the
-// one ahead has ended.
+// atomic additions). Each can start before the one ahead has ended.
 #include "cuda/sparse/ec-csr/mul-mat.cuh"
 #include "cuda/sparse/interleaved.cuh"
 
@@ -21,7 +20,6 @@ struct pieces_launch {
     int32_t         n_columns;
     int32_t         n_slots;
     float *         partial;
-    bool            rounds;    // x is rounded to the type of the weights, as with several columns of MACKO rows
     uint32_t        weight[4]; // of dp4a: bytes from one column of x to the next, for deltas 0 ... k
 };
 
@@ -47,21 +45,16 @@ template <int E> __device__ __forceinline__ uint32_t word_of(const uint4 & v) {
     return E == 0 ? v.x : E == 1 ? v.y : E == 2 ? v.z : v.w;
 }
 
-template <typename T, int G> struct chunk_values {
-    static constexpr int            VECTORS = 4 * G * static_cast<int>(sizeof(T)) / 16;
-    uint4                           v[VECTORS];
-    __device__ __forceinline__ void load(const uint8_t * p, int64_t chunk, int lane) {
+template <int G> struct chunk_values {
+    uint4                           v[G];
+    __device__ __forceinline__ void load(const float * p, int64_t chunk, int lane) {
 #pragma unroll
-        for (int i = 0; i < VECTORS; i++) {
-            v[i] = load_streaming(reinterpret_cast<const uint4 *>(p) + (chunk * VECTORS + i) * 32 + lane);
+        for (int i = 0; i < G; i++) {
+            v[i] = load_streaming(reinterpret_cast<const uint4 *>(p) + (chunk * G + i) * 32 + lane);
         }
     }
     template <int E> __device__ __forceinline__ float get() const { // column E / G, row E % G
-        if constexpr (sizeof(T) == 4) {
-            return __uint_as_float(word_of<E % 4>(v[E / 4]));
-        } else {
-            return half_word < E % 2 == 1 > (T(), word_of<E / 2 % 4>(v[E / 8]));
-        }
+        return __uint_as_float(word_of<E % 4>(v[E / 4]));
     }
 };
 
@@ -75,8 +68,8 @@ template <int NX> __device__ __forceinline__ void gather(float (&x)[NX], uint32_
     }
 }
 
-template <typename T, int BITS, int G, int NX> struct chunk {
-    chunk_values<T, G> values;
+template <int BITS, int G, int NX> struct chunk {
+    chunk_values<G>    values;
     chunk_deltas<BITS> deltas;
 
     template <int J>
@@ -135,7 +128,7 @@ template <int G> __device__ __forceinline__ float sum_rows(float (&v)[G]) {
 // ---- the pieces of a set ----
 
 // one column of x, or NX side by side
-template <typename T, int NX> __device__ __forceinline__ void fill_columns(float * xs, const pieces_launch & p) {
+template <int NX> __device__ __forceinline__ void fill_columns(float * xs, const pieces_launch & p) {
     const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
     if constexpr (NX == 1) {
         const int aligned = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 ? p.cols & ~3 : 0;
@@ -153,7 +146,6 @@ template <typename T, int NX> __device__ __forceinline__ void fill_columns(float
 #pragma unroll
             for (int c = 0; c < NX; c++) {
                 v[c] = c < p.n_columns ? p.x[c * p.ldx + i] : 0.0f;
-                v[c] = p.rounds ? rounded_to<T>(v[c]) : v[c];
             }
             reinterpret_cast<float4 *>(xs)[i] = make_float4(v[0], v[1], v[2], v[3]);
         }
@@ -162,11 +154,10 @@ template <typename T, int NX> __device__ __forceinline__ void fill_columns(float
 }
 
 // fill: x to shared memory, after the first loads are on their way
-template <typename T, int BITS, int G, int NX, typename FILL>
+template <int BITS, int G, int NX, typename FILL>
 __device__ __forceinline__ void multiply_set(const pieces_launch & p, int index, uint32_t x_address, FILL && fill) {
-    constexpr int VECTORS = chunk_values<T, G>::VECTORS;
     // chunks ahead: with more, registers spill, which is slower (measured)
-    constexpr int           DEPTH  = VECTORS == 1 ? 4 : VECTORS == 2 ? 2 : 1;
+    constexpr int           DEPTH  = 4 / G;
     const cuda_ec_csr_set & set    = p.sets[index];
     const int               lane   = threadIdx.x % 32;
     const int               stride = gridDim.x * (blockDim.x / 32);
@@ -188,8 +179,8 @@ __device__ __forceinline__ void multiply_set(const pieces_launch & p, int index,
         }
         return t;
     };
-    chunk<T, BITS, G, NX> now[DEPTH];
-    const auto            load = [&](chunk<T, BITS, G, NX> & c, const piece & t, int i) {
+    chunk<BITS, G, NX> now[DEPTH];
+    const auto         load = [&](chunk<BITS, G, NX> & c, const piece & t, int i) {
         if (t.begin + i < t.end) {
             c.values.load(set.values, t.begin + i, lane);
             c.deltas.load(set.deltas, static_cast<int64_t>(t.begin + i) * 32 + lane);
@@ -209,9 +200,9 @@ __device__ __forceinline__ void multiply_set(const pieces_launch & p, int index,
         int         step       = 0;
         bool        more;
         do {
-            chunk<T, BITS, G, NX> next[DEPTH];
-            int                   to = step + DEPTH;
-            more                     = here.begin + to < here.end;
+            chunk<BITS, G, NX> next[DEPTH];
+            int                to = step + DEPTH;
+            more                  = here.begin + to < here.end;
             if (!more) {
                 t     = ahead;
                 ahead = fetch(i + 2 * stride);
@@ -246,7 +237,7 @@ __device__ __forceinline__ void multiply_set(const pieces_launch & p, int index,
 // At most. Fewer warps than for MACKO rows, with more registers: sums and chunks of several rows need them.
 constexpr int THREADS = 512;
 
-template <typename T, int BITS, int NX>
+template <int BITS, int NX>
 __global__ void __launch_bounds__(THREADS, 1) pieces_kernel(const __grid_constant__ pieces_launch p) {
     extern __shared__ __align__(16) float xs[];
     const uint32_t                        x_address = static_cast<uint32_t>(__cvta_generic_to_shared(xs));
@@ -255,21 +246,13 @@ __global__ void __launch_bounds__(THREADS, 1) pieces_kernel(const __grid_constan
             if (s == 0) {
                 cuda_allow_next();
                 cuda_wait_for_previous();
-                fill_columns<T, NX>(xs, p);
+                fill_columns<NX>(xs, p);
             }
         };
         switch (p.sets[s].granularity) {
-            case 8:
-                if constexpr (sizeof(T) == 2) {
-                    multiply_set<T, BITS, 8, NX>(p, s, x_address, fill);
-                }
-                break;
-            case 4: multiply_set<T, BITS, 4, NX>(p, s, x_address, fill); break;
-            case 2: multiply_set<T, BITS, 2, NX>(p, s, x_address, fill); break;
-            default:
-                if constexpr (sizeof(T) == 4) {
-                    multiply_set<T, BITS, 1, NX>(p, s, x_address, fill);
-                }
+            case 4:  multiply_set<BITS, 4, NX>(p, s, x_address, fill); break;
+            case 2:  multiply_set<BITS, 2, NX>(p, s, x_address, fill); break;
+            default: multiply_set<BITS, 1, NX>(p, s, x_address, fill);
         }
     }
 }
@@ -311,7 +294,7 @@ __global__ void __launch_bounds__(256) sums_kernel(const __grid_constant__ sums_
 
 // ---- launches ----
 
-template <typename T, int BITS>
+template <int BITS>
 cudaError_t launch_pieces(pieces_launch & p, int nx, int n_pieces, bool programmatic, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
@@ -323,23 +306,15 @@ cudaError_t launch_pieces(pieces_launch & p, int nx, int n_pieces, bool programm
     const int     warps  = std::max(8, std::min(THREADS / 32, (n_pieces + blocks - 1) / blocks));
     const int64_t shared = static_cast<int64_t>(p.cols) * 4 * nx;
     const dim3    grid(static_cast<unsigned>(blocks));
-    return nx == 1 ? launch_kernel(pieces_kernel<T, BITS, 1>, p, grid, warps * 32, shared, programmatic, stream)
-                   : launch_kernel(pieces_kernel<T, BITS, CUDA_EC_CSR_MAX_COLUMNS>, p, grid, warps * 32, shared,
+    return nx == 1 ? launch_kernel(pieces_kernel<BITS, 1>, p, grid, warps * 32, shared, programmatic, stream)
+                   : launch_kernel(pieces_kernel<BITS, CUDA_EC_CSR_MAX_COLUMNS>, p, grid, warps * 32, shared,
                                    programmatic, stream);
-}
-
-template <typename T>
-cudaError_t launch_pieces(pieces_launch & p, int delta_bits, int nx, int n_pieces, bool programmatic,
-                          cudaStream_t stream) {
-    return delta_bits == 4 ? launch_pieces<T, 4>(p, nx, n_pieces, programmatic, stream)
-                           : launch_pieces<T, 8>(p, nx, n_pieces, programmatic, stream);
 }
 
 // a.n columns of x, at most nx, of one matrix with blocks b
 cudaError_t multiply_columns(const cuda_ec_csr_blocks & b, const cuda_sparse_mul_mat_params & a, int nx,
                              cudaStream_t stream) {
-    const cuda_sparse_matrix & w = *a.w[0];
-    pieces_launch              p = {};
+    pieces_launch p = {};
     std::copy_n(b.sets, b.n_sets, p.sets);
     for (int i = 1; i < b.n_sets; i++) {
         p.first_piece[i] = p.first_piece[i - 1] + b.sets[i - 1].n_pieces;
@@ -351,37 +326,14 @@ cudaError_t multiply_columns(const cuda_ec_csr_blocks & b, const cuda_sparse_mul
     p.n_columns = static_cast<int32_t>(a.n);
     p.n_slots   = b.n_slots;
     p.partial   = b.partial;
-    p.rounds    = a.n > 1;
-    switch (b.type) {
-        case GGML_MACKO_TYPE_F16:
-            CUDA_TRY(launch_pieces<__half>(p, b.delta_bits, nx, b.n_pieces, a.programmatic, stream));
-            break;
-        case GGML_MACKO_TYPE_BF16:
-            CUDA_TRY(launch_pieces<__nv_bfloat16>(p, b.delta_bits, nx, b.n_pieces, a.programmatic, stream));
-            break;
-        default: CUDA_TRY(launch_pieces<float>(p, b.delta_bits, nx, b.n_pieces, a.programmatic, stream));
-    }
+    CUDA_TRY(b.delta_bits == 4 ? launch_pieces<4>(p, nx, b.n_pieces, a.programmatic, stream)
+                               : launch_pieces<8>(p, nx, b.n_pieces, a.programmatic, stream));
     const int32_t     n_rows = static_cast<int32_t>(a.row_end[0] - a.row_begin[0]);
-    const sums_launch s      = { b.slot_ptr + a.row_begin[0],
-                                 b.partial,
-                                 a.residual[0],
-                            b.whole ? a.bias[0] : nullptr,
-                                 a.y[0],
-                                 a.ldy[0],
-                                 n_rows,
-                                 b.n_slots };
-    CUDA_TRY(launch_kernel(sums_kernel, s,
-                           dim3(static_cast<unsigned>((n_rows + 255) / 256), static_cast<unsigned>(a.n)), 256, 0,
-                           a.programmatic, stream));
-    if (b.whole) {
-        return cudaSuccess;
-    }
-    cuda_sparse_matrix rest      = w;
-    rest.part                    = nullptr;
-    cuda_sparse_mul_mat_params r = a;
-    r.w[0]                       = &rest;
-    r.residual[0]                = a.y[0];
-    return cuda_sparse_mul_mat(r, stream);
+    const sums_launch s      = {
+        b.slot_ptr + a.row_begin[0], b.partial, a.residual[0], a.bias[0], a.y[0], a.ldy[0], n_rows, b.n_slots
+    };
+    return launch_kernel(sums_kernel, s, dim3(static_cast<unsigned>((n_rows + 255) / 256), static_cast<unsigned>(a.n)),
+                         256, 0, a.programmatic, stream);
 }
 
 } // namespace

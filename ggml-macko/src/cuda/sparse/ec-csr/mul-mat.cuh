@@ -1,4 +1,4 @@
-// The blocks of an EC-CSR matrix as a part of a cuda_sparse_matrix.
+// An EC-CSR matrix that is kept in its blocks.
 #pragma once
 
 #include "cuda/sparse/ec-csr/layout.h"

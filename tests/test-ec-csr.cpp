@@ -4,7 +4,6 @@
 //
 //     test-ec-csr [mutants = 60000] [seed = 1]
 //     test-ec-csr --bench [ROWSxCOLS [threads = 2]]   times and memory by shape
-#include "codec/ec-csr/cost.h"
 #include "codec/ec-csr/extract.h"
 #include "codec/macko/encode.h"
 #include "test.h"
@@ -681,54 +680,6 @@ static void test_mutants_are_refused_or_round_trip(int64_t n_mutants, uint64_t s
           "%lld accepted: one side is hardly tested", static_cast<long long>(statuses[0]));
 }
 
-// ---- which layout is faster on a GPU ----
-
-struct measured_time {
-    const char * name;
-    int32_t      type;
-    int64_t      rows, row_nbytes, block_nbytes, n_pieces;
-    double       n_steps;
-    bool         shared;
-    double       us;
-    double model_us() const { return gpu_us({ type, rows, row_nbytes, block_nbytes, n_pieces, 0, n_steps, shared }); }
-};
-static const measured_time TIMES[] = {
-#include "ec-csr-times.inc"
-};
-
-// One choice is known to miss by more than 5 %: 17.51 us for 16.59, some rows ten times denser (docs/lab/ec-csr.md)
-static double allowed(const measured_time & m) {
-    return strncmp(m.name, "2304x16384 f16 dense-rows 0.09 ", 31) ? 1.05 : 1.056;
-}
-
-// The layout that the model takes costs at most 5 % more than the fastest one: among the rows of a matrix and each of
-// its variants in blocks, and among all that convert chooses from ("x" and "c" mark the extractions of an ablation).
-static void test_model_takes_the_faster_layout() {
-    int n_blocks = 0, n_rows = 0;
-    for (const measured_time * rows = TIMES; rows < std::end(TIMES);) {
-        const measured_time * end = rows + 1;
-        while (end < std::end(TIMES) && end->block_nbytes > 0) {
-            end++;
-        }
-        const measured_time *taken = rows, *best = rows;
-        for (const measured_time * b = rows + 1; b < end; b++) {
-            const measured_time & one = b->model_us() < rows->model_us() ? *b : *rows;
-            CHECK(one.us <= allowed(*rows) * std::min(rows->us, b->us), "%s: took %.1f us; rows take %.1f, blocks %.1f",
-                  b->name, one.us, rows->us, b->us);
-            (&one == b ? n_blocks : n_rows)++;
-            if (const char last = b->name[strlen(b->name) - 1]; last != 'x' && last != 'c') {
-                taken = b->model_us() < taken->model_us() ? b : taken;
-                best  = b->us < best->us ? b : best;
-            }
-        }
-        CHECK(taken->us <= allowed(*rows) * best->us, "%s: %.1f us, but %s takes %.1f", taken->name, taken->us,
-              best->name, best->us);
-        rows = end;
-    }
-    CHECK(n_blocks > 50 && n_rows > 50, "blocks were taken %d times, rows %d times: one side is hardly tested",
-          n_blocks, n_rows);
-}
-
 // ---- growth ----
 
 static void bench_one(int64_t rows, int64_t cols, int32_t bits, int n_threads) {
@@ -807,7 +758,6 @@ int main(int argc, char ** argv) {
     test_false_column_is_refused();
     test_zero_or_non_finite_value_is_refused();
     test_superfluous_padding_is_refused();
-    test_model_takes_the_faster_layout();
     test_mutants_are_refused_or_round_trip(argc > 1 ? atoll(argv[1]) : 60000,
                                            argc > 2 ? strtoull(argv[2], nullptr, 10) : 1);
     return test_summary("test-ec-csr");

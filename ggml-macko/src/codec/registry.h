@@ -1,5 +1,5 @@
-// The formats that this library knows. A new format is one folder beside macko/, packed/ and ec-csr/ and one row in
-// registry.cpp. No ggml, no CUDA.
+// The formats that this library knows. A new format is one folder beside macko/ and one row in registry.cpp. No ggml,
+// no CUDA.
 #pragma once
 
 #include "codec/codec.h"

@@ -434,34 +434,6 @@ int ec_csr_view::check_rows(int n_threads) const {
     return each_row(*this, n_threads, [](int64_t, const void *) {});
 }
 
-// ---- parts ----
-
-ec_csr_arrays rows_of_one(const ec_csr_view & view) {
-    ec_csr_arrays a = view.arrays();
-    for (const ec_csr_range & s : view.sets()) { // sets of blocks with several rows stand first
-        if (s.granularity > 1) {
-            const int64_t n_values = static_cast<int64_t>(s.n_cols) * s.granularity,
-                          n_rows   = static_cast<int64_t>(s.n_blocks) * s.granularity;
-            const int64_t n_deltas = static_cast<int64_t>(s.n_cols) * a.desc.delta_bits / 8,
-                          n_bases  = static_cast<int64_t>(s.n_blocks) * EC_LANES;
-            a.desc.nnz -= n_values; // all of them non-zeros
-            a.sets += 1;
-            a.rows += n_rows;
-            a.blk_ptr += s.n_blocks + int64_t(1);
-            a.bases = static_cast<const uint8_t *>(a.bases) + n_bases * ec_base_nbytes(a.desc.cols);
-            a.deltas += n_deltas;
-            a.values = static_cast<const uint8_t *>(a.values) + n_values * value_nbytes(a.desc.type);
-            a.n_sets -= 1;
-            a.n_rows -= n_rows;
-            a.n_blk_ptr -= s.n_blocks + int64_t(1);
-            a.n_bases -= n_bases;
-            a.n_deltas -= n_deltas;
-            a.n_values -= n_values;
-        }
-    }
-    return a;
-}
-
 // ---- assemble ----
 
 ec_csr_arrays ec_csr_matrix::arrays() const {

@@ -99,9 +99,6 @@ private:
 [[nodiscard]] int each_row(const ec_csr_view & view, int n_threads,
                            const std::function<void(int64_t, const void *)> & f);
 
-// The blocks of granularity 1 as a matrix of their own. Without such blocks it has no sets, and passes no check.
-ec_csr_arrays rows_of_one(const ec_csr_view & view);
-
 // ---- encoding ----
 
 // What a block holds: rows in ascending order, and the columns of its non-zeros in strictly ascending order. With

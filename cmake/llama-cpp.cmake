@@ -8,7 +8,7 @@
 string(REGEX MATCH "\"llama-cpp-python>=([0-9.]+),<=([0-9.]+)\"" _ "${GGML_MACKO_PYPROJECT}")
 set(LLAMA_CPP_PYTHON_OLDEST ${CMAKE_MATCH_1})
 set(LLAMA_CPP_PYTHON_VERSION ${CMAKE_MATCH_2})
-set(LLAMA_CPP_OLDEST_GGML 0.10.0) # tests/test_versions.py compares it with the record of all versions
+set(LLAMA_CPP_OLDEST_GGML 0.10.0) # tests/unit/test_versions.py compares it with the record of all versions
 
 if(GGML_MACKO_LLAMA_CPP_DIR)
     set(LLAMA_CPP_DIR ${GGML_MACKO_LLAMA_CPP_DIR})

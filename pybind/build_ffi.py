@@ -3,7 +3,7 @@ time).
 
     python build_ffi.py OUT_DIR
 
-The declarations repeat ggml-macko/include/ggml-macko.h; tests/test_cffi_declarations.py compiles them against it.
+The declarations repeat ggml-macko/include/ggml-macko.h; tests/unit/test_cffi_declarations.py compiles them against it.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from collections import namedtuple
 
 import pytest
 
-import generators
 from ggml_macko.commands import cli
+from support import generators
 
 # A shell that starts pytest in the background makes it ignore SIGINT, nohup SIGHUP, and child processes inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -22,7 +22,7 @@ import tarfile
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Without llama-save-load-state, which is a test in this version of llama.cpp; tests/test_llama_features.py covers it.
+# Without llama-save-load-state, which is a test in this version of llama.cpp; test_llama_features.py covers it.
 PROGRAMS = (
     "llama-cli", "llama-completion", "llama-server", "llama-bench", "llama-perplexity", "llama-imatrix",
     "llama-tokenize", "llama-quantize", "llama-gguf-split", "llama-embedding", "llama-speculative",

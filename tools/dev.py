@@ -191,7 +191,7 @@ def test_debug_build() -> None:
     shutil.copy(BUILD / "_ffi.py", package)
     shutil.copy(BUILD / "libggml-macko-preload.so", package)
     environment = {**os.environ, "PYTHONPATH": str(package.parent)}
-    tests = ["tests/test_sparse_matrix.py", "tests/test_model_runs.py"]
+    tests = ["tests/codec/test_sparse_matrix.py", "tests/end-to-end/test_model_runs.py"]
     run(PYTHON, "-m", "pytest", "-q", "-m", "not slow and not gpu", *tests, env=environment)
 
 

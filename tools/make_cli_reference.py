@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes docs/guide/command-line.md from the parsers of `macko`, so that the page cannot differ from the program.
 
-tests/test_docs.py fails when the page is not what this prints.
+tests/end-to-end/test_docs.py fails when the page is not what this prints.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What operating systems do differently. Only this module names what one of them has: tests/test_platform.py checks it.
+"""What operating systems do differently. Only this module names what one of them has: test_platform.py checks it.
 
 There are two: Linux, and macOS, which follows its manuals and has never been run.
 """

@@ -25,7 +25,7 @@ struct ggml_type_info {
     int16_t nbytes; // bytes per block
 };
 
-// The types of ggml 0.25.3. tests/test_hostile_files.py compares this table with the installed library.
+// The types of ggml 0.25.3. tests/load/test_hostile_files.py compares this table with the installed library.
 static const ggml_type_info GGML_TYPES[] = {
     { 0, 1, 4 },      // F32
     { 1, 1, 2 },      // F16

@@ -1,5 +1,5 @@
 // What operating systems do differently. Only this folder has calls, headers and macros that are not in POSIX;
-// tests/test_platform.py checks that. There are two systems: Linux, and macOS, which follows Apple's headers and the
+// test_platform.py checks that. There are two systems: Linux, and macOS, which follows Apple's headers and the
 // sources of its libc and dyld, and has never been run.
 #pragma once
 

@@ -1,7 +1,7 @@
-# The plugin with failing CUDA calls, for tools/inject_cuda_failures.py: the objects of the plugin, whose calls of the
-# CUDA runtime go through tests/failing-cuda.c.
+# The plugin with failing CUDA calls, for tools/checks/inject_cuda_failures.py: the objects of the plugin, whose calls of the
+# CUDA runtime go through tests/support/failing-cuda.c.
 if(TARGET ggml-macko AND TARGET macko-cuda)
-    set(failing_source ${PROJECT_SOURCE_DIR}/tests/failing-cuda.c)
+    set(failing_source ${PROJECT_SOURCE_DIR}/tests/support/failing-cuda.c)
     add_library(ggml-macko-failing MODULE EXCLUDE_FROM_ALL ${failing_source} $<TARGET_OBJECTS:ggml-macko>)
     set_target_properties(ggml-macko-failing PROPERTIES LINKER_LANGUAGE CXX C_STANDARD 11
         OUTPUT_NAME ggml-macko LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/failing/ggml_macko SKIP_BUILD_RPATH ON)

@@ -1,0 +1,251 @@
+"""The command line as a user meets it: help, versions, exit codes, streams."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ggml_macko.commands import cli
+from ggml_macko.native import bindings
+from support import generators
+
+TOOLS = generators.ROOT / "tools"
+
+
+@pytest.mark.parametrize("command", [[], *([c] for c in cli.COMMANDS)])
+def test_help_names_every_subcommand_and_option(macko, command):
+    done = macko(*command, "--help")
+    assert done.code == 0 and done.err == ""
+    if command:
+        parser = next(a for a in cli.make_parser()._actions if a.dest == "command").choices[command[0]]
+        for action in parser._actions:
+            assert action.help, f"{command}: {action.dest} has no help"
+            assert all(option in done.out for option in action.option_strings)
+        assert parser.description
+    else:
+        assert all(c in done.out for c in cli.COMMANDS)
+
+
+def test_version_names_what_is_installed(macko):
+    import llama_cpp
+
+    done = macko("--version")
+    assert done.code == 0
+    assert f"macko {bindings.version()}, with llama-cpp-python {llama_cpp.__version__} (ggml " in done.out
+    text = (generators.ROOT / "pyproject.toml").read_text()
+    assert bindings.version() == re.search(r'^version = "(.+)"', text, re.MULTILINE)[1]
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--no-such-option"], "--no-such-option"),
+        (["compress"], "invalid choice: 'compress'"),
+        (["convert"], "IN"),
+        (["verify", "a", "b", "--metadata"], "--metadata"),
+        (["run"], "PROGRAM is missing"),
+        (["run", "--"], "PROGRAM is missing"),
+        (["generate", "-m", "x.gguf"], "-p/--prompt"),
+        (["bench", "--shapes", "12"], "--shapes 12: expected ROWSxCOLS"),
+        (["bench", "--densities", "2"], "--densities 2: expected"),
+        (["bench", "-r", "0"], "-r must be at least 1"),
+    ],
+)
+def test_usage_error_is_one_line_and_exit_2(macko, args, message):
+    done = macko(*args)
+    assert done.code == 2 and message in done.err and "Traceback" not in done.err and done.out == ""
+    assert done.err.startswith("error: ")
+
+
+def test_program_that_is_missing_is_an_error_and_no_usage_error(macko):
+    done = macko("run", "--", "/no/such/program", "-hf", "x")
+    assert done.code == 1 and done.err == "error: /no/such/program: No such file or directory\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "serves"), [("/opt/rpc-server", True), ("ggml-rpc-server", True), ("llama-server", False)]
+)
+def test_run_tells_the_plugin_of_an_rpc_server(monkeypatch, program, serves):
+    """And leaves SIGPIPE ignored there: llama.cpp's server would end with the first client that leaves early."""
+    variables, defaults = [], []
+    monkeypatch.setattr(os, "execvpe", lambda name, arguments, environment: variables.append(environment))
+    monkeypatch.setattr(signal, "signal", lambda number, action: defaults.append(number))
+    cli.main(["run", "--", program, "-p", "1"])
+    assert variables[0].get("GGML_MACKO_RPC_SERVER") == ("1" if serves else None)
+    assert (signal.SIGPIPE in defaults) is not serves
+
+
+@pytest.mark.parametrize("option", ["-hx", "-cnv", "-t4x", "-ngll", "--thread", "-Version"])
+def test_option_that_does_not_exist_is_never_another_one_with_a_value(macko, option):
+    """argparse takes -hx for -h -x, and -cnv for -c nv."""
+    for args in ((option,), ("generate", "-m", "x.gguf", "-p", "hi", option), ("convert", option, "a", "b")):
+        done = macko(*args)
+        assert done.code == 2 and done.out == "" and done.err.startswith(f"error: unknown option {option}"), done
+
+
+def test_values_may_begin_with_a_dash_or_be_glued_numbers(macko, tmp_path):
+    missing = f"{tmp_path}/x.gguf"
+    for args in (["-n4"], ["-n", "-1"], ["--predict=-1"], ["-p", "- a list"]):
+        done = macko("generate", "-m", missing, *(["-p", "hi"] if "-p" not in args else []), *args)
+        assert done.code == 1 and "does not exist" in done.err, done.err
+
+
+def test_version_says_when_the_installed_llama_cpp_python_does_not_fit(macko, monkeypatch):
+    import llama_cpp
+
+    oldest, newest = bindings.llama_cpp_python_range()
+    assert "does not fit" not in macko("--version").out
+    monkeypatch.setattr(llama_cpp, "__version__", "0.1.2")
+    done = macko("--version")
+    assert done.code == 0 and "llama-cpp-python 0.1.2 does not fit" in done.out
+    assert done.out.endswith(f"ggml-macko is for {oldest} to {newest}: pip install llama-cpp-python=={newest}\n")
+
+
+def test_gpu_layers_have_one_default(macko):
+    choices = next(a for a in cli.make_parser()._actions if a.dest == "command").choices
+    defaults = {name: p.get_default("gpu_layers") for name, p in choices.items() if "-ngl" in p._option_string_actions}
+    assert set(defaults) >= {"generate", "perplexity", "calibrate", "bench", "report"} and set(defaults.values()) == {
+        -1
+    }
+
+
+def test_completion_names_what_is_missing(macko, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    done = macko("--print-completion", "bash")
+    assert done.code == 1 and done.err == (
+        "error: --print-completion needs shtab: pip install 'ggml-macko[completion]'\n"
+    )
+
+
+def test_traceback_is_shown_with_debug_only(macko, macko_process, tmp_path):
+    plain = macko_process("inspect", tmp_path / "missing.gguf")
+    assert plain.code == 1 and plain.out == "" and plain.err.startswith("error: ") and len(plain.err.splitlines()) == 1
+    debug = macko_process("inspect", tmp_path / "missing.gguf", "--debug")
+    assert debug.code == 1 and "Traceback" in debug.err
+
+
+def test_results_go_to_stdout_and_progress_to_stderr(tmp_path, tiny, macko):
+    done = macko("convert", tiny, tmp_path / "s.gguf")
+    assert re.match(
+        r"\[   1/  10\] token_embd\.weight +- \[   64,    50,     1,     1\], type =    f16, size =", done.err
+    )
+    assert "[" not in done.out and done.out.startswith("model size  = ")
+
+
+def test_reader_that_goes_away_ends_the_command_silently(tmp_path):
+    big = {f"blk.{i}.attn_q.weight": generators.tiny_tensors()["blk.0.attn_q.weight"] for i in range(900)}
+    path = generators.write_gguf(tmp_path / "big.gguf", big)
+    command = f"'{sys.executable}' -m ggml_macko.commands.cli inspect '{path}' | head -1"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert done.stdout.startswith("| tensor") and done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "name", ["convert_gguf_to_sparse", "prune_gguf", "restore_gguf", "verify_gguf", "inspect_gguf", "make_random_llama"]
+)
+def test_script_shows_its_help(name):
+    done = subprocess.run([sys.executable, str(TOOLS / f"{name}.py"), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "usage:" in done.stdout and done.stderr == ""
+
+
+def test_scripts_prune_convert_and_verify_a_model(tmp_path, tiny):
+    def run(name, *args):
+        return subprocess.run(
+            [sys.executable, str(TOOLS / f"{name}.py"), *map(str, args)], capture_output=True, text=True
+        )
+
+    assert run("prune_gguf", tiny, tmp_path / "p.gguf", "--sparsity", "0.6").returncode == 0
+    assert run("convert_gguf_to_sparse", tmp_path / "p.gguf", tmp_path / "s.gguf").returncode == 0
+    assert run("verify_gguf", tmp_path / "p.gguf", tmp_path / "s.gguf").returncode == 0
+    assert run("verify_gguf", tiny, tmp_path / "s.gguf").returncode == 1
+
+
+def test_import_loads_nothing_heavy():
+    """`import ggml_macko` must not load llama_cpp, NumPy or the C library; names come when asked for."""
+    code = (
+        "import sys, ggml_macko; heavy = {'numpy', 'llama_cpp', 'cffi', '_cffi_backend', 'gguf'} & set(sys.modules); "
+        "assert not heavy, heavy;"
+        "assert 'Llama' in dir(ggml_macko); ggml_macko.SparseMatrix; assert 'llama_cpp' not in sys.modules;"
+        "print(ggml_macko.__version__); ggml_macko.Llama; assert 'llama_cpp' in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == bindings.version()
+    with pytest.raises(AttributeError):
+        __import__("ggml_macko").NoSuchName  # noqa: B018
+
+
+def test_code_parses_as_python_3_9():
+    """No newer syntax; annotations are never evaluated, so that they may be of a newer kind."""
+    own = sorted((generators.ROOT / "python").rglob("*.py"))
+    assert len(own) > 50
+    for path in [*own, *TOOLS.rglob("*.py"), *(generators.ROOT / "pybind").glob("*.py")]:
+        text = path.read_text()
+        tree = ast.parse(text, str(path), feature_version=(3, 9))
+        only_docstring = len(tree.body) == 1 and ast.get_docstring(tree) is not None
+        generated = path.name == "_ffi.py"
+        if TOOLS not in path.parents and not only_docstring and not generated:
+            assert "from __future__ import annotations" in text, path
+
+
+def test_every_package_says_what_it_is_for():
+    for path in (generators.ROOT / "python" / "ggml_macko").rglob("__init__.py"):
+        assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+def test_macko_alone_prints_its_help(macko):
+    done = macko()
+    assert done.code == 0 and done.out == macko("--help").out and done.err == ""
+
+
+def test_package_runs_as_the_command():
+    done = subprocess.run([sys.executable, "-m", "ggml_macko", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith(f"macko {bindings.version()}")
+
+
+TYPED = """
+import llama_cpp
+import ggml_macko
+from ggml_macko import Llama, SparseMatrix
+
+llama = Llama("sparse.gguf", n_ctx=512, compress=True, verbose=False)
+base: llama_cpp.Llama = llama
+reveal_type(llama.n_ctx())
+reveal_type(ggml_macko.convert("dense.gguf", "sparse.gguf", "auto", n_threads=2))
+reveal_type(ggml_macko.verify("dense.gguf", "sparse.gguf").difference)
+reveal_type(SparseMatrix.from_dense)
+Llama()
+Llama("sparse.gguf", compress="yes")
+ggml_macko.inspect("sparse.gguf", threads=2)
+"""
+
+
+def test_users_get_types(tmp_path):
+    """mypy --strict on a program of a user: names resolve to their types, and wrong arguments are found."""
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    program = tmp_path / "program.py"
+    program.write_text(TYPED)
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(program)]
+    environment = {**os.environ, "MYPYPATH": str(generators.ROOT / "python")}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    revealed = re.findall(r'program\.py:(\d+): note: Revealed type is "(.+)"', done.stdout)
+    shown = [re.sub(r"Union\[(.+), None\]", r"\1 | None", name) for _, name in revealed[:3]]
+    assert shown == [
+        "builtins.int",
+        "ggml_macko.conversion.convert.ConversionReport",
+        "builtins.str | None",
+    ], done.stdout
+    assert "-> ggml_macko.sparse_matrix.SparseMatrix" in revealed[3][1]
+    wrong = re.findall(r"program\.py:(\d+): error: .*\[(.+)\]", done.stdout)
+    lines = TYPED.splitlines()
+    assert [(lines[int(n) - 1], code) for n, code in wrong] == [
+        ("Llama()", "call-arg"),
+        ('Llama("sparse.gguf", compress="yes")', "arg-type"),
+        ('ggml_macko.inspect("sparse.gguf", threads=2)', "call-arg"),
+    ], done.stdout

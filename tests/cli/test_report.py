@@ -1,0 +1,195 @@
+"""macko report: it makes the forms asked for, its figures are those of the other tools, and no file is left over."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import gguf
+import numpy as np
+import pytest
+
+from ggml_macko.benchmark import report
+from ggml_macko.evaluation import likelihood, perplexity
+from ggml_macko.evaluation.text_model import TextModel
+from ggml_macko.native import devices
+from support import generators, gguf_bytes, tiny_models
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(folder, model, text): a random model and a text."""
+    folder = tmp_path_factory.mktemp("report")
+    model = folder / "model.gguf"
+    model.write_bytes(gguf_bytes.write(tiny_models.make("llama")))
+    text = folder / "text.txt"
+    text.write_text("".join(np.random.default_rng(1).choice(list("ab ab\n"), 3000)))
+    return folder, model, text
+
+
+def run(macko, made, *args):
+    _, model, text = made
+    common = ["-f", text, "-c", 32, "-p", 8, "-n", 4, "-r", 1, "-t", 2]
+    return macko("report", model, *args, *common)
+
+
+def test_each_conversion_gives_a_row(made, macko, tmp_path):
+    """Each --convert is applied to the given file; kinds tell which results are quantized."""
+    _, model, _ = made
+    pruned = tmp_path / "pruned.gguf"
+    assert macko("prune", model, pruned, "--sparsity", "0.6").code == 0
+    conversions = ("macko", "macko-q8_0 --token-embedding-type q8_0", "macko-q4_0", "auto --target-bpw 8")
+    done = run(macko, made, pruned, "--types", "", "--json", *(x for c in conversions for x in ("--convert", c)))
+    assert done.code == 0, done.err
+    results = json.loads(done.out)["models"]
+    names = ["model", "pruned macko", "pruned sparse-q8_0", "pruned sparse-q4_0", "pruned auto 8 bpw"]
+    assert [r["model"] for r in results] == names
+    kinds = ["dense", "sparse", "sparse quantized", "sparse quantized", "sparse quantized"]
+    assert [r["kind"] for r in results] == kinds
+    assert results[4]["bpw"] <= 8 and results[2]["nbytes"] < results[1]["nbytes"]
+    for bad in ("macko --dry-run", "macko --no-such-option", "macko-q9_0"):
+        done = run(macko, made, pruned, "--types", "", "--convert", bad)
+        assert done.code == 2 and done.err.strip().count("\n") == 0, done.err
+
+
+def test_figures_are_those_of_the_other_tools(made, macko, tmp_path):
+    pytest.importorskip("matplotlib")
+    folder, model, text = made
+    pruned = tmp_path / "pruned.gguf"
+    assert macko("prune", model, pruned, "--sparsity", "0.9").code == 0
+    before = {p.name for p in folder.iterdir()}
+    stem = tmp_path / "plot"
+    done = run(
+        macko, made, pruned, "--types", "Q8_0,Q4_0", "--prune", "--sparsity 0.8 --per tensor", "--json", "-o", stem
+    )
+    assert done.code == 0, done.err
+    results = {r["model"]: r for r in json.loads(done.out)["models"]}
+    assert [r["kind"] for r in results.values()] == ["dense", "quantized", "quantized", "sparse", "sparse"]
+    assert list(results) == ["model", "Q8_0", "Q4_0", "magnitude 80% per tensor", "pruned"]
+    for name, path in (("model", model), ("pruned", pruned)):
+        want = perplexity.perplexity(path, text, n_ctx=32, n_threads=2, n_gpu_layers=0)
+        assert results[name]["ppl"] == pytest.approx(want.ppl, rel=1e-4), name
+        assert results[name]["tokens"] == want.n_tokens
+    assert results["model"]["nbytes"] == model.stat().st_size
+    n_parameters = sum(int(t.n_elements) for t in gguf.GGUFReader(model).tensors)
+    for r in results.values():
+        assert r["bpw"] == r["nbytes"] * 8 / n_parameters
+        assert r["gen_tps"] > 0 and len(r["samples"]) == 1
+    assert results["Q4_0"]["nbytes"] < results["Q8_0"]["nbytes"] < results["model"]["nbytes"]
+    assert results["pruned"]["nbytes"] < results["magnitude 80% per tensor"]["nbytes"] < results["model"]["nbytes"]
+    assert results["Q4_0"]["ppl"] != results["model"]["ppl"] != results["pruned"]["ppl"]
+    assert {p.name for p in tmp_path.iterdir()} == {"pruned.gguf", "plot.png", "plot.svg"}
+    assert {p.name for p in folder.iterdir()} == before
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    svg = (tmp_path / "plot.svg").read_text()
+    assert svg.startswith("<?xml") and all(f">{name}<" in svg for name in results)
+
+
+def test_bench_without_a_gpu_has_no_gpu_memory(made, macko):
+    """-ngl is all by default, also where there is nothing to put layers on."""
+    if devices.gpus():
+        pytest.skip("there is a GPU")
+    _, model, _ = made
+    done = macko("bench", "-m", model, "--dense", model, "-p", 8, "-n", 4, "-r", 1, "-t", 2)
+    assert done.code == 0 and "GPU memory" not in done.out, done.err
+
+
+def test_dense_model_is_the_base_of_the_table(made, macko):
+    done = run(macko, made, "--types", "Q8_0")
+    assert done.code == 0, done.err
+    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in done.out.splitlines() if line.startswith("|")]
+    assert rows[0][:5] == ["model", "kind", "MiB", "BPW", "perplexity"] and [r[0] for r in rows[2:]] == [
+        "model",
+        "Q8_0",
+    ]
+    assert rows[2][2].endswith("(1.00x)") and rows[2][5] == "+0.0%"
+    assert "2 threads, medians of 1 interleaved runs" in done.out
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--types", "Q9_9"], "--types: llama.cpp has no type Q9_9"),
+        (["--types", "", "--prune", "--sparsity 2"], "--sparsity 2: expected"),
+        (["--types", "", "--prune", "--sparsity 0.5 --nonsense"], "--nonsense: not here"),
+        (["--types", "", "--prune", "--method magic"], "--prune --method magic: "),
+        (["--types", "", "--prune", "'"], "--prune ': "),
+        (["--types", "", "-r", "0"], "-r must be"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(made, macko, args, message):
+    _, model, text = made
+    done = macko("report", model, "-f", text, *args)
+    assert done.code == 2 and message in done.err and "Traceback" not in done.err
+    assert len([line for line in done.err.splitlines() if line.startswith("error:")]) == 1
+
+
+def test_file_of_another_model_is_refused(made, macko, tmp_path):
+    other = tmp_path / "other.gguf"
+    other.write_bytes(gguf_bytes.write(tiny_models.make("qwen3")))
+    done = run(macko, made, other, "--types", "")
+    assert done.code == 1 and "other.gguf: has other tensors than" in done.err
+
+
+def test_two_rows_of_one_name_are_refused(made, macko):
+    _, model, _ = made
+    done = run(macko, made, model, "--types", "")
+    assert done.code == 1 and "two models would be called 'model'" in done.err
+
+
+def test_missing_matplotlib_is_refused_before_measuring(made, macko, tmp_path, monkeypatch):
+    for name in [n for n in sys.modules if n.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(report, "Forms", None)
+    done = run(macko, made, "-o", tmp_path / "plot")
+    assert done.code == 1 and "pip install 'ggml-macko[plot]'" in done.err and not list(tmp_path.iterdir())
+
+
+def test_existing_plot_is_kept_without_force(made, macko, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "plot.svg").write_text("mine")
+    done = run(macko, made, "-o", tmp_path / "plot", "--types", "")
+    assert done.code == 1 and "exists; use --force" in done.err
+    assert [p.name for p in tmp_path.iterdir()] == ["plot.svg"] and (tmp_path / "plot.svg").read_text() == "mine"
+
+
+def test_chunks_are_spread_over_the_text(made):
+    _, model, text = made
+    with TextModel(model, n_ctx=32, n_threads=2) as llama:
+        chunks = llama.read_chunks(text)
+        picked = [
+            likelihood.estimate(llama, chunks[i : i + 1]).nll for i in (0, len(chunks) // 3, 2 * len(chunks) // 3)
+        ]
+    found = report.perplexity_of(model, text, 3, n_ctx=32, n_threads=2)
+    assert found.nll == pytest.approx(np.mean(picked), rel=1e-5)
+    assert report.perplexity_of(model, text, 10**6, n_ctx=32, n_threads=2).n_tokens == len(chunks) * 15
+
+
+def test_table_of_methods_is_complete_and_resumes(made, tmp_path):
+    """tools/lab/prune_quality.py measures every method and allocation; a second run takes the results it finds."""
+    _, model, text = made
+    out = tmp_path / "table.md"
+    tool = generators.ROOT / "tools" / "lab" / "prune_quality.py"
+    command = [sys.executable, tool, model, "-f", text, "--held-out", text]
+    command += ["--chunks", "2", "--held-out-chunks", "2", "--sparsities", "0.8,0.9", "--sequential", "0.9", "-o", out]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in out.read_text().splitlines()]
+    assert rows[0] == ["method", "allocation", "80%", "90%", "2:4", "as it is"]
+    with_statistics = ("Wanda", "Wanda, refit", "SparseGPT", "SparseGPT, refit", "ALPS")
+    sequential = ("Wanda, sequential", "SparseGPT, sequential", "ALPS, sequential")
+    once = ("magnitude, row", "magnitude, tensor", *with_statistics)
+    assert [r[:2] for r in rows[2:]] == [
+        *([method, allocation] for method in once for allocation in ("uniform", "owl", "loss")),
+        *([method, "uniform"] for method in sequential),
+        ["**model**", ""],
+    ]
+    results = json.loads(out.with_suffix(".json").read_text())
+    n_patterns = len(once) - 1  # one per row: N:M is about rows
+    assert len(results) == 1 + 2 * len(once) * 3 + n_patterns + len(sequential)
+    assert len({r["ppl"] for r in results.values()}) > 10 and len({r["tokens"] for r in results.values()}) == 1
+    before = out.read_text()
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 0 and again.stderr == "" and out.read_text() == before

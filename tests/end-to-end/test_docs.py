@@ -1,0 +1,177 @@
+"""README.md and the pages under docs/: every block of commands runs as it stands, from top to bottom of its page.
+
+A page runs in a folder of its own, in which the names that the text uses exist: model-f16.gguf, text.txt, held-out.txt,
+models/, tools/. Blocks ```sh run as scripts; in ```console the lines behind "$ " run and the others must be part of
+what they print; ```python runs as a doctest, or as a script where it has no prompt. An HTML comment before a block says
+what cannot be run here, and why: "not run: REASON" or "output differs: REASON".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import generators, hf_checkpoint
+
+ROOT = generators.ROOT
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+BLOCK = re.compile(r"(?:^<!-- (not run|output differs): ([^>]+) -->\n)?^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGE_NAME = re.compile(r"\bdocs/[\w./-]+\.(?:md|txt|png|svg)\b")
+LANGUAGES = {"sh", "console", "python"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    mark: str  # "", "not run" or "output differs"
+    reason: str
+    language: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(page, text.count("\n", 0, m.start(4)), m[1] or "", m[2] or "", m[3], m[4])
+        for m in BLOCK.finditer(text)
+        if m[3] in LANGUAGES
+    ]
+
+
+def with_name(pages: list[Path]) -> list:
+    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """What the pages take for granted: an installed package, a model, two texts, a checkpoint and its converter."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, module in (("macko", "-m ggml_macko.commands.cli"), ("python3", ""), ("python", "")):
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
+        (programs / name).chmod(0o755)
+    (programs / "convert_hf_to_gguf.py").write_text(f"#!{sys.executable}\n{hf_checkpoint.AS_PROGRAM}")
+    (programs / "convert_hf_to_gguf.py").chmod(0o755)
+    scratch = tmp_path / "page"
+    scratch.mkdir()
+    hf_checkpoint.write(scratch / "checkpoint")
+    for name in ("models", "tools"):
+        (scratch / name).symlink_to(ROOT / name)
+    dense = generators.SHARED / "docs-4m-f16.gguf"
+    shutil.copyfile(dense if dense.exists() else generators.DEMO, scratch / "model-f16.gguf")
+    for name in ("text.txt", "held-out.txt"):
+        shutil.copyfile(ROOT / "models" / "sample.txt", scratch / name)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    monkeypatch.chdir(scratch)
+    return scratch
+
+
+def run_shell(block: Block, script: str) -> str:
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, f"{block.name}: exit code {done.returncode}: {script}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def run_console(block: Block) -> None:
+    """Commands, each with the lines that it prints; "..." stands for lines that are left out."""
+    commands = re.findall(r"^\$ (.*(?:\\\n.*)*)\n((?:(?!\$ ).*\n)*)", block.text, re.MULTILINE)
+    assert commands, block.name
+    for command, expected in commands:
+        printed = run_shell(block, command)
+        if block.mark != "output differs":
+            for line in expected.splitlines():
+                assert line.strip() in ("", "...") or line.strip() in printed, f"{block.name}: {line}\n{printed}"
+
+
+def run_python(block: Block, names: dict) -> None:
+    if ">>>" not in block.text:
+        exec(compile(block.text, block.name, "exec"), names)
+        return
+    test = doctest.DocTestParser().get_doctest(block.text, names, block.name, str(block.page), block.line)
+    test.globs = names
+    output: list[str] = []
+    runner = doctest.DocTestRunner(verbose=False)
+    assert runner.run(test, out=output.append, clear_globs=False).failed == 0, "".join(output)
+
+
+@pytest.mark.parametrize("page", with_name(GUIDE))
+def test_commands_of_a_page_run_from_top_to_bottom(page, folder):
+    names: dict = {"__name__": "__main__"}
+    for block in blocks_of(page):
+        if block.mark == "not run":
+            continue
+        if block.language == "sh":
+            run_shell(block, block.text)
+        elif block.language == "console":
+            run_console(block)
+        else:
+            run_python(block, names)
+
+
+@pytest.mark.parametrize(
+    "block", [pytest.param(b, id=b.name) for page in GUIDE for b in blocks_of(page) if b.mark == "not run"]
+)
+def test_block_that_is_not_run_says_why(block):
+    assert len(block.reason) > 10
+    pytest.skip(block.reason)
+
+
+@pytest.mark.parametrize("page", with_name(GUIDE))
+def test_commands_stand_in_blocks_that_are_run(page):
+    """An indented or unnamed block of commands would escape the tests above."""
+    text = re.sub(BLOCK, "", page.read_text(encoding="utf-8"))
+    assert not re.findall(r"^(?: {4}|```).*\b(?:macko|pip|python3?) .*", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", with_name(PAGES))
+def test_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        path = page.parent / target if target else page
+        assert path.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {"#" + re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+            assert anchor in slugs, f"{target}{anchor}"
+
+
+def test_readme_is_short():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = text.splitlines()
+    assert len(lines) <= 120 and max(map(len, lines)) <= 120 and len(text) <= 5120
+    assert "![" not in text  # a picture at a relative path does not show on a package index
+
+
+def test_pages_that_the_tree_names_exist():
+    names = ["*.cpp", "*.h", "*.cu", "*.cuh", "*.c", "*.py", "*.md", "*.toml", "*.txt", "*.inc", "Containerfile"]
+    listed = subprocess.run(["git", "ls-files", *names], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    missing = [
+        f"{name} names {page}"
+        for name in listed.stdout.split()
+        for page in PAGE_NAME.findall((ROOT / name).read_text(encoding="utf-8", errors="replace"))
+        if not (ROOT / page).exists()
+    ]
+    assert not missing
+
+
+def test_command_line_reference_is_up_to_date():
+    reference = ROOT / "docs" / "guide" / "command-line.md"
+    script = ROOT / "tools" / "make_cli_reference.py"
+    made = subprocess.run([sys.executable, script, "-"], check=True, capture_output=True, text=True).stdout
+    assert made == reference.read_text(encoding="utf-8"), "run tools/make_cli_reference.py"

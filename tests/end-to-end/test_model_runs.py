@@ -1,0 +1,247 @@
+"""Sparse models in stock llama.cpp: the text of the dense model, bounded logits, several models at once, no leaks."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from ggml_macko import errors
+from support import llama_logits, upstream
+from support.llama_logits import logits
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+SHARED_MODELS = ROOT.parent / "shared" / "models"
+DEMO = ROOT / "models" / "docs-4m-s70-f16.gguf"
+SAMPLE = ROOT / "models" / "sample.txt"
+PROMPT = "The function returns"
+open_model = functools.partial(llama_logits.open_model, seed=1)
+
+
+def macko(*args, **kwargs):
+    return subprocess.run(
+        [sys.executable, "-m", "ggml_macko.commands.cli", *map(str, args)],
+        check=True,
+        capture_output=True,
+        text=True,
+        **kwargs,
+    )
+
+
+def greedy(llama, n=128, prompt=PROMPT):
+    return llama(prompt, max_tokens=n, temperature=0)["choices"][0]["text"]
+
+
+def prompt_logits(llama, n=256):
+    tokens = llama.tokenize(SAMPLE.read_bytes(), add_bos=False)[:n]
+    return tokens, logits(llama, tokens)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """The paths of the demo model, dense and sparse."""
+    sparse = tmp_path_factory.mktemp("demo") / "sparse.gguf"
+    macko("convert", DEMO, sparse)
+    return DEMO, sparse
+
+
+@pytest.fixture(scope="module")
+def pruned_pair(tmp_path_factory):
+    """The same with fewer non-zeros: equal tensor names, other weights."""
+    folder = tmp_path_factory.mktemp("pruned")
+    macko("prune", DEMO, folder / "dense.gguf", "--sparsity", "0.8")
+    macko("convert", folder / "dense.gguf", folder / "sparse.gguf")
+    return folder / "dense.gguf", folder / "sparse.gguf"
+
+
+def test_sparse_model_writes_the_text_of_dense(pair):
+    assert greedy(open_model(pair[1])) == greedy(open_model(pair[0]))
+
+
+def test_logits_are_within_the_float64_bound(pair):
+    """|logit - float64| <= 24 * 2^-10: llama.cpp rounds activations and the KV cache to F16, each by up to 2^-11.
+
+    The error of the dense model is as large.
+    """
+    from reference.llama_float64 import Float64Llama
+
+    tokens, got = prompt_logits(open_model(pair[1], logits_all=True))
+    with llama_logits.plain_dense_weights():
+        _, dense = prompt_logits(open_model(pair[0], logits_all=True))
+    want = Float64Llama(str(pair[0])).logits(tokens)
+    assert np.abs(got - want).max() <= 24 * 2.0**-10
+    rms = [float(np.sqrt(np.mean((x - want) ** 2))) for x in (got, dense)]
+    assert rms[0] <= 1.1 * rms[1]  # as accurate as llama.cpp's own kernels
+
+
+def test_logits_that_are_not_a_number_are_an_error(pair, monkeypatch):
+    """As those are that a GPU which has failed gives back: ggml reads them without a status."""
+    import llama_cpp
+
+    llama = open_model(pair[1])
+    get = llama_cpp.llama_get_logits_ith
+    monkeypatch.setattr(llama_cpp, "llama_get_logits_ith", lambda *args: [float("nan")])
+    with pytest.raises(RuntimeError, match="NaN"):
+        greedy(llama, 4)
+    monkeypatch.setattr(llama_cpp, "llama_get_logits_ith", get)
+    assert greedy(llama, 4) == greedy(open_model(pair[0]), 4)
+
+
+def test_two_models_with_equal_tensor_names_stay_apart(pair, pruned_pair):
+    want = [greedy(open_model(p), 32) for p in (pair[0], pruned_pair[0])]
+    assert want[0] != want[1]
+    first, second = open_model(pair[1]), open_model(pruned_pair[1])
+    assert [greedy(first, 32), greedy(second, 32)] == want
+    first.close()
+    assert greedy(second, 32) == want[1]  # closing one does not change the other
+
+
+def test_dense_model_is_unchanged_beside_a_sparse_one(pair):
+    import llama_cpp
+
+    before = subprocess.run(
+        [sys.executable, "-c", f"""
+import llama_cpp
+m = llama_cpp.Llama({str(pair[0])!r}, n_ctx=512, n_threads=2, verbose=False, seed=1)
+print(m({PROMPT!r}, max_tokens=32, temperature=0)["choices"][0]["text"], end="")"""],
+        check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    sparse = open_model(pair[1])
+    dense = llama_cpp.Llama(str(pair[0]), n_ctx=512, n_threads=2, verbose=False, seed=1)
+    assert greedy(dense, 32) == before
+    assert greedy(sparse, 32) == before
+
+
+def test_prefill_batch_sizes_give_the_same_text(pair):
+    """Micro-batches of 1, 7, 64 and 512 tokens use different kernels."""
+    texts = {
+        n: greedy(open_model(pair[1], n_batch=n, n_ubatch=n), 24, SAMPLE.read_text()[:700]) for n in (1, 7, 64, 512)
+    }
+    assert len(set(texts.values())) == 1, texts
+
+
+@pytest.mark.parametrize("name", ["portable", "avx2"])
+def test_forced_kernels_run(pair, name):
+    code = f"""
+from ggml_macko import Llama
+from ggml_macko.native import bindings
+m = Llama({str(pair[1])!r}, n_ctx=512, n_threads=2, verbose=False, seed=1)
+assert bindings.cpu_kernels() == {name!r}, bindings.cpu_kernels()
+print(m({PROMPT!r}, max_tokens=32, temperature=0)["choices"][0]["text"], end="")"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "GGML_MACKO_FORCE": name}
+    )
+    if name != "portable" and "not supported" in done.stderr:
+        pytest.skip(f"this CPU has no {name}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == greedy(open_model(pair[1]), 32)
+
+
+def test_chat_stream_grammar_and_embedding_work(pair):
+    import llama_cpp
+
+    llama = open_model(pair[1])
+    chat = llama.create_chat_completion(
+        [{"role": "user", "content": "What is a pointer?"}], max_tokens=8, temperature=0
+    )
+    assert isinstance(chat["choices"][0]["message"]["content"], str)
+    streamed = "".join(c["choices"][0]["text"] for c in llama(PROMPT, max_tokens=32, temperature=0, stream=True))
+    assert streamed == greedy(llama, 32)
+    grammar = llama_cpp.LlamaGrammar.from_string('root ::= ("yes" | "no") "!"', verbose=False)
+    assert llama("Is it? ", max_tokens=8, temperature=0, grammar=grammar)["choices"][0]["text"] in ("yes!", "no!")
+    vectors = [np.array(open_model(p, embedding=True).create_embedding(PROMPT)["data"][0]["embedding"]) for p in pair]
+    np.testing.assert_allclose(vectors[1], vectors[0], atol=0.02 * np.abs(vectors[0]).max())
+
+
+def test_vocab_only_loads(pair):
+    assert open_model(pair[1], vocab_only=True).n_vocab() == 4096
+
+
+def test_load_stopped_by_its_callback_leaves_the_library_usable(pair):
+    import llama_cpp.llama_cpp as api
+
+    from ggml_macko.native.loader import register
+
+    register()
+    params = api.llama_model_default_params()
+    stop = api.llama_progress_callback(lambda progress, user: progress < 0.5)
+    params.progress_callback = stop
+    with pytest.raises(errors.MackoError, match="could not load"):
+        api.llama_model_load_from_file(str(pair[1]).encode(), params)
+    assert greedy(open_model(pair[1]), 8)
+
+
+def test_wrong_llama_cpp_version_is_named(pair):
+    code = f"""
+import llama_cpp
+llama_cpp.__version__ = "0.3.1"
+from ggml_macko import Llama
+Llama({str(pair[1])!r}, verbose=False)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and "0.3.1" in last and "VersionMismatchError" in last
+
+
+def test_llama_cpp_without_the_plugin_refuses_a_sparse_file(pair):
+    code = f"import llama_cpp; llama_cpp.Llama({str(pair[1])!r}, verbose=False)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "Failed to load model" in done.stderr
+
+
+def test_threads_load_and_generate_at_once(pair, pruned_pair):
+    paths = [pair[1], pruned_pair[1], pair[0], pair[1], pruned_pair[1], pair[1], pruned_pair[0], pair[1]]
+    want = {p: greedy(open_model(p, n_threads=1, n_threads_batch=1), 16) for p in set(paths)}
+
+    def work(path):
+        return greedy(open_model(path, n_threads=1, n_threads_batch=1), 16)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(work, paths)) == [want[p] for p in paths]
+
+
+def test_program_that_knows_only_llama_h_runs_a_sparse_file(pair, tmp_path):
+    """A C program that is linked to the wheel's libllama, through `macko run`."""
+    program = upstream.compile_program(ROOT / "tests" / "support" / "run-llama.c", tmp_path / "run-llama")
+    dense = subprocess.run([program, pair[0], "48", PROMPT], check=True, capture_output=True, text=True).stdout
+    sparse = macko("run", "--", program, pair[1], "48", PROMPT).stdout
+    assert sparse == dense and len(dense) > 48
+    assert macko("run", "--", program, pair[0], "48", PROMPT).stdout == dense
+    plain = subprocess.run([program, pair[1], "1", PROMPT], capture_output=True, text=True)
+    assert plain.returncode == 1  # without `macko run` the file is refused
+
+
+@pytest.mark.slow
+def test_memory_and_descriptors_are_stable_over_200_loads(pair):
+    """From load 21 on, RSS grows by less than 1 KiB per load in most groups of 20, and by less than 512 KiB in all;
+    descriptors and threads are constant. The heap grows by 100 to 200 KiB once, at any load.
+    """
+    code = f"""
+import gc, os, ctypes
+import numpy as np
+from ggml_macko import Llama
+def rss():
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+seen = []
+for i in range(200):
+    m = Llama({str(pair[1])!r}, n_ctx=64, n_threads=2, verbose=False, seed=1)
+    m({PROMPT!r}, max_tokens=8, temperature=0)
+    m.close()
+    del m
+    gc.collect()
+    seen.append((rss(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+late = np.array(seen[20:])
+groups = np.median(late[:, 0].reshape(-1, 20), axis=1)
+growth = np.median(np.diff(groups)) / 20
+print(growth, groups, late[0], late[-1])
+assert (late[:, 1] == late[0, 1]).all() and (late[:, 2] == late[0, 2]).all(), late
+assert growth < 1024 and groups[-1] - groups[0] < 512 << 10, growth
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]

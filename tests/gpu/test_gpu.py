@@ -1,0 +1,573 @@
+"""Models on an NVIDIA GPU compared with the same models on the CPU, dense and sparse.
+
+Text, logits, equal bits from run to run, and memory. Skipped where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import test_relu_gates
+
+from ggml_macko.benchmark import bench_gpu, tuning
+from ggml_macko.evaluation.calibrate_activations import calibrate_activations
+from ggml_macko.evaluation.skipping import SkipOptions
+from ggml_macko.native import devices
+from support import generators, gguf_bytes, lora_files, tiny_models
+from support.llama_logits import logits, logits_one_by_one
+
+pytestmark = pytest.mark.gpu
+
+PROMPT = "The function returns"
+SAMPLE = generators.ROOT / "models" / "sample.txt"
+MAKE = generators.ROOT / "tools" / "make_random_llama.py"
+Q8_0 = 8
+QUANTIZED = ("macko-q8_0", "macko-q5_0", "macko-q4_nl", "macko-q4_0")
+# of logits against those of the CPU, which rounds activations to F16 or Q8; measured: 2e-7 to 5e-5 (q8_0 cache)
+NMSE = 1e-4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu():
+    if not bench_gpu.is_built() and not devices.gpus():
+        pytest.skip("this build has no GPU support")
+    if not devices.gpus():
+        pytest.skip("no NVIDIA GPU was found")
+    with pytest.MonkeyPatch.context() as patch:  # what is computed on the CPU here is what the GPU is compared with
+        patch.setenv("GGML_MACKO_NO_OFFLOAD", "1")
+        yield
+
+
+def run_macko(*args):
+    subprocess.run(
+        [sys.executable, "-m", "ggml_macko.commands.cli", *map(str, args)], check=True, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """Paths of the bundled model by kind: dense, sparse, and each quantized kind."""
+    folder = tmp_path_factory.mktemp("demo")
+    models = {"dense": generators.DEMO, "sparse": folder / "sparse.gguf"}
+    run_macko("convert", generators.DEMO, models["sparse"], "macko")
+    for kind in QUANTIZED:
+        models[kind] = folder / f"{kind}.gguf"
+        run_macko("convert", generators.DEMO, models[kind], kind)
+    return models
+
+
+# an expert fills a panel of dense rows; several share one; products are made expert by expert
+@pytest.fixture(scope="module", params=[("256", "512"), ("256", "96"), ("1024", "4096")])
+def experts(tmp_path_factory, request):
+    """kind -> path of a random mixture of experts"""
+    folder = tmp_path_factory.mktemp("experts")
+    shape = [
+        "--layers",
+        "2",
+        "--embd",
+        request.param[0],
+        "--ff",
+        request.param[1],
+        "--heads",
+        "8",
+        "--kv-heads",
+        "2",
+        "--vocab",
+        "1000",
+        "--experts",
+        "4",
+    ]
+    subprocess.run(
+        [sys.executable, str(MAKE), *shape, "--density", "0.4", str(folder / "dense.gguf")],
+        check=True,
+        capture_output=True,
+    )
+    run_macko("convert", folder / "dense.gguf", folder / "sparse.gguf", "macko")
+    run_macko("convert", folder / "dense.gguf", folder / "macko-q8_0.gguf", "macko-q8_0")
+    return {kind: folder / f"{kind}.gguf" for kind in ("dense", "sparse", "macko-q8_0")}
+
+
+@pytest.fixture(scope="module", params=["macko", "sparse-lossless"])
+def squared_relu(tmp_path_factory, request):
+    """Paths of a random model whose activations are nearly all zero: dense and sparse."""
+    folder = tmp_path_factory.mktemp("relu")
+    dense, sparse = folder / "dense.gguf", folder / "sparse.gguf"
+    shape = "--layers 3 --embd 320 --ff 1100 --heads 5 --kv-heads 5 --vocab 1000 --density 0.5 --relu-zeros 0.97"
+    subprocess.run([sys.executable, str(MAKE), *shape.split(), str(dense)], check=True, capture_output=True)
+    run_macko("convert", dense, sparse, request.param)
+    return dense, sparse
+
+
+def open_model(path, n_gpu_layers=-1, **kwargs):
+    from ggml_macko import Llama
+
+    kwargs = {"n_ctx": 512, "n_batch": 512, "n_threads": 2, "n_threads_batch": 2, "verbose": False, "seed": 1, **kwargs}
+    return Llama(str(path), n_gpu_layers=n_gpu_layers, **kwargs)
+
+
+def greedy(llama, n=64, prompt=PROMPT):
+    return llama(prompt, max_tokens=n, temperature=0)["choices"][0]["text"]
+
+
+def nmse(got, want):
+    assert np.isfinite(got).all()
+    return float(((got - want) ** 2).sum() / (want.astype(np.float64) ** 2).sum())
+
+
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_gpu_writes_the_text_of_the_cpu(demo, kind, flash):
+    want = greedy(open_model(demo[kind], 0, flash_attn=flash))
+    for layers in (-1, 2, 0):
+        assert greedy(open_model(demo[kind], layers, flash_attn=flash)) == want, layers
+
+
+def test_layers_are_in_gpu_memory(demo):
+    def taken() -> int:
+        before = devices.gpus()[0].free
+        llama = open_model(demo["sparse"])
+        after = devices.gpus()[0].free
+        llama.close()
+        return before - after
+
+    # weights and cache; several attempts, because another process may free memory at the same time
+    assert any(taken() >= 1 << 20 for _ in range(3))
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", *QUANTIZED])
+@pytest.mark.parametrize("n", [1, 5, 13, 70, 300])
+def test_logits_are_those_of_the_cpu_for_any_prompt_length(demo, kind, n):
+    """Each kind of product: one column, few columns, sparse weights made dense, tensor cores."""
+    tokens = open_model(demo[kind], 0, vocab_only=True).tokenize(SAMPLE.read_bytes(), add_bos=False)[:n]
+    for kwargs in ({}, {"flash_attn": True}, {"flash_attn": True, "type_k": Q8_0, "type_v": Q8_0}):
+        want, got = (logits(open_model(demo[kind], layers, logits_all=True, **kwargs), tokens) for layers in (0, -1))
+        assert nmse(got, want) < NMSE, kwargs
+
+
+@pytest.mark.parametrize("density", ["0.5", "0.1"])
+def test_logits_of_a_wide_model_are_those_of_the_cpu_for_any_batch(tmp_path, density):
+    """Matrices are wide enough for the layouts of real models; batches lie around the limits of each kernel."""
+    shape = ["--layers", "2", "--embd", "2048", "--ff", "2752", "--heads", "16", "--kv-heads", "4", "--vocab", "500"]
+    dense, sparse = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"
+    subprocess.run(
+        [sys.executable, str(MAKE), *shape, "--density", density, str(dense)], check=True, capture_output=True
+    )
+    run_macko("convert", dense, sparse, "macko")
+    cpu, gpu = (open_model(sparse, layers, n_ctx=128, logits_all=True, flash_attn=True) for layers in (0, -1))
+    for n in (1, 4, 8, 9, 16, 17, 20, 32, 33, 45):
+        tokens = [(37 * i + n) % 400 + 50 for i in range(n)]
+        assert nmse(logits(gpu, tokens), logits(cpu, tokens)) < NMSE, n
+
+
+@pytest.mark.parametrize("name", tiny_models.ARCHITECTURES)
+def test_architecture_has_the_logits_of_the_cpu(tmp_path, name):
+    dense, sparse = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"
+    dense.write_bytes(gguf_bytes.write(tiny_models.make(name)))
+    run_macko("convert", dense, sparse, "macko")
+    tokens = [(37 * i + 5) % 90 + 3 for i in range(40)]  # longer than the sliding windows
+    for path in (dense, sparse):
+        for flash in (False, True):
+            models = [open_model(path, layers, n_ctx=128, logits_all=True, flash_attn=flash) for layers in (0, -1)]
+            for evaluate in (logits, logits_one_by_one):
+                want, got = (evaluate(llama, tokens) for llama in models)
+                assert nmse(got, want) < NMSE, (path.name, flash, evaluate.__name__)
+
+
+@pytest.mark.parametrize("value_type", ["f16", "f32"])
+def test_ec_csr_has_the_logits_and_text_of_the_cpu(tmp_path, value_type):
+    """Kept in blocks (F32) and as rows (F16); logits for each kind of product, and text."""
+    dense, sparse = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"
+    shape = {"layers": 2, "embd": 512, "ff": 1024, "heads": 8, "kv-heads": 4, "vocab": 600, "density": 0.4, "alike": 4}
+    options = [text for name, value in shape.items() for text in (f"--{name}", str(value))]
+    subprocess.run([sys.executable, str(MAKE), *options, "--type", value_type, str(dense)], check=True)
+    run_macko("convert", dense, sparse, "ec-csr-8")
+    for n in (1, 4, 7, 40, 150):
+        tokens = [(7919 * i + 300) % 600 for i in range(n)]
+        want, got = (logits(open_model(sparse, layers, logits_all=True), tokens) for layers in (0, -1))
+        assert nmse(got, want) < NMSE, n
+    want = greedy(open_model(dense, 0), 24)
+    texts = {greedy(open_model(sparse, -1), 24) for _ in range(3)}
+    assert texts == {want}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_logits_follow_the_text_of_the_cpu(demo, kind):
+    """One token at a time. Both models are given the text of the CPU, so that a tie cannot end the comparison."""
+    cpu, gpu = (open_model(demo[kind], layers, logits_all=True) for layers in (0, -1))
+    tokens = cpu.tokenize(PROMPT.encode())
+    for llama in (cpu, gpu):
+        llama.reset()
+        llama.eval(tokens)
+    for _ in range(48):
+        want, got = (np.array(llama.scores[llama.n_tokens - 1]) for llama in (cpu, gpu))
+        assert nmse(got, want) < NMSE
+        tokens = [int(want.argmax())]
+        cpu.eval(tokens)
+        gpu.eval(tokens)
+
+
+def test_quantized_weights_take_less_memory_than_f16(demo, capfd):
+    def taken(path):
+        capfd.readouterr()
+        open_model(path, n_ctx=64, verbose=True).close()
+        return float(re.search(r"MACKO0 model buffer size = +([\d.]+) MiB", capfd.readouterr().err)[1])
+
+    assert taken(demo["macko-q4_0"]) < taken(demo["sparse"])
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "macko-q8_0"])
+def test_experts_have_the_logits_of_the_cpu(experts, kind):
+    tokens = [(7919 * i + 300) % 1000 for i in range(200)]
+    want, got = (open_model(experts[kind], layers, logits_all=True) for layers in (0, -1))
+    for n in (200, 60, 7, 1):
+        assert nmse(logits(got, tokens[:n]), logits(want, tokens[:n])) < NMSE, n
+
+
+class Sequences:
+    """Several sequences in one context, through llama.cpp's own functions."""
+
+    def __init__(self, path, n_gpu_layers, n_seq, flash):
+        import llama_cpp
+
+        self.api = llama_cpp
+        self.llama = open_model(path, n_gpu_layers)
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_seq_max, params.n_threads, params.n_threads_batch = (
+            1024,
+            512,
+            n_seq,
+            2,
+            2,
+        )
+        params.flash_attn_type = 1 if flash else 0
+        self.context = llama_cpp.llama_init_from_model(self.llama._model.model, params)
+        self.memory = llama_cpp.llama_get_memory(self.context)
+        self.n_vocab = self.llama.n_vocab()
+
+    def decode(self, entries):
+        """Logits, one row each, of entries (token, position, sequence)."""
+        batch = self.api.llama_batch_init(len(entries), 0, 1)
+        batch.n_tokens = len(entries)
+        for i, (token, position, sequence) in enumerate(entries):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = (
+                token,
+                position,
+                1,
+                sequence,
+                1,
+            )
+        assert self.api.llama_decode(self.context, batch) == 0
+        rows = [
+            np.ctypeslib.as_array(self.api.llama_get_logits_ith(self.context, i), (self.n_vocab,)).copy()
+            for i in range(len(entries))
+        ]
+        self.api.llama_batch_free(batch)
+        return np.array(rows)
+
+    def close(self):
+        self.api.llama_free(self.context)
+
+
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_sequences_and_context_shifts_are_independent(demo, kind, flash):
+    """Three sequences of unequal length; 30 positions of one are dropped and the rest moved down; then more tokens."""
+    out = []
+    for layers in (0, -1):
+        s = Sequences(demo[kind], layers, 3, flash)
+        rows = [s.decode([(10 + 7 * q + 3 * i, i, q) for i in range(40 + 10 * q)]) for q in range(3)]
+        rows.append(s.decode([(77 + q, 40 + 10 * q, q) for q in range(3)]))
+        s.api.llama_memory_seq_rm(s.memory, 1, 5, 35)
+        s.api.llama_memory_seq_add(s.memory, 1, 35, -1, -30)
+        rows += [s.decode([(100 + i, 21 + i, 1)]) for i in range(3)]
+        s.api.llama_memory_seq_cp(s.memory, 1, 2, -1, -1)
+        s.api.llama_memory_seq_rm(s.memory, 0, -1, -1)
+        rows.append(s.decode([(200 + i, i, 0) for i in range(20)]))
+        s.close()
+        out.append(np.concatenate(rows))
+    assert nmse(out[1], out[0]) < NMSE
+
+
+HASHES = """
+import hashlib, sys
+import llama_cpp
+sys.path.insert(0, {tests!r})
+from test_gpu import *
+llama = open_model({path!r}, flash_attn=True, logits_all=True)
+tokens = llama.tokenize(SAMPLE.read_bytes(), add_bos=False)[:60]
+hashes = []
+for i in range({n}):
+    rows = [logits(llama, tokens[:40])]
+    for token in tokens[40:]:
+        llama.eval([token])
+        rows.append(np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(llama._ctx.ctx, 0), (llama.n_vocab(),)).copy())
+    hashes.append(hashlib.sha256(b"".join(r.tobytes() for r in rows)).hexdigest())
+print(json.dumps(hashes))
+"""
+
+
+def hashes_of(path, n, **environment):
+    code = HASHES.format(tests=str(generators.ROOT / "tests"), path=str(path), n=n)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_logits_are_the_same_bits_in_every_run(demo, kind):
+    """A prompt and 20 tokens, a hundred times; then with each kernel queued by itself instead of a captured graph."""
+    hashes = hashes_of(demo[kind], 100)
+    assert len(hashes) == 100 and len(set(hashes)) == 1
+    assert set(hashes_of(demo[kind], 3, GGML_MACKO_NO_GRAPHS="1")) == set(hashes)
+
+
+def test_lora_adapter_changes_the_text_as_on_the_cpu(demo, tmp_path):
+    adapter = str(lora_files.write(tmp_path / "lora.gguf", demo["dense"]))
+    want = greedy(open_model(demo["dense"], 0, lora_path=adapter), 32)
+    assert want != greedy(open_model(demo["dense"], 0), 32)
+    for layers in (-1, 2):
+        assert greedy(open_model(demo["sparse"], layers, lora_path=adapter), 32) == want
+
+
+def test_model_compressed_on_load_equals_the_sparse_file(demo):
+    compressed, sparse = (
+        open_model(demo["dense"], compress=True, logits_all=True),
+        open_model(demo["sparse"], logits_all=True),
+    )
+    tokens = compressed.tokenize(SAMPLE.read_bytes(), add_bos=False)[:70]
+    np.testing.assert_array_equal(logits(compressed, tokens), logits(sparse, tokens))
+
+
+def test_two_models_do_not_affect_each_other(demo, experts):
+    tokens = [(37 * i + 5) % 900 for i in range(50)]
+    want = [logits(open_model(path, logits_all=True), tokens) for path in (demo["sparse"], experts["sparse"])]
+    first, second = (open_model(path, logits_all=True) for path in (demo["sparse"], experts["sparse"]))
+    for _ in range(3):
+        np.testing.assert_array_equal(logits(first, tokens), want[0])
+        np.testing.assert_array_equal(logits(second, tokens), want[1])
+    first.close()
+    np.testing.assert_array_equal(logits(second, tokens), want[1])
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "macko-q8_0"])
+def test_two_gpus_give_the_bits_of_one(demo, kind):
+    free = [device[2] for device in devices.gpus()]
+    if len(free) < 2:
+        pytest.skip("there is one GPU only")
+    kwargs = {"flash_attn": True, "logits_all": True}
+    two = open_model(demo[kind], tensor_split=[0.5, 0.5], **kwargs)
+    assert all(was - device[2] >= 1 << 20 for was, device in zip(free[:2], devices.gpus()))
+    one = open_model(demo[kind], split_mode=0, **kwargs)
+    tokens = one.tokenize(SAMPLE.read_bytes(), add_bos=False)
+    for n in (1, 13, 300):
+        np.testing.assert_array_equal(logits(two, tokens[:n]), logits(one, tokens[:n]))
+    assert greedy(two) == greedy(one)
+
+
+FULL_GPU = """
+import ctypes, sys
+sys.path.insert(0, {tests!r})
+from test_gpu import *
+devices.gpus()
+ggml, base = ctypes.CDLL("libggml.so.0"), ctypes.CDLL("libggml-base.so.0")
+for f in (ggml.ggml_backend_dev_by_name, base.ggml_backend_dev_buffer_type, base.ggml_backend_buft_alloc_buffer):
+    f.restype = ctypes.c_void_p
+ggml.ggml_backend_dev_by_name.argtypes = [ctypes.c_char_p]
+base.ggml_backend_dev_buffer_type.argtypes = [ctypes.c_void_p]
+base.ggml_backend_buft_alloc_buffer.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+base.ggml_backend_buffer_free.argtypes = [ctypes.c_void_p]
+buft = base.ggml_backend_dev_buffer_type(ggml.ggml_backend_dev_by_name(b"MACKO0"))
+held = []
+def fill():
+    for size in (1 << 30, 1 << 26, 1 << 21, 1 << 16): # until not even the smallest fits
+        while buffer := base.ggml_backend_buft_alloc_buffer(buft, size):
+            held.append(buffer)
+def empty():
+    while held:
+        base.ggml_backend_buffer_free(held.pop())
+"""
+OUT_OF_MEMORY = (
+    FULL_GPU
+    + """
+fill()
+try:
+    open_model({path!r}, verbose=True)
+    print("loaded")
+except (ValueError, MemoryError) as e:
+    print("refused:", e)
+empty()
+print(greedy(open_model({path!r}), 16))
+"""
+)
+BUSY_OUT_OF_MEMORY = (
+    FULL_GPU
+    + """
+llama = open_model({path!r}, verbose=True) # or llama-cpp-python hides errors
+before = greedy(llama, 16)
+fill()
+attempts = [lambda: open_model({path!r}, verbose=True)]
+attempts.append(lambda: greedy(llama, 4, PROMPT * 8)) # its kernels are not loaded yet
+for attempt in attempts:
+    try:
+        attempt()
+        print("done")
+    except (ValueError, MemoryError, RuntimeError) as e:
+        print("refused:", e)
+empty()
+llama.reset()
+print([greedy(llama, 16) == before, greedy(open_model({path!r}, verbose=True), 16) == before])
+"""
+)
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_load_on_a_full_gpu_is_refused_with_one_line(demo, kind):
+    """The line says how much is needed and how much is free. With memory again, the same process works."""
+    code = OUT_OF_MEMORY.format(tests=str(generators.ROOT / "tests"), path=str(demo[kind]))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    refused, text = done.stdout.splitlines()[0], "\n".join(done.stdout.splitlines()[1:])
+    assert refused.startswith("refused:"), done.stdout
+    load = (
+        done.stderr[done.stderr.index("llama_model_loader") :] if "llama_model_loader" in done.stderr else done.stderr
+    )
+    lines = [line for line in load.splitlines() if "MACKO0: out of memory" in line]
+    assert lines and "MiB are needed" in lines[0] and "free" in lines[0], done.stderr[-2000:]
+    assert text.strip() == greedy(open_model(demo[kind]), 16).strip()
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_running_model_survives_a_full_gpu(demo, kind):
+    """Running out of memory fails only what asked for it: neither the running model nor a later load."""
+    code = BUSY_OUT_OF_MEMORY.format(tests=str(generators.ROOT / "tests"), path=str(demo[kind]))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said = [line for line in done.stderr.splitlines() if "MACKO" in line]
+    assert done.returncode == 0, (done.stdout, said, done.stderr[-2000:])
+    assert done.stdout.startswith("refused:") and done.stdout.splitlines()[-1] == "[True, True]", done.stdout
+
+
+CYCLES = """
+import gc, os, re, sys
+sys.path.insert(0, {tests!r})
+from test_gpu import *
+def rss():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1])
+seen = []
+for i in range({n}):
+    llama = open_model({path!r}, flash_attn=i % 2 == 0)
+    greedy(llama, 8)
+    llama.close()
+    del llama
+    gc.collect()
+    counts = [len(os.listdir("/proc/self/" + what)) for what in ("fd", "task")]
+    seen.append((rss(), devices.gpus()[0].free >> 10, *counts))
+print(json.dumps(seen))
+"""
+
+
+@pytest.mark.slow
+def test_load_and_free_cycles_do_not_leak(demo):
+    """500 cycles of load, generate, free. GPU memory is that of all processes, so the test has to run alone."""
+    code = CYCLES.format(tests=str(generators.ROOT / "tests"), path=str(demo["sparse"]), n=500)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    seen = np.array(json.loads(done.stdout))[20:]
+    slope = np.polyfit(np.arange(len(seen)), seen[:, 0], 1)[0]
+    assert slope < 16, f"host memory grows by {slope:.1f} KiB per cycle"
+    assert seen[:, 1].max() - seen[-1, 1] <= 2048, "free GPU memory shrank (or another process took some)"
+    assert (seen[-1, 2:] <= seen[0, 2:]).all(), "descriptors or threads"
+
+
+def test_bench_reports_matrices_and_models(demo, tmp_path, macko):
+    if not bench_gpu.is_built():
+        pytest.skip("the plugin was built without CUDA")
+    plot = tmp_path / "speed.png"
+    done = macko(
+        "bench", "--gpu", "--shapes", "4096x4096,1024x2048", "--densities", "0.5,0.1", "--plot", plot, "--json"
+    )
+    assert done.code == 0, done.err
+    results = json.loads(done.out)["matrices"]
+    assert len(results) == 4 and plot.read_bytes().startswith(b"\x89PNG")
+    assert all(0 < r["bandwidth"] <= 1.3 * r["read_bandwidth"] for r in results)
+    table = macko("bench", "--gpu", "--shapes", "1024x2048", "--densities", "0.5", "--values", "q4_0")
+    assert "| 1024x2048" in table.out and "geometric mean" in table.out
+    done = macko("bench", "--gpu", "-m", demo["sparse"], "-p", "32", "-n", "8", "-r", "1", "--json")
+    assert done.code == 0, done.err
+    dense, sparse = json.loads(done.out)["models"]
+    assert sparse["gpu_memory"] > 0 and dense["gpu_memory"] > 0 and sparse["gen_tps"] > 0
+
+
+def test_bench_writes_a_tuning_report(tmp_path, macko):
+    if not bench_gpu.is_built():
+        pytest.skip("the plugin was built without CUDA")
+    options = ("--shapes", "512x2048", "--densities", "0.5", "--json", "-o", tmp_path / "report.json")
+    done = macko("bench", "--gpu", "--tune", *options)
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    device, *records = report["tuning"]
+    assert device["record"] == "device" and device["read_bandwidth"] > 0 and device["shared_nbytes"] >= 48 << 10
+    for matrix in tuning.by_matrix(records):
+        own, *others = matrix
+        assert own["chosen"] and not any(r["chosen"] for r in others)
+        assert {"file", "fused"} <= {r["layout"] for r in matrix}
+        assert len({tuning.layout_name(r) for r in matrix}) == len(matrix)
+        assert all(r["us"] > 0 and 32 <= r["threads"] <= 1024 and r["blocks"] > 0 for r in matrix)
+    columns = [r for r in records if r["record"] == "columns"]
+    assert [r["n"] for r in columns] == [4, 8, 16, 32, 64] * 2
+    assert all(r["passes_us"] > 0 and r["dense_rows_us"] > 0 for r in columns)
+    assert all((r["tiles_us"] > 0) == (r["n"] > 8) for r in columns)
+    assert all(r["chosen"] in tuning.ways(r) for r in columns)
+    assert "lanes per row" in " ".join(report["summary"]) and tuning.report(report["tuning"], "0").startswith("# Tu")
+
+
+def test_columns_that_meet_zeros_are_left_out_without_a_change(squared_relu, monkeypatch):
+    dense, sparse = squared_relu
+    monkeypatch.setenv("GGML_MACKO_COLUMNS", "1")
+    tokens = [int(t) for t in np.random.default_rng(8).integers(3, 900, 24)]
+    skipping = logits_one_by_one(open_model(sparse), tokens)
+    monkeypatch.setenv("GGML_MACKO_NO_SKIP", "1")
+    np.testing.assert_array_equal(logits_one_by_one(open_model(sparse), tokens), skipping)
+    monkeypatch.setenv("GGML_MACKO_NO_COLUMNS", "1")
+    by_rows = logits_one_by_one(open_model(sparse), tokens)
+    assert (by_rows != skipping).any()  # sums in another order: columns were read
+    assert nmse(skipping, by_rows) < 1e-9
+    assert nmse(skipping, logits_one_by_one(open_model(dense, 0), tokens)) < NMSE
+    whole_prompt = logits(open_model(sparse, logits_all=True), tokens)
+    assert nmse(skipping, whole_prompt) < NMSE
+
+
+def test_a_models_keys_tell_which_weights_are_kept_by_columns(squared_relu, tmp_path, monkeypatch):
+    _, sparse = squared_relu
+    keyed = tmp_path / "keyed.gguf"
+    skip = SkipOptions(0.5, str(SAMPLE), "product", n_chunks=2)
+    found = calibrate_activations(sparse, keyed, skip, n_ctx=64, n_gpu_layers=0)
+    assert all(part.zeros > 0.9 for part in found.rule.parts)
+    tokens = [int(t) for t in np.random.default_rng(9).integers(3, 900, 8)]
+    with_keys = logits_one_by_one(open_model(keyed), tokens)
+    by_rows = logits_one_by_one(open_model(sparse), tokens)
+    monkeypatch.setenv("GGML_MACKO_COLUMNS", "1")
+    np.testing.assert_array_equal(with_keys, logits_one_by_one(open_model(sparse), tokens))
+    assert (with_keys != by_rows).any()
+
+
+@pytest.mark.parametrize("kind", ["macko", "sparse-q8_0"])
+def test_experts_behind_a_relu_leave_columns_out_without_a_change(tmp_path, monkeypatch, kind):
+    path = tmp_path / "sparse.gguf"
+    run_macko("convert", test_relu_gates.relu_model("smallthinker", tmp_path / "dense.gguf", 0.01), path, kind)
+    monkeypatch.setenv("GGML_MACKO_COLUMNS", "1")
+    skipping = logits_one_by_one(open_model(path), test_relu_gates.TOKENS)
+    monkeypatch.setenv("GGML_MACKO_NO_SKIP", "1")
+    np.testing.assert_array_equal(logits_one_by_one(open_model(path), test_relu_gates.TOKENS), skipping)
+    monkeypatch.setenv("GGML_MACKO_NO_COLUMNS", "1")
+    by_rows = logits_one_by_one(open_model(path), test_relu_gates.TOKENS)
+    assert (by_rows != skipping).any() == (kind == "macko")  # quantized values are read by rows
+    assert nmse(skipping, by_rows) < 1e-9

@@ -1,0 +1,224 @@
+"""Sparse files that other GGUF tools have worked on: split, merged, metadata edited, dumped. They load, or one line
+says why not.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from ggml_macko import errors
+from support import generators, llama_logits
+from support import gguf_bytes as gb
+from support.llama_functions import as_c
+from support.llama_logits import logits
+
+open_model = functools.partial(llama_logits.open_model, n_ctx=256, logits_all=True)
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    path = tmp_path_factory.mktemp("demo") / "sparse.gguf"
+    subprocess.run(
+        [sys.executable, "-m", "ggml_macko.commands.cli", "convert", str(generators.DEMO), str(path)],
+        check=True,
+        capture_output=True,
+    )
+    return path
+
+
+def split(path: pathlib.Path, folder: pathlib.Path, counts: list, change=lambda parts: None) -> list:
+    """Parts with so many tensors each, as llama-gguf-split writes them: metadata in the first, three split.* keys in
+    all.
+    """
+    whole = gb.read(path.read_bytes())
+    parts, at = [], 0
+    for i, n in enumerate(counts):
+        part = gb.GGUF(copy.deepcopy(whole.keys) if i == 0 else [], whole.tensors[at : at + n], whole.alignment)
+        part.set("split.no", gb.U16, i)
+        part.set("split.count", gb.U16, len(counts))
+        part.set("split.tensors.count", gb.I32, len(whole.tensors))
+        parts.append(part)
+        at += n
+    assert at == len(whole.tensors)
+    change(parts)
+    paths = [folder / f"model-{i + 1:05d}-of-{len(parts):05d}.gguf" for i in range(len(parts))]
+    for p, part in zip(paths, parts):
+        p.write_bytes(gb.write(part))
+    return paths
+
+
+def assert_same(a, b, **kwargs):
+    first, second = open_model(a, **kwargs), open_model(b)
+    tokens = [int(t) for t in np.random.default_rng(3).integers(3, first.n_vocab(), 40)]
+    np.testing.assert_array_equal(logits(first, tokens), logits(second, tokens))
+
+
+@pytest.mark.parametrize("counts", [[94], [1, 92, 1], [0, 50, 44], [4, 40, 50], [31, 31, 32]], ids=str)
+def test_split_sparse_model_is_the_same_model(sparse, tmp_path, counts):
+    """components of a matrix in two parts, a first part without tensors, one with a single tensor"""
+    assert_same(split(sparse, tmp_path, counts)[0], sparse)
+
+
+def test_split_dense_model_is_compressed(sparse, tmp_path):
+    assert_same(split(generators.DEMO, tmp_path, [10, 10, 18])[0], sparse, compress=True)
+
+
+REFUSED = {
+    "a part is missing": (lambda parts: None, lambda paths: paths[1].unlink(), "00002-of-00003.gguf: No such file"),
+    "another model's part": (lambda parts: parts[1].set("split.no", gb.U16, 2), None, "is not part 2 of 3"),
+    "another count": (lambda parts: parts[2].set("split.count", gb.U16, 4), None, "is not part 3 of 3"),
+    "a tensor too few": (
+        lambda parts: parts[2].tensors.pop(),
+        None,
+        "the parts hold 93 tensors, split.tensors.count says 94",
+    ),
+    "a tensor twice": (lambda parts: parts[2].tensors.__setitem__(0, parts[1].tensors[0]), None, "stands in two parts"),
+    "metadata in two parts": (
+        lambda parts: parts[1].set("macko.version", gb.U32, 1),
+        None,
+        "belongs into the first part",
+    ),
+    "parts in another alignment": (
+        lambda parts: (parts[1].set("general.alignment", gb.U32, 64), setattr(parts[1], "alignment", 64)),
+        None,
+        "general.alignment is not that",
+    ),
+    "components out of order": (lambda parts: parts[1].tensors.reverse(), None, "blk."),
+    "a part that is cut off": (
+        lambda parts: None,
+        lambda paths: os.truncate(paths[2], paths[2].stat().st_size - 100),
+        "00003-of-00003.gguf: the file ends at",
+    ),
+    "a part that is no GGUF": (
+        lambda parts: None,
+        lambda paths: paths[1].write_bytes(b"PK" * 99),
+        "00002-of-00003.gguf: not a GGUF file",
+    ),
+    "a part that is a folder": (
+        lambda parts: None,
+        lambda paths: (paths[1].unlink(), paths[1].mkdir()),
+        "not a regular file",
+    ),
+    "another name": (
+        lambda parts: None,
+        lambda paths: paths[0].rename(paths[0].with_name("model.gguf")),
+        "give its first part, NAME-00001-of-00003.gguf",
+    ),
+    "65535 parts": (lambda parts: [p.set("split.count", gb.U16, 65535) for p in parts], None, "of-65535.gguf"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_broken_split_is_refused(name, sparse, tmp_path):
+    change, after, text = REFUSED[name]
+    paths = split(sparse, tmp_path, [31, 31, 32], change)
+    if after:
+        after(paths)
+    path = next(p for p in (paths[0], tmp_path / "model.gguf") if p.exists())
+    with pytest.raises(errors.MackoError) as e:
+        open_model(path)
+    assert text in str(e.value) and "\n" not in str(e.value)
+
+
+def test_second_part_alone_is_refused(sparse, tmp_path):
+    """it has no macko.* key: llama.cpp says what to give"""
+    with pytest.raises(ValueError, match="Failed to load model"):
+        open_model(split(sparse, tmp_path, [47, 47])[1])
+
+
+def test_part_that_changes_while_loading_is_refused(sparse, tmp_path, monkeypatch):
+    import llama_cpp.llama_cpp as api
+
+    from ggml_macko.native.loader import register
+
+    register()
+    paths = split(sparse, tmp_path, [47, 47])
+    real = api.llama_model_load_from_file_ptr
+
+    def load_and_change(stream, params):
+        model = real(stream, params)
+        os.utime(paths[1])
+        return model
+
+    monkeypatch.setattr(api, "llama_model_load_from_file_ptr", as_c(load_and_change))
+    with pytest.raises(errors.MackoError, match="00002-of-00002.gguf: the file changed") as e:
+        open_model(paths[0])
+    assert e.value.code == errors.FILE_CHANGED
+
+
+def test_tools_refuse_a_split_sparse_file_and_say_how_to_merge_it(sparse, tmp_path, macko):
+    first = split(sparse, tmp_path, [47, 47])[0]
+    for command in (("verify", generators.DEMO, first), ("inspect", first), ("restore", first, tmp_path / "out.gguf")):
+        done = macko(*command)
+        assert done.code == 1 and "merge them first (llama-gguf-split --merge)" in done.err
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_merged_file_is_read(sparse, tmp_path, macko):
+    """llama-gguf-split --merge leaves split.count = 0"""
+    f = gb.read(sparse.read_bytes())
+    f.set("split.count", gb.U16, 0)
+    merged = tmp_path / "merged.gguf"
+    merged.write_bytes(gb.write(f))
+    assert macko("verify", generators.DEMO, merged).code == 0
+    assert_same(merged, sparse)
+
+
+# ---- gguf-py's tools ----
+
+
+def gguf_tool(name: str, *args: object, check: bool = True) -> str:
+    code = f"import sys; sys.argv[0] = {name!r}; from gguf.scripts.{name} import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, input="YES\n")
+    assert done.returncode == 0 or not check, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_metadata_edited_in_place_is_accepted(sparse, tmp_path):
+    path = tmp_path / "edited.gguf"
+    path.write_bytes(sparse.read_bytes())
+    gguf_tool("gguf_set_metadata", path, "general.file_type", 7, "--force")
+    assert open_model(path).metadata["general.file_type"] == "7"
+    assert_same(path, sparse)
+
+
+def test_copy_with_new_metadata_is_accepted(sparse, tmp_path, macko):
+    """the copy has another order of keys, and new ones"""
+    path = tmp_path / "renamed.gguf"
+    gguf_tool("gguf_new_metadata", sparse, path, "--general-name", "renamed", "--general-description", "by a test")
+    assert open_model(path).metadata["general.name"] == "renamed"
+    assert_same(path, sparse)
+
+
+def test_metadata_that_lies_about_the_weights_is_refused(sparse, tmp_path):
+    for key, value, text in (
+        ("macko.version", 0, "macko.version"),
+        ("macko.min_reader_version", 9, "upgrade"),
+        ("llama.block_count", 3, "could not load|block_count|tensor"),
+    ):
+        path = tmp_path / f"{key}.gguf"
+        path.write_bytes(sparse.read_bytes())
+        gguf_tool("gguf_set_metadata", path, key, value, "--force")
+        with pytest.raises(errors.MackoError, match=text):
+            open_model(path)
+
+
+def test_dump_shows_components(sparse):
+    out = gguf_tool("gguf_dump", sparse)
+    for text in (
+        "macko.version = 6",
+        "macko.tensor.delta_bits",
+        "macko.tensor.nnz",
+        "blk.0.attn_q.weight.values",
+        "blk.0.attn_q.weight.index",
+        "blk.0.attn_q.weight.row_ptr",
+    ):
+        assert text in out

@@ -1,0 +1,357 @@
+"""ALPS and refits: errors as small as those of float64 implementations, exact zeros, and interrupted runs."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from fractions import Fraction
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_sparsegpt import inputs, pruned_tensors, text, xp  # noqa: F401  fixtures
+
+from ggml_macko.evaluation.activations import Weight
+from ggml_macko.gguf.files import Model
+from ggml_macko.pruning import alps, array_backend, hessians, layerwise, sparsegpt, working_copy
+from ggml_macko.pruning.options import PruneOptions
+from ggml_macko.pruning.prune import tensors_to_prune
+from support import gguf_bytes, tiny_models
+
+
+def moments(rng, cols, n=4):
+    x = inputs(rng, n * cols, cols)
+    return x.T @ x
+
+
+def problem_of(w, h, difference=None, damping=0.01):
+    damped = alps.damped(h, damping)
+    target = w @ damped
+    return alps.Problem(damped, target if difference is None else target + w @ difference, w)
+
+
+def damped64(h, damping=0.01):
+    h = h.astype(np.float64)
+    d = np.einsum("ii->i", h)
+    d[d == 0] = 1
+    d += damping * d.mean()
+    return h
+
+
+def slow_admm(w, h, n_zeros):
+    """The paper's algorithm 1 in float64, column by column of W^T, with an inverse in each step; returns a mask."""
+    h = damped64(h)
+    scale = 1 / np.sqrt(np.diag(h))
+    h = h * np.outer(scale, scale)
+    dense = (w / scale).T.astype(np.float64)  # (cols, rows), as in the paper
+    k = w.size - n_zeros
+
+    def project(x):
+        mask = np.ones(x.size, dtype=bool)
+        mask[np.argsort(np.abs(x.T).reshape(-1), kind="stable")[: x.size - k]] = False
+        return mask.reshape(x.T.shape).T
+
+    rho, v, before = 0.1, np.zeros_like(dense), project(dense)
+    d = dense * before
+    for step in range(1, 301):
+        free = np.linalg.inv(h + rho * np.eye(len(h))) @ (h @ dense - v + rho * d)
+        mask = project(free + v / rho)
+        d = (free + v / rho) * mask
+        v = v + rho * (free - d)
+        if step % 3 == 0:
+            changed = int((mask & ~before).sum())
+            before = mask
+            if changed == 0:
+                break
+            rho *= 1.3 if changed >= 0.1 * k else 1.2 if changed >= 0.005 * k else 1.1
+    return before.T
+
+
+def least_squares(mask, h, target):
+    """For each row, the weights on the mask that solve the problem exactly."""
+    out = np.zeros(mask.shape)
+    for i, kept in enumerate(mask):
+        out[i, kept] = np.linalg.solve(h[np.ix_(kept, kept)], target[i, kept])
+    return out
+
+
+def objective(w, h, target):
+    w = w.astype(np.float64)
+    return np.einsum("ij,ij->", w @ h, w) - 2 * np.einsum("ij,ij->", w, target)
+
+
+def error(w, dense, h):
+    d = w.astype(np.float64) - dense
+    return np.einsum("ij,ij->", d @ h, d)
+
+
+@pytest.mark.parametrize("sparsity", [0.5, 0.7])
+@pytest.mark.parametrize("rows,cols", [(40, 96), (7, 150)])
+def test_layer_error_is_that_of_a_float64_implementation(xp, rows, cols, sparsity):  # noqa: F811
+    rng = np.random.default_rng(rows * cols)
+    w, h = rng.standard_normal((rows, cols)).astype(np.float32), moments(rng, cols)
+    n = int(sparsity * w.size)
+    problem = problem_of(xp.asarray(w), xp.asarray(h))
+    pruned = alps.prune_matrix(problem, alps.spectrum(problem.hessian), n)
+    got = array_backend.to_host(alps.refit(problem, pruned))
+    h64 = damped64(h)
+    want = least_squares(slow_admm(w, h, n), h64, w.astype(np.float64) @ h64)
+    assert (got == 0).sum() == n
+    ours, theirs = error(got, w, h64), error(want, w, h64)
+    assert ours / theirs == pytest.approx(1, abs=0.01)
+    rival = w.copy()
+    sparsegpt.prune_matrix(rival, sparsegpt.inverse_factor(h), n)
+    assert ours < 0.95 * error(rival, w, h64)  # a wrong penalty, sign or scale fails this
+
+
+@pytest.mark.parametrize("rows,cols", [(30, 80), (9, 160)])
+def test_refit_is_the_least_squares_solution_on_the_mask(xp, rows, cols):  # noqa: F811
+    rng = np.random.default_rng(rows)
+    w, h = rng.standard_normal((rows, cols)).astype(np.float32), moments(rng, cols)
+    difference = (moments(rng, cols) * 0.02).astype(np.float32)
+    problem = problem_of(xp.asarray(w), xp.asarray(h), xp.asarray(difference))
+    mask = rng.random(w.shape) < 0.4
+    start = np.where(mask, w, 0)
+    got = array_backend.to_host(alps.refit(problem, xp.asarray(start)))
+    h64 = damped64(h)
+    target = w.astype(np.float64) @ (h64 + difference)
+    want = least_squares(mask, h64, target)
+    assert np.array_equal(got != 0, mask)
+    least, first = objective(want, h64, target), objective(start, h64, target)
+    assert objective(got, h64, target) - least < 0.01 * (first - least)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 60), st.floats(0, 1), st.floats(0, 1), st.integers(0, 2**32))
+def test_number_of_zeros_is_exact_and_zeros_stay(rows, cols, sparsity, zeros, seed):
+    rng = np.random.default_rng(seed)
+    w = rng.standard_normal((rows, cols)).astype(np.float32)
+    w[rng.random(w.shape) < zeros] = 0
+    problem = problem_of(w, moments(rng, cols))
+    n = int(sparsity * w.size)
+    got = alps.refit(problem, alps.prune_matrix(problem, alps.spectrum(problem.hessian), n))
+    assert np.isfinite(got).all() and not np.any(got[w == 0])
+    assert (got == 0).sum() == max(n, (w == 0).sum())
+
+
+@pytest.mark.parametrize("pattern,cols", [((2, 4), 64), ((4, 8), 88)])
+def test_pattern_holds_and_beats_sparsegpt(xp, pattern, cols):  # noqa: F811
+    rng = np.random.default_rng(cols)
+    w, h = rng.standard_normal((20, cols)).astype(np.float32), moments(rng, cols)
+    problem = problem_of(xp.asarray(w), xp.asarray(h))
+    got = alps.refit(problem, alps.prune_matrix(problem, alps.spectrum(problem.hessian), 0, pattern))
+    got = array_backend.to_host(got)
+    assert ((got.reshape(-1, pattern[1]) != 0).sum(axis=1) == pattern[0]).all()
+    rival = w.copy()
+    sparsegpt.prune_matrix(rival, sparsegpt.inverse_factor(h), 0, pattern)
+    assert error(got, w, damped64(h)) < error(rival, w, damped64(h))
+
+
+def test_hessian_that_is_not_positive_definite_is_refused(xp):  # noqa: F811
+    with pytest.raises(np.linalg.LinAlgError):
+        alps.spectrum(xp.array([[1, 5], [5, 1]], dtype=np.float32))
+
+
+# ---- targets ----
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_targets_are_the_outputs_of_the_dense_model(share):
+    """The gradient at the dense weights is what the inputs have moved, times the share."""
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((5, 8)).astype(np.float32)
+    dense = hessians.DenseInputs("a")
+    found = hessians.Hessians({"a", "b"}, dense=dense, share=share)
+    zs = [rng.standard_normal((20, 8), dtype=np.float32) for _ in range(3)]
+    xs = [z + 0.1 * rng.standard_normal((20, 8), dtype=np.float32) for z in zs]
+    for z, x in zip(zs, xs):
+        dense.take(Weight("a", 8, 1, False), 0, z)
+        found.take(Weight("a", 8, 1, False), 0, x)
+        found.take(Weight("b", 8, 1, False), 0, x)
+    assert not dense.wants("b")
+    z, x = (np.concatenate(a).astype(np.float64) for a in (zs, xs))
+    h = damped64((x.T @ x).astype(np.float32))
+    for name in ("a", "b"):
+        problem = found.problem(name, 0, w, 0.01)
+        np.testing.assert_allclose(problem.hessian, h, rtol=1e-5)
+        np.testing.assert_allclose(problem.target, w @ (h + share * (z - x).T @ x), rtol=1e-4, atol=1e-3)
+
+
+def test_expert_has_no_targets_of_the_dense_model():
+    rng = np.random.default_rng(1)
+    dense = hessians.DenseInputs("up")
+    found = hessians.Hessians({"up"}, dense=dense)
+    w = rng.standard_normal((3, 4)).astype(np.float32)
+    for consumer in (dense, found):
+        consumer.take(Weight("up", 4, 3, True), 1, rng.standard_normal((8, 4), dtype=np.float32))
+    problem = found.problem("up", 1, w, 0.01)
+    np.testing.assert_array_equal(problem.target, w @ problem.hessian)
+
+
+# ---- the command ----
+
+ALPS = ["--method", "alps"]
+
+
+def tiny_model(folder, architecture="llama"):
+    path = folder / "model.gguf"
+    path.write_bytes(gguf_bytes.write(tiny_models.make(architecture)))
+    return path
+
+
+@pytest.mark.parametrize(
+    "architecture, more",
+    [
+        ("llama", ALPS),
+        ("llama", [*ALPS, "--sequential"]),
+        ("llama", [*ALPS, "--dense-targets", 0.5]),
+        ("llama", [*ALPS, "--allocation", "loss", "--loss-shift", 0.05]),
+        ("llama", ["--method", "sparsegpt", "--refit"]),
+        ("llama", ["--refit"]),
+        ("llama-moe", [*ALPS, "--dense-targets", 0.5]),
+        ("llama-moe", ["--method", "wanda", "--refit", "--dense-targets", 1]),
+    ],
+    ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else x,
+)
+def test_command_zeroes_the_number_asked_for(tmp_path, text, macko, architecture, more):  # noqa: F811
+    model = tiny_model(tmp_path, architecture)
+    out = tmp_path / "out.gguf"
+    done = macko("prune", model, out, "--sparsity", "0.8", "-f", text, "--chunks", 2, "-c", 64, *more)
+    assert done.code == 0, done.err
+    assert {p.name for p in tmp_path.iterdir()} == {"model.gguf", "out.gguf", "text.txt"}
+    before, after = pruned_tensors(model), pruned_tensors(out)
+    n = sum(b.size for b in after.values())
+    zeros = sum(int((b == 0).sum()) for b in after.values())
+    assert abs(zeros - 0.8 * n) <= 0.01 * n
+    assert all(not np.any(after[name][b == 0]) for name, b in before.items())
+    assert any(np.any((after[name] != b) & (after[name] != 0)) for name, b in before.items())
+    keys = gguf.GGUFReader(out).fields
+    assert keys["macko.prune.chunks_count"].contents() == 2
+    assert ("macko.prune.refit" in keys) == ("--refit" in more)
+    if "--dense-targets" in more:
+        assert keys["macko.prune.dense_targets"].contents() == more[-1]
+
+
+def test_weights_of_one_input_are_pruned_together(tmp_path, text):  # noqa: F811
+    model = tiny_model(tmp_path)
+    options = PruneOptions(sparsity=Fraction(0), text=str(text), n_ctx=64)
+    with Model(model) as m:
+        groups = layerwise.passes_by_input(model, tensors_to_prune(m), options)
+        names = [{t.name for t in group} for group in groups]
+    parts = [{"attn_q", "attn_k", "attn_v"}, {"attn_output"}, {"ffn_gate", "ffn_up"}, {"ffn_down"}]
+    assert names == [{f"blk.{b}.{part}.weight" for part in group} for b in (0, 1) for group in parts]
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--method", "alps"], "alps needs a calibration text"),
+        (["--refit"], "--refit needs a calibration text"),
+        (["--method", "alps", "--per", "row"], "--per row does not go with alps"),
+        (["--method", "alps", "--refit"], "alps fits the weights that stay anyway"),
+        (["--method", "wanda", "--dense-targets", "1"], "--dense-targets: wanda has no targets"),
+        (["--method", "alps", "--dense-targets", "1.5"], "--dense-targets 1.5: expected a number from 0 to 1"),
+        (["--method", "alps", "--dense-targets", "nan"], "--dense-targets nan"),
+        (["--method", "alps", "--dense-targets", "1", "--sequential"], "leave out --sequential"),
+        (["--refit", "--per", "model"], "--per model goes with none of"),
+        (["--allocation", "loss", "--loss-shift", "0", "-f", "x"], "--loss-shift 0"),
+        (["--allocation", "loss"], "--allocation loss needs a calibration text"),
+    ],
+)
+def test_bad_options_are_refused_at_once(tmp_path, macko, args, message):
+    done = macko("prune", tiny_model(tmp_path), tmp_path / "out.gguf", "--sparsity", "0.5", *args)
+    assert done.code == 2 and message in done.err and len(done.err.splitlines()) == 1, done.err
+
+
+# ---- interrupted runs ----
+
+
+def interrupted(*args, when):
+    """Runs `macko prune` and kills it (-9) as soon as when() says so; returns whether it was still running."""
+    command = [sys.executable, "-m", "ggml_macko.commands.cli", "prune", *map(str, args)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not when():
+        time.sleep(0.0005)
+    running = process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return running
+
+
+@pytest.mark.parametrize("more", [[], ["--dense-targets", 0.5]], ids=["dense", "targets"])
+def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, text, macko, more):  # noqa: F811
+    model = tiny_model(tmp_path)
+    args = ["--method", "alps", "--sparsity", "0.8", "-f", text, "--chunks", 3, "-c", 64, *more]
+    whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
+    assert macko("prune", model, whole, *args).code == 0
+    checkpoint = tmp_path / "out.gguf.checkpoint"
+
+    def n_done():
+        with checkpoint.open("rb") as f:
+            data = f.read(4096)
+        return data[data.index(b"macko.prune.done") + 20]
+
+    for at in (1, 5):
+        assert interrupted(model, out, *args, when=lambda at=at: checkpoint.exists() and n_done() >= at)
+        assert checkpoint.exists() and not out.exists()
+    done = macko("prune", model, out, *args)
+    assert done.code == 0 and "continuing after" in done.err, done.err
+    assert out.read_bytes() == whole.read_bytes()
+    assert {p.name for p in tmp_path.iterdir()} == {"model.gguf", "out.gguf", "text.txt", "whole.gguf"}
+
+
+def test_half_written_tensors_are_restored(tmp_path, text, macko, monkeypatch):  # noqa: F811
+    """Killed while the second group of matrices was written: its weights must not reach the statistics."""
+    model = tiny_model(tmp_path)
+    args = ["--method", "alps", "--sparsity", "0.8", "-f", text, "--chunks", 3, "-c", 64, "--sequential"]
+    whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
+    assert macko("prune", model, whole, *args).code == 0
+    write, calls = working_copy.TensorFile.write, []
+
+    def torn(self, t, bits):
+        calls.append(t.name)
+        if len(calls) == 17:
+            bits = bits.copy()
+            bits[0] = 0x7E00  # NaN
+        write(self, t, bits)
+        if len(calls) == 17:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(working_copy.TensorFile, "write", torn)
+    assert macko("prune", model, out, *args).code == 130
+    monkeypatch.setattr(working_copy.TensorFile, "write", write)
+    assert (tmp_path / "out.gguf.checkpoint").exists()
+    assert macko("prune", model, out, *args).code == 0
+    assert out.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "what, more",
+    [("set of options", ["--damping", 0.02]), ("number of zeros", ["--tensor-sparsity", "attn_q=0.5"]), ("text", [])],
+)
+def test_checkpoint_of_another_run_is_refused(tmp_path, text, macko, monkeypatch, what, more):  # noqa: F811
+    model = tiny_model(tmp_path)
+    args = ["prune", model, tmp_path / "out.gguf", "--method", "alps", "--sparsity", "0.8", "-f", text, "-c", 64]
+    count = working_copy.WorkingCopy.count
+
+    def counted(self, *n):
+        count(self, *n)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(working_copy.WorkingCopy, "count", counted)
+    assert macko(*args).code == 130
+    monkeypatch.setattr(working_copy.WorkingCopy, "count", count)
+    checkpoint = tmp_path / "out.gguf.checkpoint"
+    kept = checkpoint.read_bytes()
+    if what == "text":
+        text.write_text(text.read_text() + "a")
+    done = macko(*args, *more)
+    assert done.code == 1 and f"out.gguf.checkpoint: is from a run with another {what}; delete it" in done.err, done.err
+    assert checkpoint.read_bytes() == kept
+    checkpoint.write_bytes(model.read_bytes())  # not a working copy
+    done = macko(*args)
+    assert done.code == 1 and "out.gguf.checkpoint" in done.err and checkpoint.exists()

@@ -1,0 +1,272 @@
+"""`macko prune --values`: weights that stay get values of a quantized type, and `macko convert` finds them again."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_alps import damped64, interrupted, moments, problem_of, tiny_model
+from test_sparsegpt import pruned_tensors, text, xp  # noqa: F401  fixtures
+
+from ggml_macko import values
+from ggml_macko.codecs import exact_blocks, packed
+from ggml_macko.codecs.value_types import BLOCK, LEVELS, TYPE_Q4_NL, pack_blocks, pack_nibbles
+from ggml_macko.pruning import array_backend, quantized
+from ggml_macko.pruning.options import VALUES
+from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
+from support import generators
+
+NUMBERS = {  # FORMAT.md section 7, 0 left out
+    "q8_0": [[q for q in range(-127, 128) if q]],
+    "q5_0": [[q for q in range(-16, 16) if q]],
+    "q4_0": [[q for q in range(-8, 8) if q]],
+    "q4_nl": LEVELS.tolist(),
+}
+
+
+def pruned_matrix(rng, rows, cols, density=0.5):
+    w = rng.standard_normal((rows, cols)).astype(np.float32)
+    return np.where(np.abs(w) > np.quantile(np.abs(w), 1 - density), w, 0).astype(np.float32)
+
+
+def error(w, dense, h):
+    difference = (w - dense).astype(np.float64)
+    return float(np.einsum("ij,ij->", difference @ h, difference))
+
+
+def slow_fit(w, dense, h, lattice, numbers, n_passes):
+    """Each weight in turn becomes the value of its grid that is nearest to where the error, of all others as they are,
+    is least. In float64, a row at a time, and the gradient anew for each weight.
+    """
+    w, dense = w.astype(np.float64), dense.astype(np.float64)
+
+    def nearest(wanted, r, c):
+        d = float(lattice.scale[r, c])
+        return min((d * q for q in numbers[int(lattice.table[r, c])]), key=lambda value: abs(value - wanted))
+
+    for r in range(len(w)):
+        kept = np.flatnonzero(w[r])
+        w[r, kept] = [nearest(w[r, c], r, c) for c in kept]
+        for _ in range(n_passes):
+            for c in kept:
+                w[r, c] = nearest(w[r, c] - (w[r] - dense[r]) @ h[:, c] / h[c, c], r, c)
+    return w
+
+
+# ---- fitting ----
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("rows,cols", [(9, 96), (5, 300)])
+def test_error_is_that_of_a_float64_implementation(xp, rows, cols, name):  # noqa: F811
+    rng = np.random.default_rng(cols)
+    dense = rng.standard_normal((rows, cols)).astype(np.float32)
+    w = np.where(np.abs(dense) > 0.6, dense, 0).astype(np.float32)
+    h = moments(rng, cols)
+    grid = quantized.Grid(name, xp)
+    problem = problem_of(xp.asarray(dense), xp.asarray(h))
+    [lattice] = quantized.lattices([xp.asarray(w)], [problem.hessian.diagonal()], grid)
+    start = array_backend.to_host(quantized.nearest_weights(xp.asarray(w), lattice, grid))
+    found = array_backend.to_host(quantized.fit(problem, xp.asarray(w), lattice, grid))
+    on_host = quantized.Lattice(*map(array_backend.to_host, lattice))
+    want = slow_fit(w, dense, damped64(h), on_host, NUMBERS[name], quantized.PASSES)
+    assert np.array_equal(found == 0, w == 0)
+    ours, theirs = error(found, dense, damped64(h)), error(want, dense, damped64(h))
+    assert abs(ours / theirs - 1) < 0.01 and ours < error(start, dense, damped64(h))
+    assert (np.abs(found - want) < 1e-6).mean() > 0.95  # a tie may end differently, and changes what follows
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_no_weight_can_be_moved_alone(name):
+    rng = np.random.default_rng(3)
+    w = pruned_matrix(rng, 6, 130)
+    h = moments(rng, 130)
+    grid = quantized.Grid(name)
+    problem = problem_of(w, h)
+    [lattice] = quantized.lattices([w], [problem.hessian.diagonal()], grid)
+    found = quantized.fit(problem, w, lattice, grid, n_passes=40)
+    h = damped64(h)
+    best = error(found, w, h)
+    for r, c in zip(*np.nonzero(found)):
+        for q in NUMBERS[name][lattice.table[r, c]]:
+            moved = found.copy()
+            moved[r, c] = lattice.scale[r, c] * q
+            assert error(moved[r : r + 1], w[r : r + 1], h) > error(found[r : r + 1], w[r : r + 1], h) - 1e-6 * best
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_scales_are_next_to_the_best(name):
+    """Against many scales tried in float64, for each block of its own."""
+    rng = np.random.default_rng(1)
+    x = pruned_matrix(rng, 200, BLOCK * 3, 0.4)
+    x = x[x != 0][: 40 * BLOCK].reshape(40, BLOCK)
+    counts = rng.uniform(0.2, 3, x.shape).astype(np.float32)
+    found = quantized.search_scales(x, counts, quantized.Grid(name))
+    assert np.array_equal(found.scale.astype(np.float16), found.scale) and np.all(found.scale != 0)
+    if name == "q4_nl":
+        assert np.array_equal(found.scale.astype(np.float16).view(np.uint16) & 1, found.table)
+
+    def lost(row, d, table):
+        numbers = np.array(NUMBERS[name][table])
+        nearest = d * numbers[np.abs(x[row] / d - numbers[:, None]).argmin(axis=0)]
+        return float((counts[row] * (x[row] - nearest) ** 2).sum())
+
+    ours, best = 0.0, 0.0
+    for row in range(len(x)):
+        largest = float(np.abs(x[row]).max()) / max(abs(q) for q in NUMBERS[name][0])
+        tried = [sign * largest * f for f in np.linspace(0.7, 1.4, 141) for sign in (1, -1)]
+        best += min(lost(row, d, table) for d in tried for table in range(len(NUMBERS[name])))
+        ours += lost(row, float(found.scale[row]), int(found.table[row]))
+    assert ours < {"q8_0": 1.2, "q5_0": 1.1}.get(name, 1.05) * best  # the more numbers, the more local minima
+
+
+def test_blocks_run_through_rows_and_matrices(xp):  # noqa: F811
+    rng = np.random.default_rng(2)
+    matrices = [pruned_matrix(rng, 5, 40) for _ in range(3)]
+    importance = [rng.uniform(0.5, 2, 40).astype(np.float32) for _ in matrices]
+    grid = quantized.Grid("q4_nl", xp)
+    found = quantized.lattices([xp.asarray(m) for m in matrices], [xp.asarray(i) for i in importance], grid)
+    kept = np.concatenate([m[m != 0] for m in matrices])
+    scales = np.concatenate([array_backend.to_host(of.scale)[m != 0] for of, m in zip(found, matrices)])
+    counts = np.concatenate([np.broadcast_to(i, m.shape)[m != 0] for i, m in zip(importance, matrices)])
+    assert len(kept) % BLOCK
+    for begin in range(0, len(kept), BLOCK):
+        block = slice(begin, min(begin + BLOCK, len(kept)))
+        x, c = np.zeros((2, 1, BLOCK), dtype=np.float32)
+        x[0, : len(kept[block])], c[0, : len(kept[block])] = kept[block], counts[block]
+        want = quantized.search_scales(xp.asarray(x), xp.asarray(c), grid).scale
+        assert np.array_equal(scales[block], np.repeat(array_backend.to_host(want), len(kept[block])))
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_tiny_weights_do_not_become_zero(name):
+    w = np.full((1, 64), 1e-12, dtype=np.float32)
+    [lattice] = quantized.lattices([w], [np.ones(64, dtype=np.float32)], quantized.Grid(name))
+    found = quantized.nearest_weights(w, lattice, quantized.Grid(name))
+    assert np.all(found.astype(np.float16) != 0)
+
+
+# ---- finding blocks again ----
+
+
+def random_blocks(rng, name, n):
+    """(bytes of the blocks, d * q of all values, float32); the last block has 5 zeros of padding."""
+    value_type = quantized.VALUE_TYPES[name]
+    scale = (rng.standard_normal((n, 1)) * rng.choice([1e-4, 0.01, 3])).astype(np.float16)
+    scale[scale == 0] = 1
+    table = scale.view(np.uint16)[:, 0] & 1 if name == "q4_nl" else np.zeros(n, dtype=np.uint16)
+    number = rng.integers(0, len(NUMBERS[name][0]), (n, BLOCK))
+    q = np.array(NUMBERS[name])[table[:, None], number].astype(np.int8)
+    q[-1, -5:] = number[-1, -5:] = 0
+    data = (
+        pack_nibbles(scale, [], number.astype(np.uint8))
+        if value_type == TYPE_Q4_NL
+        else pack_blocks(scale, q, value_type)
+    )
+    return data.reshape(-1), (scale.astype(np.float32) * q).reshape(-1) + np.float32(0)  # no -0.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(VALUES), st.sampled_from([TYPE_F16, TYPE_BF16, TYPE_F32]), st.integers(1, 70), st.integers(0, 2**32)
+)
+def test_blocks_are_found_again(name, type_id, n, seed):
+    data, wanted = random_blocks(np.random.default_rng(seed), name, n)
+    bits = values.from_float(wanted, type_id)
+    value_type = quantized.VALUE_TYPES[name]
+    found = exact_blocks.find(bits, type_id, value_type)
+    assert found is not None and found.shape == data.shape
+    d, q = packed.dequantize(found, value_type)
+    assert np.array_equal(values.from_float((d * q).astype(np.float32), type_id)[:-5], bits[:-5])
+    assert name == "q4_nl" or not q[-5:].any()  # padding; the number 0 is a value there
+
+
+def test_padding_of_found_blocks_is_that_of_the_format():
+    data, wanted = random_blocks(np.random.default_rng(5), "q4_nl", 3)
+    found = exact_blocks.find(values.from_float(wanted, TYPE_F32), TYPE_F32, TYPE_Q4_NL)
+    assert np.array_equal(found, data)  # F32 holds d * q, so that there is one scale
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_other_values_are_no_blocks(name):
+    rng = np.random.default_rng(0)
+    value_type = quantized.VALUE_TYPES[name]
+    bits = values.from_float(rng.standard_normal(BLOCK * 40).astype(np.float32), TYPE_F16)
+    assert exact_blocks.find(bits, TYPE_F16, value_type) is None
+    _, wanted = random_blocks(rng, name, 40)
+    bits = values.from_float(wanted, TYPE_F32)
+    bits[BLOCK * 35 + 7] += 1  # behind the blocks that are looked at first
+    assert exact_blocks.find(bits, TYPE_F32, value_type) is None
+
+
+# ---- the command ----
+
+TEXT = ["--chunks", 2, "-c", 64]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama-moe"])
+@pytest.mark.parametrize("name", VALUES)
+def test_convert_finds_the_values_again(tmp_path, text, macko, architecture, name):  # noqa: F811
+    model = tiny_model(tmp_path, architecture)
+    out, sparse, back = (tmp_path / f"{n}.gguf" for n in ("out", "sparse", "back"))
+    how = ["--method", "sparsegpt", "--sparsity", "0.6"]
+    done = macko("prune", model, out, *how, "--values", name, "-f", text, *TEXT)
+    assert done.code == 0, done.err
+    assert gguf.GGUFReader(out).fields["macko.prune.values"].contents() == name
+    assert macko("convert", out, sparse, f"sparse-{name}", "--tensor-type", "^output=dense").code == 0
+    assert macko("restore", sparse, back).code == 0
+    assert generators.dense_bytes(back) == generators.dense_bytes(out)
+    before, after = pruned_tensors(model), pruned_tensors(out)
+    assert sum(int((b == 0).sum()) for b in after.values()) >= 0.59 * sum(b.size for b in after.values())
+    for tensor, bits in after.items():
+        assert not np.any(bits[before[tensor] == 0])
+
+
+def test_only_values_keep_every_zero(tmp_path, text, macko):  # noqa: F811
+    model = tiny_model(tmp_path)
+    pruned, out = tmp_path / "pruned.gguf", tmp_path / "out.gguf"
+    assert macko("prune", model, pruned, "--sparsity", "0.6").code == 0
+    done = macko("prune", pruned, out, "--values", "q4_nl", "-f", text, *TEXT)
+    assert done.code == 0, done.err
+    before, after = pruned_tensors(pruned), pruned_tensors(out)
+    assert all(np.array_equal(b == 0, after[name] == 0) for name, b in before.items())
+    assert any(np.any(b != after[name]) for name, b in before.items())
+
+
+def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, text, macko):  # noqa: F811
+    model = tiny_model(tmp_path)
+    args = ["--method", "alps", "--sparsity", "0.6", "--values", "q4_nl", "-f", text, *TEXT]
+    whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
+    assert macko("prune", model, whole, *args).code == 0
+    checkpoint = tmp_path / "out.gguf.checkpoint"
+
+    def has_tensors():
+        if not checkpoint.exists():
+            return False
+        data = checkpoint.open("rb").read(4096)
+        return data[data.index(b"macko.prune.done") + 20] >= 3
+
+    assert interrupted(model, out, *args, when=has_tensors)
+    assert checkpoint.exists() and not out.exists()
+    done = macko("prune", model, out, *args)
+    assert done.code == 0 and "continuing after" in done.err, done.err
+    assert out.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--values", "q4_nl"], "--values q4_nl needs a calibration text"),
+        (["--values", "q4_nl", "-f", "x", "--all-bits"], "--all-bits: --values says which values weights have"),
+        (["--values", "q4_nl", "-f", "x", "--sparsity", ".5", "--per", "model"], "--per model goes with none of"),
+        (["--values", "q4_nl", "-f", "x", "--allocation", "loss"], "--sparsity (or --pattern) is missing"),
+        (["--values", "q6_k", "-f", "x"], "invalid choice: 'q6_k'"),
+    ],
+)
+def test_bad_options_are_refused_at_once(tmp_path, macko, args, message):
+    done = macko("prune", tiny_model(tmp_path), tmp_path / "out.gguf", *args)
+    assert done.code == 2 and message in done.err, done.err
+    assert len(done.err.splitlines()) == 1 or "invalid choice" in done.err
+    assert [p.name for p in tmp_path.iterdir()] == ["model.gguf"]

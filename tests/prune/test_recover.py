@@ -1,0 +1,546 @@
+"""`macko recover`: the forward pass is llama.cpp's, zeros stay zeros, the loss falls, and a killed run goes on."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from ggml_macko import errors
+from ggml_macko.codecs.value_types import LEVELS
+from ggml_macko.gguf.files import Model
+from ggml_macko.pruning.options import VALUES
+from ggml_macko.recovery.checkpoint import Checkpoint
+from ggml_macko.recovery.options import RecoverOptions
+from ggml_macko.recovery.schedule import Texts, batches, learning_rate
+from ggml_macko.values import NEGATIVE_ZERO
+from support import gguf_bytes, tiny_models
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="no PyTorch: pip install 'ggml-macko[train]'")
+HAS_GPU = HAS_TORCH and importlib.import_module("torch").cuda.is_available()
+SUPPORTED = ("llama", "arcee", "qwen2", "qwen3", "gemma2", "gemma3")
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    rng = np.random.default_rng(2)
+    path.write_text("".join(rng.choice(["ab ", "a ", "b ab", "\n"], 1500)))
+    return path
+
+
+def make(path, arch="llama"):
+    path.write_bytes(gguf_bytes.write(tiny_models.make(arch)))
+    return path
+
+
+@pytest.fixture
+def pair(tmp_path, macko):
+    """(pruned, dense)"""
+    dense, pruned = make(tmp_path / "dense.gguf"), tmp_path / "pruned.gguf"
+    assert macko("prune", dense, pruned, "--sparsity", "0.85", "--per", "tensor").code == 0
+    return pruned, dense
+
+
+def run(macko, pair, text, out, *more):
+    pruned, dense = pair
+    return macko("recover", pruned, out, "--dense", dense, "-f", text, "-c", 32, "--batch-size", 4, *more)
+
+
+def weights(path):
+    with Model(path) as m:
+        return {t.name: (t.type, t.read_bits()) for t in m.tensors}
+
+
+def zeros(type_id, bits):
+    return (bits == 0) | (bits == NEGATIVE_ZERO[type_id])
+
+
+# ---- the forward pass ----
+
+
+@needs_torch
+@pytest.mark.parametrize("arch", SUPPORTED)
+def test_logits_are_those_of_llama_cpp(tmp_path, arch):
+    """Longer than the window of those that have one."""
+    import torch
+
+    from ggml_macko.evaluation.text_model import TextModel
+    from ggml_macko.evaluation.transformer import Shape, Transformer, read_weights
+
+    path = make(tmp_path / "model.gguf", arch)
+    with Model(path) as m:
+        model = Transformer(Shape.of(m), read_weights(m, torch.device("cpu")))
+    with TextModel(path, 48, n_batch=48) as llama:
+        tokens = llama.as_sequences(np.random.default_rng(1).integers(5, 90, (1, 48)))
+        expected = np.array(llama.evaluate(tokens))
+    with torch.no_grad():
+        found = model.logits(torch.from_numpy(tokens.astype(np.int64))).numpy()
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= 0.01 * np.abs(expected).max()  # llama.cpp rounds activations to F16
+
+
+@needs_torch
+def test_windows_matter(tmp_path):
+    """The test above would see a layer that looks too far back."""
+    import torch
+
+    from ggml_macko.evaluation.transformer import Shape, Transformer, read_weights
+
+    with Model(make(tmp_path / "model.gguf", "gemma2")) as m:
+        shape, w = Shape.of(m), read_weights(m, torch.device("cpu"))
+    tokens = torch.arange(5, 53)[None]
+    with torch.no_grad():
+        found = Transformer(shape, w).logits(tokens)
+        without = Transformer(Shape(**{**shape.__dict__, "window": 0}), w).logits(tokens)
+    assert shape.window == 16 and (found - without).abs().max() > 0.05 * found.abs().max()
+
+
+@needs_torch
+@pytest.mark.parametrize("arch", ["llama-moe", "phi3", "gpt-oss"])
+def test_other_models_are_refused(tmp_path, macko, text, arch):
+    dense = make(tmp_path / "dense.gguf", arch)
+    done = run(macko, (dense, dense), text, tmp_path / "out.gguf")
+    assert done.code == 1 and "not supported by recover" in done.err
+    assert {p.name for p in tmp_path.iterdir()} == {"dense.gguf", "text.txt"}
+
+
+@needs_torch
+def test_forward_pass_that_differs_from_llama_cpp_is_refused(tmp_path, macko, text, pair, monkeypatch):
+    from ggml_macko.evaluation import transformer
+
+    monkeypatch.setattr(transformer, "_NEOX", {"llama"})
+    done = run(macko, pair, text, tmp_path / "out.gguf")
+    assert done.code == 1 and "differ from llama.cpp's" in done.err
+    assert not (tmp_path / "out.gguf").exists()
+
+
+# ---- the optimizer ----
+
+
+@needs_torch
+def test_masked_adam_is_adam_where_weights_are_kept():
+    import torch
+
+    from ggml_macko.recovery import masked_adam
+
+    rng = np.random.default_rng(3)
+    start = rng.normal(size=(7, 9)).astype(np.float32)
+    start[rng.random(start.shape) < 0.5] = 0
+    bias = rng.normal(size=7).astype(np.float32)
+    x = torch.from_numpy(rng.normal(size=(20, 9)).astype(np.float32))
+    ours = {"w": torch.from_numpy(start.copy()), "b": torch.from_numpy(bias.copy())}
+    adam = masked_adam.MaskedAdam(ours)
+    kept = torch.from_numpy(start != 0)
+    theirs = [torch.from_numpy(start[start != 0]).requires_grad_(True), torch.from_numpy(bias.copy()).requires_grad_()]
+    reference = torch.optim.Adam(theirs, betas=(masked_adam.BETA1, masked_adam.BETA2), eps=masked_adam.EPSILON)
+
+    def loss(w, b):
+        return (torch.nn.functional.linear(x, w, b).tanh() - 0.3).square().sum()
+
+    for step in range(12):
+        adam.rate = reference.param_groups[0]["lr"] = 0.01 * (step + 1)
+        loss(ours["w"], ours["b"]).backward()
+        adam.advance()
+        reference.zero_grad()
+        loss(torch.zeros(7, 9).masked_scatter(kept, theirs[0]), theirs[1]).backward()
+        reference.step()
+    assert torch.all(ours["w"][~kept] == 0)
+    assert torch.allclose(ours["w"].detach()[kept], theirs[0].detach(), rtol=1e-4, atol=1e-6)
+    assert torch.allclose(ours["b"].detach(), theirs[1].detach(), rtol=1e-4, atol=1e-6)
+
+
+@needs_torch
+@pytest.mark.parametrize("share_of_zeros", [0, 0.4, 1])
+def test_weights_of_masked_adam_are_those_that_are_kept(share_of_zeros):
+    import torch
+
+    from ggml_macko.recovery.masked_adam import MaskedAdam
+
+    rng = np.random.default_rng(5)
+    w = rng.normal(size=(40, 31)).astype(np.float32)
+    w[rng.random(w.shape) < share_of_zeros] = 0
+    adam = MaskedAdam({"w": torch.from_numpy(w.copy())})
+    assert np.array_equal(adam.weights()["w"].numpy(), w[w != 0])
+
+
+@needs_torch
+def test_gradient_of_quantized_values_changes_the_weights_behind_them():
+    """Adam on weights that the loss sees quantized, with PyTorch's own Adam."""
+    import torch
+
+    from ggml_macko.recovery import masked_adam
+
+    rng = np.random.default_rng(4)
+    start = rng.normal(size=(11, 19)).astype(np.float32)
+    start[rng.random(start.shape) < 0.5] = 0
+    kept = torch.from_numpy(start != 0)
+    x = torch.from_numpy(rng.normal(size=(30, 19)).astype(np.float32))
+    ours = {"w": torch.from_numpy(start.copy()), "b": torch.zeros(11)}
+    adam = masked_adam.MaskedAdam(ours, "q4_nl")
+    theirs = torch.from_numpy(start[start != 0]).requires_grad_()
+    reference = torch.optim.Adam([theirs], betas=(masked_adam.BETA1, masked_adam.BETA2), eps=masked_adam.EPSILON)
+    for step in range(8):
+        adam.rate = reference.param_groups[0]["lr"] = 0.01 * (step + 1)
+        seen = ours["w"].detach().clone().requires_grad_()
+        for w in (seen, ours["w"]):
+            (torch.nn.functional.linear(x, w, ours["b"].detach()).tanh() - 0.3).square().sum().backward()
+        adam.advance()
+        theirs.grad = seen.grad[kept]
+        reference.step()
+        state = dict(adam.arrays())
+        assert torch.allclose(state["weight.w"], theirs.detach(), rtol=1e-4, atol=1e-6)
+        assert torch.all(ours["w"][~kept] == 0) and torch.all(ours["w"][kept] != 0)
+        assert_nearest_values(ours["w"].detach()[kept].numpy(), theirs.detach().numpy(), state)
+
+
+def assert_nearest_values(found, weights, state):
+    """Each is the value of Q4_NL nearest to its weight, with the scale of its block: a number of F16 whose last bit
+    says in which table.
+    """
+    for i, (value, weight) in enumerate(zip(found, weights.astype(np.float64))):
+        scale, table = float(state["scale.w"][i // 32]), int(state["table.w"][i // 32])
+        assert np.float16(scale) == scale and np.float16(scale).view(np.uint16) & 1 == table
+        nearest = min(abs(scale * int(q) - weight) for q in LEVELS[table])
+        assert abs(value - weight) <= nearest + 1e-6 and value / scale in LEVELS[table]
+
+
+@needs_torch
+@pytest.mark.parametrize("name", VALUES)
+def test_scales_follow_the_weights(name):
+    """The scale is that with the least error for the numbers that the weights had, rounded to F16."""
+    import torch
+
+    from ggml_macko.recovery.quantized_weights import Blocks
+
+    rng = np.random.default_rng(6)
+    w = rng.normal(size=32 * 9 + 5).astype(np.float32)
+    blocks = Blocks(torch.from_numpy(w), name)
+    scale, table = blocks.scale.numpy().astype(np.float64), blocks.table.numpy().copy()
+    moved = w + rng.normal(size=w.shape).astype(np.float32) * 0.05
+    values = blocks.values(torch.from_numpy(moved)).numpy().astype(np.float64)
+    blocks.follow(torch.from_numpy(moved))
+    for i in range(10):
+        q = values[32 * i : 32 * i + 32] / scale[i]
+        want = float(moved[32 * i : 32 * i + 32].astype(np.float64) @ q / (q @ q))
+        steps = 1.01 if name == "q4_nl" else 0.51  # of F16; there every second number has the table's bit
+        assert abs(float(blocks.scale[i]) - want) <= steps * float(np.spacing(np.float16(abs(want))))
+    assert np.array_equal(blocks.table.numpy(), table)
+
+
+@needs_torch
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="PyTorch finds no GPU")
+def test_host_does_not_wait_for_a_gpu_in_a_training_step(tmp_path):
+    """The steps of a small model are over sooner than the host has asked for them."""
+    import torch
+
+    from ggml_macko.evaluation.transformer import Shape, Transformer, read_weights
+    from ggml_macko.recovery.distillation import Arithmetic, training_step
+    from ggml_macko.recovery.masked_adam import MaskedAdam
+
+    device = torch.device("cuda")
+    with Model(make(tmp_path / "model.gguf")) as m:
+        teacher, student = (Transformer(Shape.of(m), read_weights(m, device)) for _ in range(2))
+    adam = MaskedAdam({name: w for name, w in student.weights.items() if name.startswith("blk.")})
+    chunks = np.random.default_rng(6).integers(5, 90, (2, 32)).astype(np.int32)
+    try:
+        for mode in ("default", "error"):  # the first step allocates memory
+            torch.cuda.set_sync_debug_mode(mode)
+            adam.rate = 1e-4
+            training_step(student, teacher, chunks, Arithmetic(device))
+            adam.advance()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- the command ----
+
+
+@needs_torch
+@pytest.mark.parametrize("method", ["distill", "blocks"])
+def test_recovered_model_is_nearer_to_the_dense_one(tmp_path, macko, pair, text, method):
+    out = tmp_path / "out.gguf"
+    base = tmp_path / "base.kld"
+    assert macko("perplexity", "-m", pair[1], "-f", text, "-c", 32, "--kl-divergence-base", base).code == 0
+
+    def divergence(path):
+        done = macko("perplexity", "-m", path, "--kl-divergence-base", base, "--kl-divergence", "--json")
+        return json.loads(done.out)["kld"]
+
+    done = run(macko, pair, text, out, "--method", method, "--epochs", 4)
+    assert done.code == 0 and "weights trained" in done.out, done.err
+    assert divergence(out) < 0.8 * divergence(pair[0])
+
+
+@needs_torch
+@pytest.mark.parametrize("method", ["distill", "blocks"])
+def test_zeros_and_what_is_not_trained_stay(tmp_path, macko, pair, text, method):
+    out = tmp_path / "out.gguf"
+    assert run(macko, pair, text, out, "--method", method, "--epochs", 1).code == 0
+    before, after = weights(pair[0]), weights(out)
+    assert before.keys() == after.keys()
+    changed = set()
+    for name, (type_id, bits) in before.items():
+        if not np.array_equal(bits, after[name][1]):
+            changed.add(name)
+        if name.startswith("blk.") and bits.shape[0] > 1:
+            assert not after[name][1][zeros(type_id, bits)].any(), name
+    assert all(name.startswith("blk.") for name in changed)
+    assert {"blk.0.attn_q.weight", "blk.1.ffn_down.weight", "blk.1.ffn_norm.weight"} <= changed
+
+
+@needs_torch
+@pytest.mark.parametrize("method", ["distill", "blocks"])
+@pytest.mark.parametrize("name", VALUES)
+def test_convert_finds_the_trained_values_again(tmp_path, macko, pair, text, method, name):
+    out, sparse, back = (tmp_path / f"{n}.gguf" for n in ("out", "sparse", "back"))
+    done = run(macko, pair, text, out, "--method", method, "--epochs", 1, "--chunks", 24, "--values", name)
+    assert done.code == 0, done.err
+    assert macko("convert", out, sparse, f"sparse-{name}", "--tensor-type", "^output=dense").code == 0
+    assert macko("restore", sparse, back).code == 0
+    before, after, found = weights(pair[0]), weights(out), weights(back)
+    for tensor, (type_id, bits) in after.items():
+        assert np.array_equal(found[tensor][1], bits), tensor
+        if tensor.startswith("blk.") and bits.shape[0] > 1:
+            assert np.array_equal(zeros(type_id, bits), zeros(type_id, before[tensor][1]))
+
+
+@needs_torch
+def test_values_that_were_trained_are_better_than_rounding_afterwards(tmp_path, macko, pair, text):
+    base, rounded, trained, out = (tmp_path / name for name in ("base.kld", "rounded.gguf", "trained.gguf", "out.gguf"))
+    assert macko("perplexity", "-m", pair[1], "-f", text, "-c", 32, "--kl-divergence-base", base).code == 0
+    found = []
+    for path, more in ((rounded, []), (trained, ["--values", "q4_0"])):
+        assert run(macko, pair, text, path, "--epochs", 4, *more).code == 0
+        how = ["sparse-q4_0", "--tensor-type", "^output=dense", "--force"]
+        assert macko("convert", path, out, *how).code == 0
+        done = macko("perplexity", "-m", out, "--kl-divergence-base", base, "--kl-divergence", "--json")
+        found.append(json.loads(done.out)["kld"])
+    assert found[1] < found[0]
+
+
+@needs_torch
+def test_sparse_file_is_recovered_like_the_dense_one(tmp_path, macko, pair, text):
+    sparse, a, b = (tmp_path / name for name in ("sparse.gguf", "a.gguf", "b.gguf"))
+    assert macko("convert", pair[0], sparse).code == 0
+    assert run(macko, pair, text, a, "--epochs", 1).code == 0
+    assert run(macko, (sparse, pair[1]), text, b, "--epochs", 1).code == 0
+    assert {n: w.tobytes() for n, (_, w) in weights(a).items()} == {n: w.tobytes() for n, (_, w) in weights(b).items()}
+
+
+@needs_torch
+@pytest.mark.parametrize("more", [["distill"], ["blocks"], ["distill", "--values", "q4_nl"]], ids=" ".join)
+def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, macko, pair, text, more):
+    args = ["--epochs", 6, "--evaluations", 1000, "--patience", 1000, "-t", 1, "--method", *more]
+    whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
+    assert run(macko, pair, text, whole, *args).code == 0
+    checkpoint = tmp_path / "out.gguf.checkpoint"
+    command = ["recover", pair[0], out, "--dense", pair[1], "-f", text, "-c", 32, "--batch-size", 4, *args]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ggml_macko.commands.cli", *map(str, command)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while process.poll() is None and not checkpoint.exists():
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert checkpoint.exists() and not out.exists()
+    done = run(macko, pair, text, out, *args)
+    assert done.code == 0 and "continuing after" in done.err, done.err
+    assert out.read_bytes() == whole.read_bytes()
+    assert not checkpoint.exists()
+
+
+@needs_torch
+def test_best_weights_are_written(tmp_path, macko, pair, text):
+    """With a learning rate that ruins the model in a few steps, those it began with."""
+    out = tmp_path / "out.gguf"
+    done = run(macko, pair, text, out, "--epochs", 1, "--chunks", 12, "--learning-rate", "0.9", "--json")
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    found = [float(x) for x in re.findall(r"held out ([0-9.]+)", done.err)]
+    assert found and min(found) > 1.1 * report["divergence_before"]
+    assert report["divergence_after"] == pytest.approx(report["divergence_before"], rel=1e-3)
+
+
+@needs_torch
+def test_loss_that_is_not_finite_ends_the_run(tmp_path, macko, pair, text, monkeypatch):
+    """At the latest when the loss is looked at next: not at every step."""
+    import torch
+
+    from ggml_macko.recovery import distillation
+
+    monkeypatch.setattr(distillation, "training_step", lambda *args: torch.tensor(math.nan))
+    done = run(macko, pair, text, tmp_path / "out.gguf", "--epochs", 9, "--evaluations", 1)
+    assert done.code == 1 and "the loss is nan at step 16; a lower --learning-rate" in done.err, done.err
+    assert not (tmp_path / "out.gguf").exists()
+
+
+@needs_torch
+@pytest.mark.parametrize("patience, n_evaluations", [(1, 6), (3, 8)])
+def test_run_ends_early_only_in_its_second_half(tmp_path, macko, pair, text, monkeypatch, patience, n_evaluations):
+    """If no evaluation is better than the one before the run."""
+    from ggml_macko.recovery import distillation
+
+    rising = itertools.count()
+    monkeypatch.setattr(
+        distillation, "evaluate", lambda *args: distillation.Evaluation(perplexity=1.0, divergence=next(rising))
+    )
+    args = ["--epochs", 5, "--evaluations", 10, "--patience", patience]
+    done = run(macko, pair, text, tmp_path / "out.gguf", *args)
+    assert done.code == 0 and len(re.findall("^step ", done.err, re.M)) == n_evaluations, done.err
+
+
+@needs_torch
+def test_weights_that_are_not_finite_are_refused(tmp_path, macko, pair, text):
+    model = gguf_bytes.read(pair[0].read_bytes())
+    next(t for t in model.tensors if t.name == b"blk.0.attn_norm.weight").data = np.full(64, math.inf, "<f4").tobytes()
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(gguf_bytes.write(model))
+    done = run(macko, (bad, pair[1]), text, tmp_path / "out.gguf")
+    assert done.code == 1 and "blk.0.attn_norm.weight" in done.err and "not finite" in done.err
+    assert not (tmp_path / "out.gguf").exists()
+
+
+# ---- what is checked before PyTorch is needed ----
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--epochs", "-1"], "--epochs -1: at least 0"),
+        (["--batch-size", "0"], "--batch-size 0: at least 1"),
+        (["--learning-rate", "1.5"], "--learning-rate 1.5"),
+        (["--learning-rate", "nan"], "--learning-rate nan"),
+        (["--chunks", "0"], "--chunks 0"),
+        (["--patience", "0"], "--patience 0: at least 1"),
+        (["--values", "q4_nl", "--all-bits"], "--all-bits: --values says which values weights have"),
+        (["-c", "2"], "-c 2: at least"),
+    ],
+)
+def test_bad_options_are_refused_at_once(tmp_path, macko, pair, text, args, message):
+    done = macko("recover", pair[0], tmp_path / "out.gguf", "--dense", pair[1], "-f", text, *args)
+    assert done.code == 2 and message in done.err and len(done.err.splitlines()) == 1, done.err
+
+
+def test_model_of_another_shape_is_refused(tmp_path, macko, pair, text):
+    other = make(tmp_path / "other.gguf", "qwen2")
+    done = run(macko, (pair[0], other), text, tmp_path / "out.gguf")
+    assert done.code == 1 and "it was not made from that model" in done.err, done.err
+
+
+def test_text_that_is_not_utf8_is_refused(tmp_path, macko, pair):
+    text = tmp_path / "latin1.txt"
+    text.write_bytes(b"caf\xe9 " * 100)
+    done = run(macko, pair, text, tmp_path / "out.gguf")
+    assert done.code == 1 and "is not UTF-8 text: byte 3 is 0xe9" in done.err, done.err
+
+
+def test_missing_pytorch_is_one_line(tmp_path, macko, pair, text, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    done = run(macko, pair, text, tmp_path / "out.gguf")
+    assert done.code == 1 and "pip install 'ggml-macko[train]'" in done.err, done.err
+
+
+def test_checkpoint_of_another_run_is_refused(tmp_path):
+    path = tmp_path / "checkpoint"
+    Checkpoint(path, {"model": "a", "text": "b"}).save({"step": 3}, {"w": np.arange(5, dtype=np.float32)})
+    found = Checkpoint(path, {"model": "a", "text": "b"}).load()
+    assert found.state["step"] == 3 and np.array_equal(found.arrays["w"], np.arange(5))
+    with pytest.raises(errors.MackoError, match="a run with another text"):
+        Checkpoint(path, {"model": "a", "text": "c"}).load()
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"GGUF" * 100, "pickle"])
+def test_file_that_is_no_checkpoint_is_refused(tmp_path, data):
+    path = tmp_path / "checkpoint"
+    if data == "pickle":
+        with path.open("wb") as f:
+            np.savez(f, state=np.array([{"a": 1}], dtype=object))
+    else:
+        path.write_bytes(data)
+    with pytest.raises(errors.MackoError, match="is no checkpoint"):
+        Checkpoint(path, {"model": "a"}).load()
+
+
+def test_learning_rate_rises_and_falls():
+    rates = [learning_rate(i, 100, 1.0) for i in range(100)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert all(a >= b for a, b in zip(rates[4:], rates[5:])) and rates[-1] == pytest.approx(0.05, abs=0.01)
+
+
+def test_each_epoch_reads_every_token_in_another_order():
+    train = np.arange(7 * 16, dtype=np.int32).reshape(7, 16)
+    options = RecoverOptions(text="x", batch_size=3)
+    epochs = [np.concatenate(list(batches(Texts(train, train, None), options, e))) for e in range(3)]
+    assert all(sorted(e.reshape(-1)) == list(range(7 * 16)) for e in epochs)
+    assert len({e.tobytes() for e in epochs}) == 3
+    with_bos = np.concatenate(list(batches(Texts(train, train, 99), options, 1)))
+    assert (with_bos[:, 0] == 99).all()
+
+
+# ---- text that the dense model writes ----
+
+
+@needs_torch
+@pytest.mark.parametrize("arch", SUPPORTED)
+def test_text_is_drawn_from_the_probabilities_of_the_whole_chunk(tmp_path, arch):
+    """A cache of keys and values gives the logits that the chunk gives at once, windows and positions included."""
+    import torch
+
+    from ggml_macko.evaluation.transformer import Shape, Transformer, read_weights
+    from ggml_macko.recovery.sampling import Writer
+
+    with Model(make(tmp_path / "model.gguf", arch)) as m:
+        model = Transformer(Shape.of(m), read_weights(m, torch.device("cpu")))
+    tokens = torch.from_numpy(np.random.default_rng(4).integers(5, 90, (3, 48)))
+    with torch.no_grad():
+        want = model.logits(tokens)
+        writer = Writer(model, 3, 48)
+        got = [writer.next_logits(tokens[:, :9])] + [writer.next_logits(tokens[:, i : i + 1]) for i in range(9, 48)]
+    assert (torch.stack(got, dim=1) - want[:, 8:]).abs().max() <= 1e-4 * want.abs().max()
+
+
+@needs_torch
+def test_sampled_chunks_follow_the_model_and_the_seed(tmp_path):
+    import torch
+
+    from ggml_macko.evaluation.transformer import Shape, Transformer, read_weights
+    from ggml_macko.recovery import sampling
+
+    with Model(make(tmp_path / "model.gguf")) as m:
+        model = Transformer(Shape.of(m), read_weights(m, torch.device("cpu")))
+    text = np.random.default_rng(5).integers(5, 90, (4, 24)).astype(np.int32)
+    found = sampling.sample(model, text, 600, 1, torch.device("cpu"), seed=7)
+    assert found.shape == (600, 24) and found.dtype == np.int32 and (found[:, 0] == 1).all()
+    stream = text.reshape(-1).tolist()
+    prompts = {tuple(stream[i : i + sampling.N_PROMPT]) for i in range(len(stream))}
+    assert {tuple(row) for row in found[:, 1 : 1 + sampling.N_PROMPT].tolist()} <= prompts
+    assert np.array_equal(found, sampling.sample(model, text, 600, 1, torch.device("cpu"), seed=7))
+    assert not np.array_equal(found, sampling.sample(model, text, 600, 1, torch.device("cpu"), seed=8))
+    with torch.no_grad():
+        log = torch.log_softmax(model.logits(torch.from_numpy(found.astype(np.int64)))[:, 8:-1], -1)
+    drawn = log.gather(2, torch.from_numpy(found[:, 9:].astype(np.int64))[:, :, None])
+    entropy = -(log.exp() * log).sum(-1)
+    assert abs(float(-drawn.mean() / entropy.mean()) - 1) < 0.02  # surprise is entropy, on average
+
+
+@needs_torch
+def test_sampled_chunks_are_trained_on(tmp_path, macko, text, pair):
+    out = tmp_path / "out.gguf"
+    done = run(macko, pair, text, out, "--sampled-chunks", 40, "--epochs", 1, "--json")
+    assert done.code == 0, done.err
+    plain = run(macko, pair, text, tmp_path / "plain.gguf", "--epochs", 1, "--json")
+    assert json.loads(done.out)["n_tokens"] == json.loads(plain.out)["n_tokens"] + 40 * 32

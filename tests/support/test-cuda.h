@@ -1,0 +1,288 @@
+// What the tests of the sparse GPU kernels share: checked calls, values of each type, device arrays with guard zones,
+// products with their prologues and epilogues, experts.
+#pragma once
+
+#include "cuda/lib/common.cuh"
+#include "cuda/ops/ops.h"
+#include "cuda/sparse/mul-mat.cuh"
+#include "test.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+using namespace macko;
+using namespace macko::cuda;
+
+#define CUDA_CHECK(call)                                                                              \
+    do {                                                                                              \
+        const cudaError_t error = (call);                                                             \
+        if (error != cudaSuccess) {                                                                   \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error)); \
+            exit(1);                                                                                  \
+        }                                                                                             \
+    } while (0)
+
+#define STATUS_CHECK(call)                                                                          \
+    do {                                                                                            \
+        const int status = (call);                                                                  \
+        if (status != GGML_MACKO_STATUS_OK) {                                                       \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, ggml_macko_last_error()); \
+            exit(1);                                                                                \
+        }                                                                                           \
+    } while (0)
+
+// Prints which code runs: tools/checks/check_gpu_architectures.py compares it with what it asked for.
+inline void print_code_path(const char * name) {
+    int cc = 0;
+    CUDA_CHECK(op_compute_capability(&cc));
+    printf("%s: code for compute capability %d\n", name, cc);
+}
+// Programmatic dependent launches need a kernel that waits: code for older GPUs has none.
+inline bool has_programmatic_launch() {
+    int cc = 0;
+    CUDA_CHECK(op_compute_capability(&cc));
+    return cc >= 90;
+}
+
+// Of float32 sums in any order, relative to the sum of magnitudes: a few units in the last place, growing slowly with
+// the length.
+static constexpr double  MAX_ERROR = 3e-6;
+static constexpr float   POISON    = -1.2345e30f;
+static constexpr int64_t GUARD     = 64; // floats before and after each output
+
+// ---- values ----
+
+inline double to_double(uint32_t bits, int type) {
+    if (type == GGML_MACKO_TYPE_F16) {
+        __half_raw raw;
+        raw.x = static_cast<unsigned short>(bits);
+        return static_cast<double>(__half2float(__half(raw)));
+    }
+    if (type == GGML_MACKO_TYPE_BF16) {
+        bits <<= 16;
+    }
+    float f;
+    memcpy(&f, &bits, sizeof(f));
+    return static_cast<double>(f);
+}
+
+inline double round_to(double v, int type) {
+    const float f = static_cast<float>(v);
+    return type == GGML_MACKO_TYPE_F16    ? static_cast<double>(__half2float(__float2half(f)))
+           : type == GGML_MACKO_TYPE_BF16 ? static_cast<double>(__bfloat162float(__float2bfloat16(f)))
+                                          : v;
+}
+
+// a random value of either sign, of magnitude 2^lowest to 2^(lowest + binades), one in a hundred 30 times larger
+inline uint32_t random_bits(rng & random, int type, double lowest = -8, double binades = 12) {
+    const float magnitude =
+        static_cast<float>(std::exp2(random.unit() * binades + lowest) * (random.unit() < 0.01 ? 30 : 1));
+    const float f = random.unit() < 0.5 ? -magnitude : magnitude;
+    uint32_t    bits;
+    memcpy(&bits, &f, sizeof(bits));
+    if (type == GGML_MACKO_TYPE_F16) {
+        return static_cast<__half_raw>(__float2half(f)).x;
+    }
+    return type == GGML_MACKO_TYPE_BF16 ? bits >> 16 : bits;
+}
+
+// ---- device arrays with guard zones ----
+
+struct guarded {
+    std::vector<float> host;
+    float *            memory = nullptr;
+    explicit guarded(int64_t n) : host(static_cast<size_t>(n + 2 * GUARD), POISON) {
+        CUDA_CHECK(cudaMalloc(&memory, host.size() * 4));
+        put();
+    }
+    ~guarded() { cudaFree(memory); }
+    guarded(const guarded &) = delete;
+    float * data() { return memory + GUARD; }
+    float & at(int64_t i) { return host[static_cast<size_t>(i + GUARD)]; }
+    void    put() { CUDA_CHECK(cudaMemcpy(memory, host.data(), host.size() * 4, cudaMemcpyHostToDevice)); }
+    void    get() { CUDA_CHECK(cudaMemcpy(host.data(), memory, host.size() * 4, cudaMemcpyDeviceToHost)); }
+    bool    guards_intact() const {
+        for (int64_t i = 0; i < GUARD; i++) {
+            if (host[static_cast<size_t>(i)] != POISON || host[host.size() - 1 - static_cast<size_t>(i)] != POISON) {
+                return false;
+            }
+        }
+        return true;
+    }
+};
+
+// ---- products ----
+
+struct options {
+    bool residual = false, bias = false, norm = false, silu = false, in_place = false;
+};
+
+inline options random_options(rng & random) {
+    options o;
+    o.residual = random.unit() < 0.3;
+    o.in_place = random.unit() < 0.5;
+    o.bias     = random.unit() < 0.3;
+    o.norm     = random.unit() < 0.3;
+    return o;
+}
+
+// all rows of W times n columns, which follow each other in x and in y without gaps
+inline cuda_sparse_mul_mat_params plain_product(const cuda_sparse_matrix & w, guarded & x, guarded & y, int64_t n) {
+    cuda_sparse_mul_mat_params p = {};
+    p.n_matrices                 = 1;
+    p.w[0]                       = &w;
+    p.y[0]                       = y.data();
+    p.ldy[0]                     = w.rows;
+    p.row_end[0]                 = w.rows;
+    p.x                          = x.data();
+    p.ldx                        = w.cols;
+    p.n                          = n;
+    return p;
+}
+
+// Outputs, residuals and biases of the products of matrices that share x. The constructor fills in the matrices, rows
+// (from one of the first three on) and outputs of p.
+struct outputs {
+    const options &                       o;
+    const cuda_sparse_mul_mat_params &    p;
+    std::vector<std::unique_ptr<guarded>> y, residual, bias;
+
+    outputs(rng & random, const std::vector<const cuda_sparse_matrix *> & w, const options & o,
+            cuda_sparse_mul_mat_params & p)
+        : o(o), p(p) {
+        p.n_matrices = static_cast<int32_t>(w.size());
+        for (size_t i = 0; i < w.size(); i++) {
+            const int64_t begin = o.silu ? 0 : random.range(0, std::min<int64_t>(2, w[i]->rows - 1)),
+                          m     = w[i]->rows - begin;
+            p.w[i]              = w[i];
+            p.row_begin[i]      = begin;
+            p.row_end[i]        = w[i]->rows;
+            p.ldy[i]            = m + random.range(0, 5);
+            y.push_back(std::make_unique<guarded>(p.ldy[i] * p.n));
+            residual.push_back(std::make_unique<guarded>(p.ldy[i] * p.n));
+            bias.push_back(std::make_unique<guarded>(m));
+            for (int64_t k = 0; k < p.ldy[i] * p.n; k++) {
+                residual[i]->at(k) = static_cast<float>(random.unit() - 0.5);
+            }
+            for (int64_t k = 0; k < m; k++) {
+                bias[i]->at(k) = static_cast<float>(random.unit() - 0.5);
+            }
+            if (o.residual && o.in_place) {
+                y[i]->host = residual[i]->host;
+            }
+            y[i]->put(), residual[i]->put(), bias[i]->put();
+            p.y[i]        = y[i]->data();
+            p.residual[i] = !o.residual ? nullptr : o.in_place ? y[i]->data() : residual[i]->data();
+            p.bias[i]     = o.bias ? bias[i]->data() : nullptr;
+        }
+    }
+    outputs(const outputs &) = delete;
+
+    size_t  count() const { return o.silu ? 1 : y.size(); } // outputs that are written
+    int64_t rows(size_t i) const { return p.row_end[i] - p.row_begin[i]; }
+    float   at(size_t i, int64_t row, int64_t column) const { return y[i]->at(column * p.ldy[i] + row); }
+    double  added(size_t i, int64_t row, int64_t column) const {
+        return (o.bias ? static_cast<double>(bias[i]->at(row)) : 0.0) +
+               (o.residual ? static_cast<double>(residual[i]->at(column * p.ldy[i] + row)) : 0.0);
+    }
+    // Called after the product: copies the outputs to the host. Memory around them and between their columns must be
+    // unchanged.
+    void get(const std::string & name) {
+        CUDA_CHECK(cudaDeviceSynchronize());
+        for (size_t i = 0; i < count(); i++) {
+            y[i]->get();
+            CHECK(y[i]->guards_intact(), "%s: wrote outside of y", name.c_str());
+            for (int64_t j = 0; j < p.n; j++) {
+                for (int64_t r = rows(i); r < p.ldy[i]; r++) {
+                    CHECK(at(i, r, j) == (o.residual && o.in_place ? residual[i]->at(j * p.ldy[i] + r) : POISON),
+                          "%s: wrote between columns", name.c_str());
+                }
+            }
+        }
+    }
+};
+
+// The same bits every time: as an ordinary launch, as a dependent launch, and from a CUDA graph of two such products.
+// y: the only output of p
+inline void check_repeats(cuda_sparse_mul_mat_params p, guarded & y, int n_repeats, const std::string & name) {
+    cudaStream_t    stream;
+    cudaGraph_t     graph;
+    cudaGraphExec_t exec;
+    CUDA_CHECK(cudaStreamCreate(&stream));
+    const bool programmatic = has_programmatic_launch();
+    p.programmatic          = programmatic;
+    CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    CUDA_CHECK(cuda_sparse_mul_mat(p, stream));
+    CUDA_CHECK(cuda_sparse_mul_mat(p, stream));
+    CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
+    CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    std::vector<float> first;
+    for (int i = 0; i < n_repeats; i++) {
+        CUDA_CHECK(cudaMemsetAsync(y.data(), 0xff, static_cast<size_t>(p.ldy[0] * p.n * 4), stream));
+        p.programmatic = programmatic && i % 3 == 1;
+        CUDA_CHECK(i % 3 == 2 ? cudaGraphLaunch(exec, stream) : cuda_sparse_mul_mat(p, stream));
+        CUDA_CHECK(cudaStreamSynchronize(stream));
+        y.get();
+        first = i ? first : y.host;
+        CHECK(memcmp(first.data(), y.host.data(), first.size() * 4) == 0, "%s, n %lld: repeat %d differs", name.c_str(),
+              static_cast<long long>(p.n), i);
+    }
+    CUDA_CHECK(cudaGraphExecDestroy(exec));
+    CUDA_CHECK(cudaGraphDestroy(graph));
+    CUDA_CHECK(cudaStreamDestroy(stream));
+}
+
+// The last two thirds of the rows of W, made dense with rows ld elements apart. row(r) points to the bytes that row r
+// must have. Nothing may be written between rows.
+template <typename ROW>
+void check_densified(const cuda_sparse_matrix & w, int64_t ld, const std::string & name, ROW && row) {
+    const int64_t        begin = w.rows / 3, size = value_nbytes(w.type), width = w.cols * size;
+    std::vector<uint8_t> host(static_cast<size_t>((w.rows - begin) * ld * size), 0x7b);
+    uint8_t *            dst;
+    CUDA_CHECK(cudaMalloc(&dst, host.size()));
+    CUDA_CHECK(cudaMemset(dst, 0x7b, host.size()));
+    CUDA_CHECK(cuda_sparse_densify(w, begin, w.rows, dst, ld, nullptr));
+    CUDA_CHECK(cudaMemcpy(host.data(), dst, host.size(), cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaFree(dst));
+    bool same = true, kept = true;
+    for (int64_t r = begin; r < w.rows; r++) {
+        const uint8_t * got = &host[static_cast<size_t>((r - begin) * ld * size)];
+        same                = same && memcmp(got, row(r), static_cast<size_t>(width)) == 0;
+        kept                = kept && std::all_of(got + width, got + ld * size, [](uint8_t b) { return b == 0x7b; });
+    }
+    CHECK(same, "%s: dense bits differ", name.c_str());
+    CHECK(kept, "%s: something was written between rows", name.c_str());
+}
+// with rows at any address, and with aligned rows
+template <typename ROW> void check_densified(const cuda_sparse_matrix & w, const std::string & name, ROW && row) {
+    check_densified(w, w.cols + 2, name, row);
+    check_densified(w, (w.cols + 15) & ~int64_t(7), name + ", aligned rows", row);
+}
+
+// Experts: seven columns, each multiplied by the rows of the expert whose id is on the device. Ids are 2 apart there,
+// and two of them belong to no expert.
+constexpr int64_t N_EXPERTS = 5, N_EXPERT_COLUMNS = 7;
+constexpr int32_t EXPERT_IDS[2 * N_EXPERT_COLUMNS] = { 4, -7, 0, -7, 2, -7, 5, -7, 1, -7, -1, -7, 3, -7 };
+// the first row of column j's expert, or -1
+constexpr int64_t expert_row(int64_t j, int64_t rows) {
+    return EXPERT_IDS[2 * j] >= 0 && EXPERT_IDS[2 * j] < N_EXPERTS ? EXPERT_IDS[2 * j] * rows : -1;
+}
+// y: w.rows / N_EXPERTS rows per column
+inline void multiply_experts(const cuda_sparse_matrix & w, guarded & x, int64_t ldx, guarded & y) {
+    int32_t * ids;
+    CUDA_CHECK(cudaMalloc(&ids, sizeof(EXPERT_IDS)));
+    CUDA_CHECK(cudaMemcpy(ids, EXPERT_IDS, sizeof(EXPERT_IDS), cudaMemcpyHostToDevice));
+    cuda_sparse_mul_mat_params p = plain_product(w, x, y, N_EXPERT_COLUMNS);
+    p.expert_rows = p.ldy[0] = p.row_end[0] = w.rows / N_EXPERTS;
+    p.ldx                                   = ldx;
+    p.expert_ids                            = ids;
+    p.expert_ids_stride                     = 2;
+    CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
+    y.get();
+    CHECK(y.guards_intact(), "experts: wrote outside of y");
+    CUDA_CHECK(cudaFree(ids));
+}

@@ -1,0 +1,37 @@
+"""The pinned versions of the formatters and linters, which stand in two files; and what git must not track."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from support import generators
+
+PIN = re.compile(r'"((?:clang-format|mypy|ruff|types-\w+)==[\w.]+)"')
+
+
+def test_pre_commit_uses_the_versions_of_pyproject():
+    pinned = set(PIN.findall((generators.ROOT / "pyproject.toml").read_text()))
+    hooks = set(PIN.findall((generators.ROOT / ".pre-commit-config.yaml").read_text()))
+    assert hooks <= pinned
+    # mypy and its stubs run in .venv, where tools/dev.py installs what pyproject.toml says
+    assert {name.split("==")[0] for name in pinned - hooks} == {"mypy", "types-tabulate", "types-tqdm"}
+
+
+def git(*args):
+    """The lines that git prints about this repository."""
+    if not (generators.ROOT / ".git").exists():
+        pytest.skip("not a clone of the repository")
+    done = subprocess.run(["git", "-C", str(generators.ROOT), *args], capture_output=True, text=True)
+    assert done.returncode == 0 or (args[0] == "grep" and done.returncode == 1), done.stderr  # 1: nothing found
+    return done.stdout.splitlines()
+
+
+def test_caches_and_builds_are_not_tracked():
+    assert git("ls-files", "--cached", "--ignored", "--exclude-standard") == []
+
+
+def test_tracked_files_do_not_name_the_folder_of_the_clone():
+    assert git("grep", "--files-with-matches", "--fixed-strings", f"{generators.ROOT}/") == []

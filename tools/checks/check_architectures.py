@@ -1,0 +1,309 @@
+#!/usr/bin/env python3
+"""Which architectures of llama.cpp work sparse: the table in docs/design/architectures.md.
+
+  python3 tools/checks/check_architectures.py             all of the installed llama.cpp, about five minutes on 2 cores
+  python3 tools/checks/check_architectures.py mamba rwkv7 these
+  python3 tools/checks/check_architectures.py --table docs/design/architectures.md   all, into the file
+  python3 tools/checks/check_architectures.py --gpu -j 8  on the GPU, too, sparse and dense
+  python3 tools/checks/check_architectures.py --rows FILE --gpu --table PAGE      from what --json printed
+
+For each, a random model of a few hundred kilobytes is built (tests/support/architectures.py), pruned to 70 % zeros and
+converted, as `macko prune` and `macko convert` do it; dense and sparse file are loaded with GGML_MACKO_SPARSE_ONLY=1,
+and their logits (embeddings, for a model that has no others) are compared: those of a batch, and of tokens that follow
+one by one. With --gpu, sparse and dense file are loaded on the GPU, too, and compared with dense on the CPU: where both
+differ, sparse weights are not the cause. Each step is a process of its own, because llama.cpp ends the process where an
+assertion fails. Prints one line for each model, and exits with 1 if one does not agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import ctypes
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+SPARSITY = 0.7
+N_BATCH, N_ONE_BY_ONE = 64, 4
+MAX_NMSE = 1e-4
+"""Of the outputs, as in llama.cpp's test-llama-archs: mean squared difference over mean square."""
+MIN_EFFECT = 1e-3
+"""How far pruning must have moved the outputs (NMSE), or they would say nothing about the weights."""
+
+ALL_LAYERS = 999
+
+FORBIDDEN = 1e30
+"""Logits of tokens that a model must not write are -FLT_MAX."""
+
+# what there is no model of, and why
+NOT_BUILT = {
+    "clip": "an image or audio encoder, which llama.cpp opens as `--mmproj`: it stays dense",
+    "gptj": "llama.cpp has the name, but no code for it",
+    "gemma4-assistant": "a draft model, which runs beside its target only",
+    "eagle3": "a draft model, which runs beside its target only",
+    "dflash": "a draft model, which runs beside its target only",
+    "graniteswitch": "not tried: a model with adapters inside, of which llama.cpp's own test builds none",
+    "wavtokenizer-dec": "an audio decoder of convolutions: it has no matrix that could be stored sparse",
+}
+BEGIN, END = "<!-- begin: tools/checks/check_architectures.py -->", "<!-- end -->"
+
+
+# ---- steps, each in a process of its own ----
+
+
+def build(arch: str, experts: bool, folder: pathlib.Path) -> None:
+    """raw.gguf, dense.gguf, which is pruned, and sparse.gguf."""
+    import ggml_macko
+    from support import architectures
+    from support.gguf_bytes import write
+
+    raw = folder / "raw.gguf"
+    raw.write_bytes(write(architectures.make(arch, experts)))
+    ggml_macko.prune(raw, folder / "dense.gguf", sparsity=SPARSITY)
+    report = ggml_macko.convert(folder / "dense.gguf", folder / "sparse.gguf")
+    if report.load_error is not None:
+        raise SystemExit(report.load_error)
+    sparse = [t for t in report.tensors if t.is_sparse]
+    n_elements = sum(t.n_elements for t in report.tensors)
+    (folder / "report.json").write_text(
+        json.dumps({"n_sparse": len(sparse), "share": sum(t.n_elements for t in sparse) / n_elements})
+    )
+
+
+def outputs(path: pathlib.Path, embeddings: bool, gpu: bool = False) -> npt.NDArray[np.float32]:
+    """Logits of every token, or embeddings: of a batch, then of single tokens."""
+    import llama_cpp.llama_cpp as api
+
+    from ggml_macko import register
+
+    register()
+    params = api.llama_model_default_params()
+    params.n_gpu_layers = ALL_LAYERS if gpu else 0
+    params.use_extra_bufts = False  # on CPUs with AMX, llama.cpp stops at the small matrices of MLA with them
+    model = api.llama_model_load_from_file(os.fsencode(path), params)
+    if not model:
+        raise SystemExit("not loaded")
+    vocab = api.llama_model_get_vocab(model)
+    n_vocab = max(api.llama_vocab_n_tokens(vocab), 1)
+    has_decoder, has_encoder = api.llama_model_has_decoder(model), api.llama_model_has_encoder(model)
+    params = api.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = 4 * N_BATCH
+    params.n_threads = params.n_threads_batch = 2
+    params.embeddings = embeddings
+    context = api.llama_init_from_model(model, params)
+    if not context:
+        raise SystemExit("no context")
+    n_out = api.llama_model_n_embd_out(model) if embeddings else n_vocab
+    tokens = np.random.default_rng(1).integers(0, n_vocab, N_BATCH + N_ONE_BY_ONE).tolist()
+
+    def evaluate(batch: list[int], start: int, function: Any) -> list[npt.NDArray[np.float32]]:
+        b = api.llama_batch_init(len(batch), 0, 1)
+        b.n_tokens = len(batch)
+        for i, token in enumerate(batch):
+            b.token[i], b.pos[i], b.n_seq_id[i], b.seq_id[i][0], b.logits[i] = token, start + i, 1, 0, True
+        code = function(context, b)
+        api.llama_batch_free(b)
+        if code != 0:
+            raise SystemExit(f"llama.cpp returned {code}")
+        rows = []
+        for i in range(len(batch)):
+            get = api.llama_get_embeddings_ith if embeddings else api.llama_get_logits_ith
+            row = ctypes.cast(get(context, i), ctypes.POINTER(ctypes.c_float))
+            rows.append(np.ctypeslib.as_array(row, (n_out,)).copy())
+        return rows
+
+    if not has_decoder:
+        return np.array(evaluate(tokens[:N_BATCH], 0, api.llama_encode))
+    if has_encoder:
+        evaluate(tokens[:N_BATCH], 0, api.llama_encode)
+    rows = evaluate(tokens[:N_BATCH], 0, api.llama_decode)
+    for i in range(N_BATCH, N_BATCH if embeddings else len(tokens)):
+        rows += evaluate(tokens[i : i + 1], i, api.llama_decode)
+    return np.array(rows)
+
+
+def nmse(x: npt.NDArray[np.float32], reference: npt.NDArray[np.float32]) -> float:
+    allowed = np.abs(reference) < FORBIDDEN
+    return float(np.mean((x - reference)[allowed] ** 2) / np.mean(reference[allowed] ** 2))
+
+
+def compare(folder: pathlib.Path, embeddings: bool) -> None:
+    """On the CPU. Writes compared.json, and the output of the dense model."""
+    found = {}
+    for name in ("raw", "dense", "sparse"):
+        (folder / "at").write_text(name)
+        found[name] = outputs(folder / f"{name}.gguf", embeddings)
+    raw, dense, sparse = found.values()
+    np.save(folder / "dense.npy", dense)
+    (folder / "compared.json").write_text(json.dumps({"effect": nmse(raw, dense), "nmse": nmse(sparse, dense)}))
+
+
+def compare_on_gpu(folder: pathlib.Path, embeddings: bool) -> None:
+    """Sparse and dense model on the GPU with the dense one on the CPU. Writes gpu.json."""
+    import llama_cpp.llama_cpp as api
+
+    lines: list[str] = []
+
+    @api.llama_log_callback
+    def keep(_level: int, text: bytes, _data: Any) -> None:
+        lines.append(text.decode(errors="replace"))
+        sys.stderr.write(lines[-1])
+
+    api.llama_log_set(keep, None)
+    on_cpu = np.load(folder / "dense.npy")
+    sparse = nmse(outputs(folder / "sparse.gguf", embeddings, gpu=True), on_cpu)
+    sizes = re.findall(r"(\S+) model buffer size = +([\d.]+) MiB", "".join(lines))
+    on_gpu = sum(float(size) for device, size in sizes if re.fullmatch(r"MACKO\d+", device))
+    if on_gpu == 0:
+        raise SystemExit("no weight is on a GPU")
+    share = on_gpu / sum(float(size) for _, size in sizes)
+    found = {"gpu_nmse": sparse, "gpu_share": share}
+    (folder / "gpu.json").write_text(json.dumps(found))
+    found["gpu_dense_nmse"] = nmse(outputs(folder / "dense.gguf", embeddings, gpu=True), on_cpu)
+    (folder / "gpu.json").write_text(json.dumps(found))
+
+
+# ---- all of them ----
+
+
+def step(name: str, folder: pathlib.Path, *args: str) -> str:
+    """Why it failed; empty if it did not. Only the step "gpu" sees GPUs."""
+    environment = {**os.environ, "GGML_MACKO_SPARSE_ONLY": "1", "OMP_NUM_THREADS": "2"}
+    if name != "gpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, __file__, "--step", name, "--folder", str(folder), *args]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    except subprocess.TimeoutExpired:
+        return "did not end within two minutes"
+    if done.returncode == 0:
+        return ""
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    wanted = [line for line in lines if "GGML_ASSERT" in line or "GGML_ABORT" in line or "error" in line.lower()]
+    wanted = wanted or ([f"signal {-done.returncode}"] if done.returncode < 0 else lines[-1:])
+    return re.sub(r"^.*/llama\.cpp/", "", wanted[0].strip())
+
+
+def check(arch: str, gpu: bool) -> dict[str, Any]:
+    """A row of the table."""
+    from support import architectures
+
+    if arch in NOT_BUILT:
+        return {"arch": arch, "why": NOT_BUILT[arch]}
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        experts = ["--experts"] if arch in architectures.EXPERTS else []
+        embeddings = ["--embeddings"] if arch in architectures.EMBEDDING else []
+        why = step("build", folder, *experts, arch) or step("compare", folder, *embeddings, arch)
+        if why and (folder / "at").exists() and (folder / "at").read_text() != "sparse":
+            why = f"llama.cpp itself, with the dense model: {why}"
+        row: dict[str, Any] = {"arch": arch, "why": why}
+        if gpu and not why:
+            row["gpu_why"] = step("gpu", folder, *embeddings, arch)
+        for file in ("report.json", "compared.json", "gpu.json"):
+            if (folder / file).exists():
+                row.update(json.loads((folder / file).read_text()))
+    if not why and not row["effect"] >= MIN_EFFECT:
+        row["why"] = f"the output hardly depends on the pruned weights (NMSE {row['effect']:.1e})"
+    elif not why and not row["nmse"] <= MAX_NMSE:
+        row["why"] = f"the output differs from dense (NMSE {row['nmse']:.1e})"
+    elif row.get("gpu_why") == "" and not row["gpu_nmse"] <= MAX_NMSE:
+        row["gpu_why"] = (
+            f"the output differs from dense on the CPU (NMSE {row['gpu_nmse']:.1e}; "
+            f"that of dense on the GPU: {row['gpu_dense_nmse']:.1e})"
+        )
+    return row
+
+
+def check_all(names: list[str], gpu: bool, jobs: int) -> Iterator[dict[str, Any]]:
+    """Rows as they are finished; of all architectures if there are no names."""
+    from support import architectures
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:  # each waits for its processes
+        checks = [pool.submit(check, name, gpu) for name in names or architectures.names()]
+        for done in concurrent.futures.as_completed(checks):
+            yield done.result()
+
+
+def table_row(row: dict[str, Any], gpu: bool) -> str:
+    cells = [row["arch"], "", "", row["why"]]
+    if not row["why"]:
+        cells[1:] = [str(row["n_sparse"]), f"{100 * row['share']:.0f} %", f"{row['nmse']:.0e}"]
+    if gpu:
+        cells += [f"{row[name]:.0e}" if name in row else "" for name in ("gpu_nmse", "gpu_dense_nmse")]
+        cells += [f"{100 * row['gpu_share']:.0f} %" if "gpu_share" in row else ""]
+        cells[4] = row.get("gpu_why") or cells[4]
+    return f"| {' | '.join(cells)} |"
+
+
+def write_table(page: pathlib.Path, rows: list[dict[str, Any]], gpu: bool) -> None:
+    import llama_cpp
+
+    works = sum(not row["why"] for row in rows)
+    text = page.read_text()
+    begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    title = f"With llama-cpp-python {llama_cpp.__version__} on the CPU, {works} of {len(rows)}"
+    columns = ["architecture", "sparse tensors", "of the weights", "CPU: difference of the output, or why not"]
+    if gpu:
+        title += f"; on the GPU, {sum(row.get('gpu_why') == '' for row in rows)}"
+        columns += ["GPU: difference, or why not", "GPU: dense", "weights on the GPU"]
+    lines = [
+        f"\n{title}:\n",
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
+        *(table_row(row, gpu) for row in sorted(rows, key=lambda row: str(row["arch"]))),
+        "",
+    ]
+    page.write_text(text[:begin] + "\n".join(lines) + text[end:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", metavar="ARCHITECTURE", nargs="*")
+    parser.add_argument("--gpu", action="store_true", help="compare on the GPU, too")
+    parser.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="architectures at a time")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON")
+    parser.add_argument("--rows", type=pathlib.Path, metavar="FILE", help="take rows that --json printed, run nothing")
+    parser.add_argument("--table", type=pathlib.Path, metavar="PAGE", help="write the table into this page")
+    parser.add_argument("--step", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser.add_argument("--experts", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--embeddings", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.step == "build":
+        build(args.names[0], args.experts, args.folder)
+        return 0
+    if args.step == "compare":
+        compare(args.folder, args.embeddings)
+        return 0
+    if args.step == "gpu":
+        compare_on_gpu(args.folder, args.embeddings)
+        return 0
+    if args.rows is not None:
+        rows = [json.loads(line) for line in args.rows.read_text().splitlines()]
+    else:
+        rows = []
+        for row in check_all(args.names, args.gpu, args.jobs):
+            rows.append(row)
+            print(json.dumps(row) if args.json else table_row(row, args.gpu), flush=True)
+    if args.table is not None:
+        write_table(args.table, rows, args.gpu)
+    failed = [row for row in rows if (row["why"] or row.get("gpu_why")) and row["arch"] not in NOT_BUILT]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

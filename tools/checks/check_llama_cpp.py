@@ -1,0 +1,228 @@
+#!/usr/bin/env python3
+"""Runs llama.cpp's own programs with a dense model and its sparse file, through `macko run`, and compares the results.
+
+  python3 tools/build_llama_cpp.py
+  python3 tools/checks/check_llama_cpp.py build/llama.cpp/bin [--dense MODEL.gguf] [--seconds 300]
+
+The greedy text and the tokens must be the same, perplexity to four digits, and the model identical after splitting and
+merging. llama-bench runs side by side. A server gets eight clients at once: with one slot, all answers must be those of
+a single client; with eight slots, answers may differ only where two tokens are nearly tied.
+Prints a table; exits with 1 if anything differs that should not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import subprocess
+import sys
+import tempfile
+from typing import Callable
+
+from tabulate import tabulate
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+from support import llama_programs as programs  # noqa: E402
+
+SAMPLE = ROOT / "models" / "sample.txt"
+
+MAX_TIE = 0.05
+"""Largest difference of two log-probabilities that counts as a tie. Each logit of an F16 model differs by up to about
+0.02 between orders of rounding (tests/end-to-end/test_model_runs.py), and two of them decide."""
+
+
+def macko(*args: object) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", "ggml_macko.commands.cli", *map(str, args)], check=True, capture_output=True, text=True
+    ).stdout
+
+
+class Report:
+    """The rows of the table."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[object, ...]] = []
+        self.failed = False
+
+    def add(self, what: str, dense: object, sparse: object, same: bool | None) -> None:
+        """Adds a row. same: None for figures that may differ."""
+        self.rows.append((what, dense, sparse, {True: "same", False: "DIFFERENT", None: ""}[same]))
+        self.failed |= same is False
+        print(f"{what}: {dense} | {sparse}", file=sys.stderr, flush=True)
+
+
+def check_texts(report: Report, folder: pathlib.Path, dense: pathlib.Path, sparse: pathlib.Path) -> None:
+    def compare(what: str, run: Callable[[pathlib.Path], str]) -> str:
+        a, b = run(dense), run(sparse)
+        report.add(what, f"{len(a)} characters", f"{len(b)} characters", a == b)
+        return a
+
+    compare("llama-simple, greedy text", lambda m: programs.simple(folder, m))
+    text = compare("llama-completion, greedy text", lambda m: programs.completion(folder, m))
+    compressed = programs.completion(folder, dense, compress=True)
+    report.add(
+        "llama-completion, macko run --compress",
+        f"{len(text)} characters",
+        f"{len(compressed)} characters",
+        text == compressed,
+    )
+    compare("llama-cli, one turn", lambda m: chat(folder, m))
+    spec = ("-p", programs.PROMPT, "-n", 48, "--temp", 0, "-t", 1, "-c", 512)
+    draft = ("--spec-type", "draft-simple", "--spec-draft-n-max", 4)
+    compare(
+        "llama-speculative-simple, draft = model",
+        lambda m: programs.whole_output(
+            folder / "llama-speculative-simple", "accept ", "-m", dense, "-md", m, *spec, *draft
+        ),
+    )
+    compare(
+        "llama-speculative, draft = model",
+        lambda m: programs.whole_output(folder / "llama-speculative", "accept ", "-m", m, "-md", m, *spec),
+    )
+    compare(
+        "llama-tokenize",
+        lambda m: programs.run(folder / "llama-tokenize", "-m", m, "-f", SAMPLE, "--ids", "--log-disable").stdout,
+    )
+
+
+def chat(folder: pathlib.Path, model: pathlib.Path) -> str:
+    """The answer of llama-cli, without the banner before it and the speeds after it."""
+    args = (
+        "-m",
+        model,
+        "-p",
+        "What is a pointer?",
+        "-n",
+        32,
+        "--temp",
+        0,
+        "-t",
+        1,
+        "-c",
+        512,
+        "--single-turn",
+        "--simple-io",
+        "--no-display-prompt",
+    )
+    output = programs.run(folder / "llama-cli", *args).stdout
+    return output[output.find("What is a pointer?") :].split("[ Prompt:")[0]
+
+
+def check_figures(
+    report: Report, folder: pathlib.Path, dense: pathlib.Path, sparse: pathlib.Path, threads: int
+) -> None:
+    ppl = [programs.perplexity(folder, m, SAMPLE, "-t", threads) for m in (dense, sparse)]
+    report.add("llama-perplexity", *ppl, abs(ppl[0] - ppl[1]) < 2e-4 * ppl[0])
+    memory = [programs.host_memory(folder, m) for m in (dense, sparse)]
+    report.add("llama-fit-params, MiB of weights", *memory, None)
+    speeds = [programs.bench(folder, m, "-t", threads, "-p", 128, "-n", 64, "-r", 5) for m in (dense, sparse)]
+    for test in speeds[0]:
+        report.add(f"llama-bench {test}, tok/s", f"{speeds[0][test]:.1f}", f"{speeds[1][test]:.1f}", None)
+
+
+def check_files(
+    report: Report, folder: pathlib.Path, dense: pathlib.Path, sparse: pathlib.Path, tmp: pathlib.Path
+) -> None:
+    split = programs.run(folder / "llama-gguf-split", "--split", "--split-max-tensors", 20, sparse, tmp / "part")
+    (first,) = tmp.glob("part-00001-of-*.gguf")
+    n = int(first.name[-10:-5])
+    report.add(
+        "llama-gguf-split, greedy text of the parts",
+        "",
+        f"{n} parts",
+        programs.simple(folder, first) == programs.simple(folder, dense) and split.returncode == 0,
+    )
+    programs.run(folder / "llama-gguf-split", "--merge", first, tmp / "merged.gguf")
+    report.add(
+        "llama-gguf-split --merge, macko verify",
+        "",
+        "identical",
+        "identical" in macko("verify", dense, tmp / "merged.gguf"),
+    )
+    texts = [tmp / f"{name}.gguf" for name in ("dense-imatrix", "sparse-imatrix")]
+    for model, out in zip((dense, sparse), texts):
+        programs.run(folder / "llama-imatrix", "-m", model, "-f", SAMPLE, "-c", 256, "--chunks", 4, "-o", out)
+    report.add(
+        "llama-imatrix, bytes",
+        *(path.stat().st_size for path in texts),
+        texts[0].stat().st_size == texts[1].stat().st_size,
+    )
+
+
+def check_server(
+    report: Report, folder: pathlib.Path, dense: pathlib.Path, sparse: pathlib.Path, args: argparse.Namespace
+) -> None:
+    text = SAMPLE.read_text()
+    prompts = [text[i * 500 : i * 500 + 40 + 23 * i] for i in range(16)]
+    short = min(60, args.seconds)
+    for model, name, slots, seconds in (
+        (dense, "dense", args.clients, short),
+        (sparse, "sparse", args.clients, args.seconds),
+        (sparse, "sparse", 1, short),
+    ):
+        with programs.Server(
+            folder, model, "-np", slots, "-t", args.threads, "-c", 512 * slots, "--metrics", *args.server_args
+        ) as server:
+            found = programs.soak(server, prompts, args.clients, seconds)
+            metrics = server.get("/metrics")
+        rss = [r / 2**20 for r in found.rss]
+        third = max(1, len(rss) // 3)
+        growth = max(rss[-third:]) - max(rss[third : 2 * third], default=rss[0])
+        what = f"llama-server {name}, -np {slots}, {args.clients} clients, {seconds:.0f} s"
+        ties = found.ties
+        same = not found.errors and max(ties, default=0) < (MAX_TIE if slots > 1 else 0)
+        report.add(f"{what}: answers, failed", "", f"{found.answers}, {len(found.errors)}", not found.errors)
+        report.add(
+            f"{what}: different from one client's; log-probability at the tie",
+            "",
+            f"{len(ties)}; {max(ties, default=0):.4f}",
+            not ties or same,
+        )
+        report.add(
+            f"{what}: RSS MiB at 1/3, 2/3, end",
+            "",
+            ", ".join(f"{rss[min(i, len(rss) - 1)]:.1f}" for i in (third, 2 * third, len(rss) - 1)),
+            growth < 0.02 * max(rss) + 2,
+        )
+        report.add(
+            f"{what}: exit code after SIGTERM; /metrics",
+            "",
+            f"{server.process.returncode}; {metrics.count('llamacpp:') // 3} figures",
+            server.process.returncode == 0 and "llamacpp:" in metrics,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=pathlib.Path, metavar="BIN", help="of llama.cpp's programs")
+    parser.add_argument(
+        "--dense",
+        type=pathlib.Path,
+        default=ROOT / "models" / "docs-4m-s70-f16.gguf",
+        metavar="MODEL",
+        help="default: the bundled model",
+    )
+    parser.add_argument("--seconds", type=float, default=300, help="for the server (dense: 60 at most); 0: no server")
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("-t", "--threads", type=int, default=2)
+    parser.add_argument("--only-server", action="store_true")
+    parser.add_argument("server_args", nargs="*", metavar="-- ARG", help="more arguments for llama-server")
+    args = parser.parse_args()
+    report = Report()
+    with tempfile.TemporaryDirectory() as folder:
+        tmp = pathlib.Path(folder)
+        sparse = tmp / "sparse.gguf"
+        macko("convert", args.dense, sparse)
+        if not args.only_server:
+            check_texts(report, args.folder, args.dense, sparse)
+            check_figures(report, args.folder, args.dense, sparse, args.threads)
+            check_files(report, args.folder, args.dense, sparse, tmp)
+        if args.seconds > 0:
+            check_server(report, args.folder, args.dense, sparse, args)
+    print(tabulate(report.rows, headers=["", "dense", "sparse", ""], tablefmt="github", disable_numparse=True))
+    sys.exit(1 if report.failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,481 @@
+#!/usr/bin/env python3
+"""Makes the N-th allocation, read, write, fsync, renaming, thread and so on fail, for every N, in every operation that
+reads or writes model files, and prints what came of it.
+
+What must come of it: the right result, or one line that says what failed and exit code 1; no file but the output, no
+descriptor left open. Anything else is a fault, and the exit code is 1. Where llama.cpp, CPython or NumPy end the
+process because of a failure in their own code, that is counted on its own.
+
+Needs cc and the package (installed, or on PYTHONPATH). A tiny model is made here, so that all calls of an operation can
+be tried: a worker has imported everything and run the operation once, and is forked for each call. fail-nth.c is
+preloaded; it counts calls and fails one.
+
+    python3 tools/checks/inject_failures.py -j 16 --json results.jsonl      # everything
+    python3 tools/checks/inject_failures.py --only convert-macko:write      # one operation and kind
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import json
+import mmap
+import os
+import pathlib
+import queue
+import random
+import re
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+SHIM = ROOT / "tests" / "support" / "fail-nth.c"
+
+TIMEOUT = 60.0  # seconds after which a run hangs
+SLICE = 40  # calls that a worker tries before it gets more
+WHERE_NBYTES = 4096
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a file system without waiting for a disk
+
+
+class Kind(NamedTuple):
+    """What is made to fail."""
+
+    id: int  # enum kind of fail-nth.c
+    from_there_on: bool  # all calls from the N-th on, as on a full disk
+    is_of_file: bool  # the message must name a file
+    must_succeed: bool = False
+
+
+KINDS = {
+    "allocation": Kind(1, False, False),
+    "read": Kind(2, False, True),
+    "write": Kind(3, False, True),
+    "every write from there on": Kind(3, True, True),
+    "fsync": Kind(4, False, True),
+    "rename or link": Kind(5, False, True),
+    "resize": Kind(6, False, True),
+    "open": Kind(7, False, True),
+    "thread": Kind(8, False, False),
+    "every thread from there on": Kind(8, True, False),
+    "short read": Kind(9, False, False, must_succeed=True),
+    "short write": Kind(10, False, False, must_succeed=True),
+}
+
+CONVERSIONS = ("macko", "ec-csr", "packed", "auto", "sparse-q8_0", "sparse-q5_0", "sparse-q4_nl", "sparse-q4_0")
+
+# operation -> arguments of macko; {t} is the number of threads, {out} the output. Inputs: make_inputs
+OPERATIONS = {
+    "load sparse": "generate -m {inputs}/sparse.gguf -p abab -n 3 -c 32 --temp 0 -t {t}",
+    "load quantized": "generate -m {inputs}/q4.gguf -p abab -n 3 -c 32 --temp 0 -t {t}",
+    "load and cache": "generate -m {inputs}/sparse.gguf -p abab -n 3 -c 32 --temp 0 -t {t} --cache",
+    "load cached": "generate -m {inputs}/sparse.gguf -p abab -n 3 -c 32 --temp 0 -t {t} --cache",
+    **{f"convert {name}": f"convert {{inputs}}/dense.gguf {{out}} {name} {{t}}" for name in CONVERSIONS},
+    "restore": "restore {inputs}/sparse.gguf {out} {t}",
+    "verify": "verify {inputs}/dense.gguf {inputs}/sparse.gguf -t {t}",
+    "prune": "prune {inputs}/dense.gguf {out} --sparsity 0.8 -t {t}",
+    "prune wanda": (
+        "prune {inputs}/dense.gguf {out} --sparsity 0.8 --method wanda --imatrix {inputs}/imatrix.gguf -t {t}"
+    ),
+    "prune sparsegpt": (
+        "prune {inputs}/dense.gguf {out} --sparsity 0.8 --method sparsegpt -f {inputs}/text.txt -c 32 --chunks 2 -t {t}"
+        " --device none"
+    ),
+    "calibrate": "calibrate -m {inputs}/sparse.gguf -f {inputs}/text.txt -o {out} -c 32 --chunks 2 -t {t}",
+}
+
+THIRD_PARTIES = (  # module, or the start of its name -> who
+    ("libggml-macko", ""),
+    ("libllama", "llama.cpp"),
+    ("libggml", "llama.cpp"),
+    ("libgomp", ""),  # whoever called it
+    ("_cffi_backend", "cffi"),
+    ("_multiarray", "NumPy"),
+    ("_umath", "NumPy"),
+    ("libopenblas", "NumPy"),
+    ("libscipy_openblas", "NumPy"),
+    ("python", "CPython"),
+    ("libpython", "CPython"),
+    ("_ctypes", "CPython"),
+    ("libffi", "CPython"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Of one run."""
+
+    operation: str
+    kind: str
+    n: int  # the call that failed
+    outcome: str  # "right", "refused", the name of who ended the process, or a fault
+    detail: str = ""
+    where: str = ""  # modules, innermost first
+
+    @property
+    def is_fault(self) -> bool:
+        return self.outcome.startswith("fault")
+
+
+# ---- a worker ----
+
+
+def make_inputs(folder: pathlib.Path) -> None:
+    """dense.gguf, sparse.gguf, q4.gguf, imatrix.gguf, text.txt, CACHE"""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from ggml_macko.commands import cli
+    from support import gguf_bytes, tiny_models
+
+    dense = folder / "dense.gguf"
+    dense.write_bytes(gguf_bytes.write(tiny_models.make("llama")))
+    (folder / "text.txt").write_text("".join(random.Random(3).choice("abab cdefgh") for _ in range(200)))
+    commands = (
+        ["convert", dense, folder / "sparse.gguf"],
+        ["convert", dense, folder / "q4.gguf", "sparse-q4_0"],
+        ["calibrate", "-m", dense, "-f", folder / "text.txt", "-o", folder / "imatrix.gguf", "-c", "32"],
+    )
+    for command in commands:
+        if cli.main(list(map(str, command))) != 0:
+            raise SystemExit(f"could not make the inputs: {command}")
+    time.sleep(3.1)  # a younger model has no cache
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+        cli.main(["generate", "-m", str(folder / "sparse.gguf"), "-p", "abab", "-n", "1", "-c", "32", "--cache"])
+    if not list((folder / CACHE).glob("*.weights")):
+        raise SystemExit("could not make the inputs: no cache")
+
+
+CACHE = "ggml-macko"  # the folder of weights that are kept, in XDG_CACHE_HOME
+
+
+class Run(NamedTuple):
+    """A run of an operation in a forked process."""
+
+    status: int  # as waitpid has it; -1: it had to be killed
+    out: str
+    err: str
+    files: dict[str, bytes]
+    n_calls: int
+    n_descriptors: int  # that were left open
+    where: str
+
+
+class Worker:
+    """Runs operations in forks of this process, which has run each of them once."""
+
+    def __init__(self, inputs: pathlib.Path, folder: pathlib.Path):
+        self.inputs, self.folder = inputs, folder
+        self.shim = ctypes.CDLL(None)
+        self.shim.fail_nth_arm.argtypes = [ctypes.c_int, ctypes.c_long, ctypes.c_bool, ctypes.c_void_p, ctypes.c_size_t]
+        self.shim.fail_nth_disarm.restype = ctypes.c_long
+        self.shared = mmap.mmap(-1, 16 + WHERE_NBYTES)  # numbers and a text from the child
+        self.shared_at = ctypes.addressof(ctypes.c_char.from_buffer(self.shared))
+        self.right: dict[str, Run] = {}
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    def arguments(self, operation: str, n_threads: int) -> list[str]:
+        words = OPERATIONS[operation].split()
+        values = {"inputs": self.inputs, "out": self.folder / "out.gguf", "t": n_threads}
+        return [word.format(**values) for word in words]
+
+    def prepare(self, operation: str) -> None:
+        """Imports what the operation needs, in this process and on one thread: threads do not survive a fork."""
+        if operation in self.right:
+            return
+        from ggml_macko.commands import cli
+
+        self.empty_folder(operation)
+        with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+            if cli.main(self.arguments(operation, 1)) != 0:
+                raise SystemExit(f"{operation}: failed without any injected failure")
+        gc.collect()
+        run = self.run(operation, Kind(0, False, False), 0)
+        if run.status != 0:
+            raise SystemExit(f"{operation}: status {run.status} without any injected failure: {run.err}")
+        self.right[operation] = run
+
+    def empty_folder(self, operation: str) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir()
+        os.environ["XDG_CACHE_HOME"] = str(self.folder)
+        if operation == "load cached":
+            shutil.copytree(self.inputs / CACHE, self.folder / CACHE)
+
+    def run(self, operation: str, kind: Kind, n: int) -> Run:
+        """n: the call that fails; 0: none."""
+        self.empty_folder(operation)
+        self.shared[:] = bytes(len(self.shared))
+        out, err = (os.memfd_create(name) for name in ("out", "err"))
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            self.child(self.arguments(operation, 2), kind, n, out, err)
+        status = wait(pid)
+        texts = []
+        for fd in (out, err):
+            texts.append(os.pread(fd, 1 << 20, 0).decode(errors="replace"))
+            os.close(fd)
+        found = self.folder.rglob("*")
+        files = {
+            str(p.relative_to(self.folder)): p.read_bytes() if p.is_file() else b"" for p in found if p.name != CACHE
+        }
+        numbers = memoryview(self.shared)[:16].cast("q")
+        where = self.shared[16:].split(b"\0")[0].decode(errors="replace")
+        return Run(status, *texts, files, numbers[0], numbers[1], where)
+
+    def child(self, arguments: list[str], kind: Kind, n: int, out: int, err: int) -> None:
+        from ggml_macko.commands import cli
+
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        numbers = memoryview(self.shared)[:16].cast("q")
+        ctypes.CDLL("libgomp.so.1").omp_set_num_threads(2)
+        before = len(os.listdir("/proc/self/fd"))
+        self.shim.fail_nth_arm(kind.id, n, kind.from_there_on, self.shared_at + 16, WHERE_NBYTES)
+        code = 99
+        try:
+            code = cli.main(arguments)
+        except BaseException as e:
+            self.shim.fail_nth_disarm()
+            sys.stderr.write(f"Traceback of {e!r}\n")
+        numbers[0] = self.shim.fail_nth_disarm()
+        gc.collect()
+        numbers[1] = len(os.listdir("/proc/self/fd")) - before
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def judge(self, operation: str, kind_name: str, n: int) -> Result:
+        kind, right = KINDS[kind_name], self.right[operation]
+        run = self.run(operation, kind, n)
+        outcome, detail = judge(run, right, kind, str(self.folder), str(self.inputs))
+        if kind.must_succeed and outcome == "refused":
+            outcome = "fault: a call that did less than it was asked for was not repeated"
+        return Result(operation, kind_name, n, outcome, detail, run.where)
+
+
+def wait(pid: int) -> int:
+    fd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
+    if fd >= 0 and not select.select([fd], [], [], TIMEOUT)[0]:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        status = -1
+    else:
+        status = os.waitpid(pid, 0)[1]
+    if fd >= 0:
+        os.close(fd)
+    return status
+
+
+def third_party(where: str) -> str:
+    """Whose code made the call that failed; "" if it is ours."""
+    for entry in where.split():
+        for start, name in THIRD_PARTIES:
+            if entry.startswith(start):
+                if start == "libgomp":
+                    break
+                return name
+    return ""
+
+
+def judge(run: Run, right: Run, kind: Kind, folder: str, inputs: str) -> tuple[str, str]:
+    """(outcome, detail)"""
+    lines = [line for line in run.err.splitlines() if line.startswith("error: ")]
+    last = run.err.rstrip().splitlines()[-1:] or [""]
+    detail = (lines or last)[-1].replace(folder + "/", "").replace(inputs + "/", "")
+    detail = re.sub(r"\.[0-9a-f]{16}\b", ".RANDOM", detail)
+    if run.status == -1:
+        return "fault: hangs", detail
+    code = os.WEXITSTATUS(run.status) if os.WIFEXITED(run.status) else -os.WTERMSIG(run.status)
+    if code < 0 or (code != 0 and not lines):
+        who = third_party(run.where)
+        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return who or f"fault: ends with {name}", f"{name}: {detail}"
+    if code == 0:
+        kept = {name for name in right.files if name.startswith(CACHE)}  # a load that cannot keep weights goes on
+        if run.files != {n: f for n, f in right.files.items() if n in run.files or n not in kept} or (
+            run.out != right.out
+        ):
+            return "fault: wrong result", ", ".join(sorted(run.files))
+        return "right", ""
+    if code != 1 or len(lines) != 1 or "Traceback" in run.err:
+        return f"fault: exit code {code}, {len(lines)} lines of errors", detail
+    left = {name for name in run.files if run.files[name] != right.files.get(name) or not name.startswith(CACHE)}
+    if left and not (run.files == right.files and "is complete" in detail):
+        return "fault: leaves files behind", f"{sorted(run.files)}: {detail}"
+    if run.n_descriptors > right.n_descriptors:
+        return third_party(run.where) or "fault: leaves descriptors open", f"leaves descriptors open: {detail}"
+    if kind.is_of_file and folder not in lines[0] and inputs not in lines[0]:
+        return "fault: names no file", detail
+    return "refused", detail
+
+
+def serve(inputs: str) -> None:
+    """Lines of JSON on stdin: [operation, kind, [n, ...]], an empty list counts calls; answers on stdout."""
+    answers = os.fdopen(os.dup(1), "w")
+    with tempfile.TemporaryDirectory(prefix="inject-", dir=MEMORY) as folder:
+        worker = Worker(pathlib.Path(inputs), pathlib.Path(folder) / "work")
+        for line in sys.stdin:
+            operation, kind, ns = json.loads(line)
+            worker.prepare(operation)
+            answer: Any
+            if ns:
+                answer = [dataclasses.astuple(worker.judge(operation, kind, n)) for n in ns]
+            else:
+                answer = worker.run(operation, KINDS[kind], 0).n_calls
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+# ---- all of them ----
+
+
+class Workers:
+    """Processes that serve requests; requests of several threads go to several of them."""
+
+    def __init__(self, n: int, shim: pathlib.Path, inputs: pathlib.Path):
+        environment = {
+            **os.environ,
+            "LD_PRELOAD": str(shim),
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "passive",
+            "OMP_NUM_THREADS": "1",  # in the process that is forked: OpenMP's threads do not survive that
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        command = [sys.executable, __file__, "--serve", str(inputs)]
+        self.free: queue.Queue[subprocess.Popen[str]] = queue.Queue()
+        self.all = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+            for _ in range(n)
+        ]
+        for process in self.all:
+            self.free.put(process)
+
+    def ask(self, operation: str, kind: str, ns: Sequence[int]) -> Any:
+        process = self.free.get()
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            print(json.dumps([operation, kind, list(ns)]), file=process.stdin, flush=True)
+            line = process.stdout.readline()
+            if not line:
+                raise SystemExit(f"the worker of {operation} ended")
+            return json.loads(line)
+        finally:
+            self.free.put(process)
+
+    def close(self) -> None:
+        for process in self.all:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        for process in self.all:
+            process.wait(60)
+
+
+def results_of(workers: Workers, jobs: int, pairs: list[tuple[str, str]], sample: int, seed: int) -> Iterator[Result]:
+    """Of all calls, or of a random sample of so many of each operation and kind."""
+    rng = random.Random(seed)
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        counts = list(pool.map(lambda pair: workers.ask(*pair, []), pairs))
+        slices = []
+        for (operation, kind), count in zip(pairs, counts):
+            ns = list(range(1, count + 1))
+            if 0 < sample < count:
+                ns = sorted(rng.sample(ns, sample))
+            print(f"{operation}, {kind}: {len(ns)} of {count} calls", file=sys.stderr)
+            slices += [(operation, kind, ns[i : i + SLICE]) for i in range(0, len(ns), SLICE)]
+        done, begin, lock = 0, time.monotonic(), threading.Lock()
+
+        def ask(item: tuple[str, str, list[int]]) -> list[Result]:
+            nonlocal done
+            found = [Result(*answer) for answer in workers.ask(*item)]
+            with lock:
+                done += 1
+                if done % 50 == 0:
+                    left = (time.monotonic() - begin) / done * (len(slices) - done)
+                    print(f"{done} of {len(slices)} slices, {left / 60:.1f} minutes left", file=sys.stderr)
+            return found
+
+        for found in pool.map(ask, slices):
+            yield from found
+
+
+def table(results: Sequence[Result]) -> str:
+    """Markdown: a row per group of operations and kind."""
+    groups: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for r in results:
+        groups[r.operation.split()[0], r.kind]["fault" if r.is_fault else r.outcome] += 1
+    third = sorted({outcome for counts in groups.values() for outcome in counts} - {"right", "refused", "fault"})
+    columns = ["right", "refused", *third, "fault"]
+    titles = ["right result", "one line, exit 1", *(f"{name} ends the process or leaks" for name in third), "faults"]
+    rows = ["| operation | what fails | calls | " + " | ".join(titles) + " |", "|---|---|" + "---|" * (len(titles) + 1)]
+    order = {kind: i for i, kind in enumerate(KINDS)}
+    for operation, kind in sorted(groups, key=lambda key: (key[0], order[key[1]])):
+        counts = groups[operation, kind]
+        cells = [str(sum(counts.values())), *(str(counts[c]) for c in columns)]
+        rows.append(f"| {operation} | {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def summary_of_faults(results: Sequence[Result]) -> list[str]:
+    """One line per kind of fault, the most frequent first."""
+    kinds: dict[tuple[str, str, str], list[Result]] = collections.defaultdict(list)
+    for r in results:
+        if r.is_fault:
+            kinds[r.operation, r.kind, r.outcome].append(r)
+    lines = []
+    for (operation, kind, outcome), found in sorted(kinds.items(), key=lambda item: -len(item[1])):
+        first = found[0]
+        lines.append(f"{len(found)} x {operation}, {kind} {first.n}: {outcome}: {first.detail} [{first.where[:200]}]")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-j", "--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes")
+    parser.add_argument("--sample", type=int, default=0, metavar="N", help="try so many calls of each kind (0: all)")
+    parser.add_argument("--seed", type=int, default=1, metavar="SEED", help="of the sample")
+    parser.add_argument("--only", metavar="REGEX", help="only where OPERATION:KIND matches")
+    parser.add_argument("--json", metavar="FILE", help="write every result, one per line")
+    parser.add_argument("--serve", metavar="INPUTS", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.serve)
+        return 0
+    pairs = [(o, k) for o in OPERATIONS for k in KINDS if not args.only or re.search(args.only, f"{o}:{k}")]
+    with tempfile.TemporaryDirectory(prefix="inject-", dir=MEMORY) as name:
+        folder = pathlib.Path(name)
+        shim = folder / "fail-nth.so"
+        subprocess.run(["cc", "-O1", "-g", "-shared", "-fPIC", "-o", str(shim), str(SHIM), "-ldl"], check=True)
+        with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+            make_inputs(folder)
+        workers = Workers(args.jobs, shim, folder)
+        results = []
+        try:
+            with open(args.json or os.devnull, "w") as f:
+                for result in results_of(workers, args.jobs, pairs, args.sample, args.seed):
+                    results.append(result)
+                    print(json.dumps(dataclasses.asdict(result)), file=f, flush=True)
+        finally:
+            workers.close()
+    print(table(results))
+    faults = summary_of_faults(results)
+    for line in faults:
+        print(line, file=sys.stderr)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

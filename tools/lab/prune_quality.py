@@ -1,0 +1,236 @@
+#!/usr/bin/env python3
+"""Perplexity of a dense model pruned by every method at several sparsities: one table, made by one command.
+
+    tools/lab/prune_quality.py model-f16.gguf -f calibration.txt --held-out held-out.txt -o table.md
+
+Statistics of the dense model are taken once and serve all sparsities. --sequential adds Wanda, SparseGPT and ALPS with
+statistics that are taken anew after each block, which costs a pass over the text per block, sparsity and method;
+--dense-targets adds ALPS with targets of the dense model, which costs two per input of a block. Results are written to
+FILE.json as they come; a run that was interrupted goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from ggml_macko import console
+from ggml_macko.benchmark import report
+from ggml_macko.gguf.files import Model, Tensor
+from ggml_macko.gguf.outputs import AtomicOutput
+from ggml_macko.pruning import layerwise, methods
+from ggml_macko.pruning import prune as pruning
+from ggml_macko.pruning.options import ALLOCATIONS, PruneOptions, hessian_memory, parse_pattern, parse_sparsity
+
+
+class Method(NamedTuple):
+    """A row of the table."""
+
+    label: str
+    method: str
+    per: str  # within what weights are compared
+    refit: bool = False
+
+
+METHODS_WITH_STATISTICS = (
+    Method("Wanda", "wanda", "row"),
+    Method("Wanda, refit", "wanda", "row", refit=True),
+    Method("SparseGPT", "sparsegpt", "tensor"),
+    Method("SparseGPT, refit", "sparsegpt", "tensor", refit=True),
+    Method("ALPS", "alps", "tensor"),
+)
+METHODS = (
+    Method("magnitude, row", "magnitude", "row"),
+    Method("magnitude, tensor", "magnitude", "tensor"),
+    *METHODS_WITH_STATISTICS,
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A pruned model to measure."""
+
+    label: str  # its key in the results
+    method: Method
+    allocation: str
+    how_many: str  # a sparsity, or a pattern N:M
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Nothing is printed within the block."""
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+        yield
+
+
+class Sweep:
+    """Prunes one model in many ways and measures each result."""
+
+    def __init__(self, args: argparse.Namespace, folder: str):
+        self.args = args
+        self.path = pathlib.Path(folder) / "pruned.gguf"
+        self.methods = [m for m in METHODS if args.methods is None or m.label in args.methods.split(";")]
+        self.results_path = pathlib.Path(args.output).with_suffix(".json")
+        self.results: dict[str, dict[str, Any]] = {}  # label -> figures
+        if self.results_path.exists():
+            self.results = json.loads(self.results_path.read_text())
+
+    def measure(self, label: str, path: pathlib.Path) -> None:
+        found = report.perplexity_of(path, self.args.held_out, self.args.held_out_chunks)
+        self.results[label] = {"ppl": found.ppl, "error": found.error, "tokens": found.n_tokens}
+        self.results_path.write_text(json.dumps(self.results, indent=1) + "\n")
+        console.log(f"{label:50s} {found.ppl:9.4f} +/- {found.error:.4f}")
+
+    def run(self) -> None:
+        args = self.args
+        for path in [args.model, *args.other]:
+            if pathlib.Path(path).stem not in self.results:
+                self.measure(pathlib.Path(path).stem, pathlib.Path(path))
+        todo = [
+            Job(label=f"{m.label}, {rule}, {s}", method=m, allocation=rule, how_many=s)
+            for s in args.sparsities.split(",")
+            for m in self.methods
+            for rule in ALLOCATIONS
+        ]
+        todo += [
+            Job(label=f"{m.label}, uniform, {pattern}", method=m, allocation="uniform", how_many=pattern)
+            for pattern in filter(None, args.patterns.split(","))
+            for m in self.methods
+            if m.label != "magnitude, tensor"
+        ]
+        todo = [job for job in todo if job.label not in self.results]
+        if todo:
+            self.run_one_pass(todo)
+        if args.sequential:
+            for s in args.sequential.split(","):
+                for m in self.methods:
+                    if m in METHODS_WITH_STATISTICS and not m.refit:
+                        self.run_in_passes(f"{m.label}, sequential, {s}", m.method, s, sequential=True)
+        for s in filter(None, (args.dense_targets or "").split(",")):
+            for rule in ALLOCATIONS:
+                for share in args.shares.split(","):
+                    label = f"ALPS, targets {share}, {rule}, {s}"
+                    self.run_in_passes(label, "alps", s, dense_targets=float(share), allocation=rule)
+
+    def run_one_pass(self, todo: list[Job]) -> None:
+        args = self.args
+        with Model(args.model) as model, ThreadPoolExecutor() as pool:
+            tensors = pruning.tensors_to_prune(model)
+            names = {t.name for t in tensors}
+            options = PruneOptions(sparsity=Fraction(0), text=args.file, n_chunks=args.chunks)
+            console.log("statistics ...")
+            found = layerwise.hessians_for(tensors, options)
+            layerwise.gather_for(model.path, options, found)
+            wanda = methods.MomentScorer(found)
+
+            def loss_curves(tensors: Sequence[Tensor], grid: Sequence[Fraction]) -> dict[str, list[float]]:
+                with AtomicOutput(self.path.with_suffix(".losses"), [], force=True) as copy:
+                    return layerwise.loss_curves(model, tensors, options, grid, copy)
+
+            for job in todo:
+                pattern = parse_pattern(job.how_many) if ":" in job.how_many else None
+                options = PruneOptions(
+                    sparsity=pattern.sparsity if pattern is not None else parse_sparsity(job.how_many),
+                    method=job.method.method,
+                    refit=job.method.refit,
+                    per=job.method.per,
+                    allocation=job.allocation,
+                    pattern=pattern,
+                    text=args.file,
+                    n_chunks=args.chunks,
+                    hessian_memory=hessian_memory(),
+                )
+                scorer = wanda if options.method == "wanda" else methods.Scorer()
+                quotas = pruning.plan(tensors, options, scorer, wanda, loss_curves)
+                with silence():
+                    if options.needs_hessians:
+                        pruner = methods.by_hessians(found, options, quotas, pool)
+                    else:
+                        pruner = methods.by_scores(scorer, options, quotas, pool)
+                    with AtomicOutput(self.path, [], force=True) as output:
+                        pruning.write_model(model, names, pruner, [], output)
+                        output.seal()
+                        output.commit()
+                self.measure(job.label, self.path)
+
+    def run_in_passes(self, label: str, method: str, sparsity: str, **options: Any) -> None:
+        args = self.args
+        if label in self.results:
+            return
+        with silence():
+            pruning.prune(
+                args.model,
+                self.path,
+                method=method,
+                sparsity=sparsity,
+                text=args.file,
+                n_chunks=args.chunks,
+                force=True,
+                **options,
+            )
+        self.measure(label, self.path)
+
+    def table(self) -> str:
+        args = self.args
+        columns = [*args.sparsities.split(","), *filter(None, args.patterns.split(","))]
+        rows: list[list[str]] = []
+
+        def cells(prefix: str) -> list[str]:
+            found = (self.results.get(f"{prefix}, {column}") for column in columns)
+            return [f"{result['ppl']:.2f}" if result is not None else "" for result in found]
+
+        for m in self.methods:
+            for rule in ALLOCATIONS:
+                rows.append([m.label, rule, *cells(f"{m.label}, {rule}")])
+        for m in self.methods:
+            if args.sequential and m in METHODS_WITH_STATISTICS and not m.refit:
+                rows.append([f"{m.label}, sequential", "uniform", *cells(f"{m.label}, sequential")])
+        if args.dense_targets:
+            for rule in ALLOCATIONS:
+                for share in args.shares.split(","):
+                    rows.append([f"ALPS, dense targets {share}", rule, *cells(f"ALPS, targets {share}, {rule}")])
+        for path in [args.model, *args.other]:
+            found = self.results[pathlib.Path(path).stem]
+            name = f"**{pathlib.Path(path).stem}**"
+            rows.append([name, "", *[""] * len(columns), f"{found['ppl']:.2f} ± {found['error']:.2f}"])
+        headers = ["method", "allocation", *(s if ":" in s else f"{float(s):.0%}" for s in columns), "as it is"]
+        return console.table(rows, headers, ".2f")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("model", metavar="MODEL", help="dense F16 model")
+    parser.add_argument("--other", action="append", default=[], metavar="FNAME", help="a model to measure as it is")
+    parser.add_argument("-f", "--file", required=True, help="calibration text")
+    parser.add_argument("--chunks", type=int, default=128, help="chunks of it (default: 128)")
+    parser.add_argument("--held-out", required=True, metavar="FNAME", help="text to measure perplexity on")
+    parser.add_argument("--held-out-chunks", type=int, default=64, help="chunks of it, spread evenly (default: 64)")
+    parser.add_argument("--sparsities", default="0.3,0.4,0.5,0.6,0.7", help="default: %(default)s")
+    parser.add_argument("--patterns", default="2:4", metavar="N:M,...", help="default: %(default)s")
+    parser.add_argument("--sequential", metavar="S,...", help="also with sequential statistics at these sparsities")
+    parser.add_argument("--dense-targets", metavar="S,...", help="also ALPS with --dense-targets at these sparsities")
+    parser.add_argument("--shares", default="0,0.5,1", help="of --dense-targets (default: %(default)s)")
+    parser.add_argument("--methods", metavar="LABEL;...", help="only these rows, by their labels in the table")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE.md", help="table to write")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        sweep = Sweep(args, folder)
+        sweep.run()
+    pathlib.Path(args.output).write_text(sweep.table() + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

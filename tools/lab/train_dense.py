@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""Trains a dense model of any width and depth: to measure pruning and activation sparsity on.
+
+    tools/lab/train_dense.py docs-23m-f16.gguf OUT -f calibration.txt --layers 12 --embd 768 --ff 2048 --heads 12 \\
+        --kv-heads 6 --sampled-chunks 38000 --batch-size 16 --epochs 1 --learning-rate 8e-4
+
+Another model is the teacher, usually a smaller one: the new one has its vocabulary, and learns its probabilities of the
+next token on a text and on chunks that it writes, as `macko recover` does. Its architecture is llama, or arcee: a Llama
+whose feed-forward parts are down(relu(up(h))^2), so that most of what down is multiplied with becomes exactly zero.
+Weights are random at the beginning; with --from-teacher, tensors that the teacher has in the same shape are the
+teacher's. Needs PyTorch. The result has F16 matrices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ggml_macko import console
+from ggml_macko.gguf.files import Key, Model, Tensor, make_key
+from ggml_macko.gguf.outputs import AtomicOutput
+from ggml_macko.gguf.writer import NewTensor, Writer
+from ggml_macko.recovery.options import RecoverOptions
+from ggml_macko.recovery.recover import imitate
+from ggml_macko.values import TYPE_F16, TYPE_F32, Array, to_float
+
+ARCHITECTURES = ("llama", "arcee")
+
+EMBEDDING_DEVIATION = 0.02
+"""Standard deviation of embeddings and head at the beginning: all tokens are about as likely."""
+
+
+class Size(NamedTuple):
+    """Of a model."""
+
+    layers: int
+    embd: int
+    ff: int
+    heads: int
+    kv_heads: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.embd // self.heads
+
+
+def metadata(teacher: Model, arch: str, size: Size) -> list[Key]:
+    """Of a model of this architecture and size with the teacher's vocabulary and context."""
+    kept = [key for key in teacher.keys if key.name.startswith("tokenizer.")]
+    keys = {key.name: key.value() for key in teacher.keys}
+    numbers = {
+        "block_count": size.layers,
+        "context_length": keys[f"{keys['general.architecture']}.context_length"],
+        "embedding_length": size.embd,
+        "feed_forward_length": size.ff,
+        "attention.head_count": size.heads,
+        "attention.head_count_kv": size.kv_heads,
+        "rope.dimension_count": size.head_dim,
+        "vocab_size": next(t.ne[1] for t in teacher.tensors if t.name == "token_embd.weight"),
+    }
+    return [
+        make_key("general.architecture", "str", arch),
+        make_key("general.name", "str", f"{arch} {size.layers}x{size.embd}x{size.ff}"),
+        *(make_key(f"{arch}.{name}", "u32", value) for name, value in numbers.items()),
+        make_key(f"{arch}.attention.layer_norm_rms_epsilon", "f32", 1e-5),
+        make_key(f"{arch}.rope.freq_base", "f32", 10000.0),
+        *kept,
+    ]
+
+
+def tensors(arch: str, size: Size, n_vocab: int) -> list[NewTensor]:
+    """All of a model: matrices of F16, vectors of F32."""
+    kv = size.kv_heads * size.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd": (size.embd, n_vocab),
+        "output_norm": (size.embd,),
+        "output": (size.embd, n_vocab),
+    }
+    for i in range(size.layers):
+        of_block = {
+            "attn_norm": (size.embd,),
+            "attn_q": (size.embd, size.embd),
+            "attn_k": (size.embd, kv),
+            "attn_v": (size.embd, kv),
+            "attn_output": (size.embd, size.embd),
+            "ffn_norm": (size.embd,),
+            **({} if arch == "arcee" else {"ffn_gate": (size.embd, size.ff)}),
+            "ffn_up": (size.embd, size.ff),
+            "ffn_down": (size.ff, size.embd),
+        }
+        shapes.update({f"blk.{i}.{name}": ne for name, ne in of_block.items()})
+    return [
+        NewTensor(f"{name}.weight", TYPE_F32, ne, 4 * ne[0])
+        if len(ne) == 1
+        else NewTensor(f"{name}.weight", TYPE_F16, ne, 2 * ne[0] * ne[1])
+        for name, ne in shapes.items()
+    ]
+
+
+def deviation(t: NewTensor, size: Size) -> float:
+    """Standard deviation of a matrix's random weights; what is added to the hidden states grows with no depth."""
+    if not t.name.startswith("blk."):
+        return EMBEDDING_DEVIATION
+    is_added = "attn_output" in t.name or "ffn_down" in t.name
+    return 1 / math.sqrt(3 * t.ne[0] * (2 * size.layers if is_added else 1))
+
+
+def of_teacher(model: Model) -> dict[str, Tensor]:
+    """The teacher's tensors by name; its head, too, where that is the embeddings."""
+    found = {t.name: t for t in model.tensors}
+    found.setdefault("output.weight", found["token_embd.weight"])
+    return found
+
+
+def write_start(
+    path: Path, teacher: Path, size: Size, seed: int, *, arch: str = "llama", from_teacher: bool = False
+) -> None:
+    """A model with the teacher's vocabulary. Its weights are random; from_teacher: those of which the teacher has
+    tensors of the same shape are the teacher's.
+    """
+    rng = np.random.default_rng(seed)
+    with Model(teacher) as model, AtomicOutput(path, [teacher], force=True) as output:
+        given = of_teacher(model)
+        keys = metadata(model, arch, size)
+        table = tensors(arch, size, given["token_embd.weight"].ne[1])
+        writer = Writer(output, keys, table, model.alignment)
+        for t in table:
+            values: Array
+            if from_teacher and t.name in given and given[t.name].ne == t.ne:
+                values = to_float(given[t.name].read_bits(), given[t.name].type)
+            elif len(t.ne) == 1:
+                values = np.ones(t.ne[0], dtype=np.float32)
+            else:
+                values = rng.standard_normal((t.ne[1], t.ne[0]), dtype=np.float32) * np.float32(deviation(t, size))
+            writer.write([values.astype(np.float32 if len(t.ne) == 1 else np.float16)])
+        writer.finish()
+        output.seal()
+        output.commit()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("teacher", metavar="TEACHER", type=Path, help="dense model whose vocabulary the new one has")
+    parser.add_argument("output", metavar="OUT", type=Path)
+    parser.add_argument("-f", "--file", required=True, help="text to train on")
+    parser.add_argument("--arch", choices=ARCHITECTURES, default="llama", help="architecture (default: %(default)s)")
+    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--embd", type=int, required=True, help="width")
+    parser.add_argument("--ff", type=int, required=True, help="width of the feed-forward part")
+    parser.add_argument("--heads", type=int, required=True)
+    parser.add_argument("--kv-heads", type=int, required=True)
+    parser.add_argument(
+        "--from-teacher", action="store_true", help="start from the teacher's tensors where they have the same shape"
+    )
+    parser.add_argument("-c", "--ctx-size", type=int, default=512, help="tokens of a chunk (default: %(default)s)")
+    parser.add_argument("--sampled-chunks", type=int, default=0, help="chunks more that the teacher writes")
+    parser.add_argument("--batch-size", type=int, default=16, help="chunks of a step (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=1, help="how often the text is read (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=0.0, help="the highest (default: by the width)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the text")
+    args = parser.parse_args()
+    size = Size(args.layers, args.embd, args.ff, args.heads, args.kv_heads)
+    if min(size) < 1 or args.embd % (2 * args.heads) or args.heads % args.kv_heads:
+        parser.error("--embd must be a multiple of 2 * --heads, and --heads of --kv-heads")
+    options = RecoverOptions(
+        text=args.file,
+        n_ctx=args.ctx_size,
+        n_sampled=args.sampled_chunks,
+        batch_size=args.batch_size,
+        n_epochs=args.epochs,
+        learning_rate=args.learning_rate,
+        seed=args.seed,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        start = Path(folder) / "start.gguf"
+        write_start(start, args.teacher, size, args.seed, arch=args.arch, from_teacher=args.from_teacher)
+        found = imitate(start, args.output, teacher=args.teacher, options=options)
+    console.log(
+        f"{found.n_trained} weights, {found.n_tokens} tokens, {found.seconds:.0f} s: held-out perplexity "
+        f"{found.perplexity_after:.2f}, of the teacher {found.perplexity_dense:.2f}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import subprocess
 import sys
 
@@ -15,61 +14,13 @@ import numpy as np
 import pytest
 
 from ggml_macko import errors
-from ggml_macko.evaluation import feed_forward_parts, skipping
-from ggml_macko.evaluation.activations import Tensor, weight_name
+from ggml_macko.evaluation import skipping
 from ggml_macko.evaluation.perplexity import SkipOptions, perplexity, skipped_perplexity
+from reference.feed_forward import FFN, MODELS, SCORES, Recorder, gate_up_and_norms
 from support import generators, gguf_bytes, tiny_models
 from support.bad_input import SAMPLE, one_line
 
 DEMO = generators.DEMO
-FFN = ("ffn_gate.weight", "ffn_up.weight", "ffn_down.weight")
-
-
-class Recorder(feed_forward_parts.FeedForwardTap):
-    """Also keeps the inputs and results of the products with feed-forward weights: name -> (input, result)."""
-
-    def __init__(self):
-        super().__init__()
-        self.products = {}
-
-    def wants(self, node):
-        wanted = super().wants(node)
-        is_ffn = node.op == self.ggml.mul_mat and weight_name(Tensor.from_address(node.src[0]).name).endswith(FFN)
-        return wanted or (self.on_part is not None and is_ffn)
-
-    def take(self, address, node):
-        if weight_name(node.name) in self.parts:
-            return super().take(address, node)
-        name = weight_name(Tensor.from_address(node.src[0]).name)
-        self.products[name] = tuple(self.array(a, np.float32)[0, 0].copy() for a in (node.src[1], address))
-        return True
-
-
-def silu(x):
-    return x / (1 + np.exp(-x))
-
-
-def gelu(x):
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def squared_relu(x):
-    return np.maximum(x, 0) ** 2
-
-
-# file -> (activation function, where its argument is: in a product with gate, in that with up before up, or all of it)
-MODELS = {
-    "docs-4m": (silu, "gate"),
-    "qwen3": (silu, "gate"),
-    "gemma2": (gelu, "gate"),
-    "phi3": (silu, "halves"),
-    "arcee": (squared_relu, "up"),
-}
-SCORES = {
-    "cats": lambda activated, up, norms: np.abs(activated),
-    "product": lambda activated, up, norms: np.abs(activated * up),
-    "wina": lambda activated, up, norms: np.abs(activated * up) * norms,
-}
 
 
 @pytest.fixture(scope="module")
@@ -98,22 +49,6 @@ def recorded(monkeypatch):
     return make
 
 
-def reference(name, weights, products, layer):
-    """Activated gate, up and the norms of the columns of down, float64, from the products that llama.cpp computed.
-    Where there is no gate: activated up, and ones.
-    """
-    act, place = MODELS[name]
-    up = products[f"blk.{layer}.ffn_up.weight"][1].astype(np.float64)
-    if place == "halves":
-        gate, up = np.split(up, 2, axis=1)
-    elif place == "up":
-        gate, up = up, np.ones_like(up)
-    else:
-        gate = products[f"blk.{layer}.ffn_gate.weight"][1].astype(np.float64)
-    down = weights[f"blk.{layer}.ffn_down.weight"]
-    return act(gate), up, np.sqrt((down**2).sum(axis=0))
-
-
 @pytest.mark.parametrize("name, score", sorted({*itertools.product(MODELS, SCORES)} - {("arcee", "cats")}))
 def test_masks_outputs_and_thresholds_equal_numpy(model_of, recorded, name, score):
     path, share = model_of(name), 0.7 if name == "arcee" else 0.4  # half of arcee's are zero as they are
@@ -128,15 +63,14 @@ def test_masks_outputs_and_thresholds_equal_numpy(model_of, recorded, name, scor
         parts = m.skipped()
     assert [p.down for p in parts] == [f"blk.{i}.ffn_down.weight" for i in range(len(parts))] and len(parts) >= 2
     for layer, part in enumerate(parts):
-        scores = SCORES[score](*reference(name, weights, dense, layer))
+        scores = SCORES[score](*gate_up_and_norms(name, weights, dense, layer))
         quantile = np.quantile(scores, share, method="inverted_cdf")
         assert part.threshold / quantile == pytest.approx(1, rel=skipping.BIN_WIDTH * 1.02)
-        # ggml takes GELU from a table of F16 values
-        np.testing.assert_allclose(dense[part.down][0], np.multiply(*reference(name, weights, dense, layer)[:2]),
-                                   rtol=1e-3, atol=1e-4)  # fmt: skip
+        gated = np.multiply(*gate_up_and_norms(name, weights, dense, layer)[:2])
+        np.testing.assert_allclose(dense[part.down][0], gated, rtol=1e-3, atol=1e-4)  # ggml's GELU is a table of F16
         assert part.zeros == (dense[part.down][0] == 0).mean() and (0.3 < part.zeros < 0.6) == (name == "arcee")
 
-        activated, up, norms = reference(name, weights, products, layer)
+        activated, up, norms = gate_up_and_norms(name, weights, products, layer)
         scores = SCORES[score](activated, up, norms)
         tolerance = 1e-3 * scores + 1e-4 if name == "gemma2" and score != "cats" else 1e-5 * scores
         sure = np.abs(scores - part.threshold) > tolerance

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_model_runs import DEMO, SHARED_MODELS, greedy, open_model
-from test_sparse_matrix import assert_close_to_float64, safe_bits
 
 from ggml_macko import SparseMatrix, errors, values
 from ggml_macko.codecs import ec_csr
 from ggml_macko.codecs.ec_csr import DELTA_BITS
 from ggml_macko.native import bindings
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
+from reference.products import assert_close_to_float64
 from support import c_codecs, generators
 from support import gguf_bytes as gb
+from support.generators import DEMO
+from support.llama_logits import greedy, open_model
 
 
 def patterned(
@@ -205,7 +206,7 @@ def test_product_is_within_rounding_of_float64(data):
         data.draw(st.sampled_from([1, 2, 8, 33])),
     )
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    bits = safe_bits(rng, rows, cols, data.draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])), type_id)
+    bits = generators.safe_bits(rng, rows, cols, data.draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])), type_id)
     dense = bits if type_id == TYPE_BF16 else bits.view(np.float16 if type_id == TYPE_F16 else np.float32)
     s = SparseMatrix.from_dense(
         dense,
@@ -444,7 +445,7 @@ def test_sparse_model_writes_the_text_of_the_dense_one(tmp_path, macko, kind):
 @pytest.mark.parametrize("name", ["docs-4m-f16", "docs-23m-f16", "docs-23m-s70-f16"])
 @pytest.mark.parametrize("kind", ["ec-csr-4", "ec-csr-8"])
 def test_real_sparse_model_writes_the_text_of_the_dense_one(tmp_path, macko, name, kind):
-    source = SHARED_MODELS / f"{name}.gguf"
+    source = generators.SHARED / f"{name}.gguf"
     if not source.exists():
         pytest.skip(f"no {source.name} beside the repository")
     dense, sparse = source, tmp_path / "s.gguf"

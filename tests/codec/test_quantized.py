@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_model_runs import DEMO, greedy, open_model
 
 from ggml_macko import SparseMatrix, errors, values
 from ggml_macko.codecs import coded, packed
@@ -31,6 +30,8 @@ from ggml_macko.native import codec as native_codec
 from ggml_macko.native.cpu import CpuMatrix, cpu_kernels
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 from support import c_codecs, generators, llama_logits
+from support.generators import DEMO
+from support.llama_logits import greedy, open_model
 
 GGML_KINDS = {"sparse-q8_0": TYPE_Q8_0, "sparse-q5_0": TYPE_Q5_0, "sparse-q4_0": TYPE_Q4_0}
 GGML_TYPE = {t: gguf.GGMLQuantizationType(t) for t in GGML_KINDS.values()}

@@ -12,6 +12,7 @@ from ggml_macko import SparseMatrix, errors, values
 from ggml_macko.codecs import macko as macko_codec
 from ggml_macko.codecs.macko import DELTA_BITS
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
+from reference.products import assert_close_to_float64
 from support import c_codecs, generators
 
 
@@ -20,27 +21,6 @@ def make(bits: np.ndarray, type_id: int, **kwargs) -> SparseMatrix:
         return SparseMatrix.from_dense(bits, bf16=True, keep_negative_zeros=True, **kwargs)
     dtype = np.float16 if type_id == TYPE_F16 else np.float32
     return SparseMatrix.from_dense(bits.view(dtype), keep_negative_zeros=True, **kwargs)
-
-
-def assert_close_to_float64(y: np.ndarray, w: np.ndarray, x: np.ndarray) -> None:
-    """Each element within 2 gamma_n sum |w x| + half a unit in the last place: the bound of any order of float32
-    additions.
-    """
-    exact = w @ x.astype(np.float64)
-    gamma = w.shape[1] * 2.0**-24
-    bound = 2 * gamma * (np.abs(w) @ np.abs(x.astype(np.float64))) + 0.5 * np.spacing(np.abs(exact).astype(np.float32))
-    worst = np.argmax(np.abs(y - exact) - bound)
-    assert np.all(np.abs(y - exact) <= bound), f"element {worst}: {y.flat[worst]} against {exact.flat[worst]}"
-
-
-def safe_bits(rng, rows, cols, density, type_id):
-    """Without the largest values of a type: their products are not the point here, and overflow float32."""
-    values = rng.standard_normal((rows, cols)).astype(np.float32) * np.where(
-        rng.random((rows, cols)) < 0.02, 100, 1
-    ).astype(np.float32)
-    bits = generators.from_float32(values, type_id)
-    bits[rng.random((rows, cols)) >= density] = 0
-    return bits
 
 
 @settings(max_examples=150, deadline=None)
@@ -53,7 +33,7 @@ def test_product_is_within_rounding_of_float64(data):
         data.draw(st.sampled_from([1, 2, 3, 8, 33])),
     )
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    bits = safe_bits(rng, rows, cols, data.draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])), type_id)
+    bits = generators.safe_bits(rng, rows, cols, data.draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])), type_id)
     s = make(bits, type_id, delta_bits=data.draw(st.sampled_from(DELTA_BITS)))
     w = generators.to_float64(bits, type_id)
     x = rng.standard_normal((cols, n), dtype=np.float32)
@@ -225,7 +205,7 @@ def test_packed_matrices_multiply_as_what_they_decode_to(data):
     type_id = data.draw(st.sampled_from(generators.TYPES))
     rows, cols, n = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 600)), data.draw(st.sampled_from([1, 2, 9]))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    bits = safe_bits(rng, rows, cols, data.draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])), type_id)
+    bits = generators.safe_bits(rng, rows, cols, data.draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])), type_id)
     s = make(bits, type_id, format=format)
     assert s.format in ({format, "packed"} if format == "sparse-lossless" else {format})
     assert SparseMatrix(s.arrays).format == s.format

@@ -13,13 +13,10 @@ import pytest
 from ggml_macko import convert
 from ggml_macko.evaluation.activations import Tap
 from ggml_macko.evaluation.text_model import TextModel
-from support import architectures
-from support import gguf_bytes as gb
 from support.llama_logits import logits_one_by_one, open_model
+from support.relu_models import RELU, TOKENS, relu_model
 
-RELU = {"smallthinker": b"gate_exps", "arcee": b"ffn_up"}
 OLD_ENOUGH = 3.1  # seconds, for a model whose weights are kept in a cache
-TOKENS = [int(t) for t in np.random.default_rng(3).integers(3, 120, 16)]
 
 
 class ZeroCounter(Tap):
@@ -35,29 +32,6 @@ class ZeroCounter(Tap):
         self.n += x.size
         self.n_zeros += x.size - int(np.count_nonzero(x))
         return True
-
-
-def relu_model(arch, path, shift):
-    """A model half of whose weights are zero. The embeddings have a mean, and the weights in front of the ReLU another
-    one with `shift` subtracted, so that it decides how much is zero behind it. Down's weights are large: what little is
-    left then matters beside the rest of the model.
-    """
-    f = architectures.make(arch, arch == "smallthinker")
-    rng = np.random.default_rng(5)
-    for t in f.tensors:
-        if t.name == b"token_embd.weight":
-            dtype = np.float16 if t.type == architectures.TYPE_F16 else np.float32
-            t.data = (np.frombuffer(t.data, dtype) + dtype(1)).tobytes()
-        elif len(t.ne) > 1 and t.type == architectures.TYPE_F16:
-            x = np.frombuffer(t.data, np.float16).astype(np.float32)
-            x[rng.random(x.size) < 0.5] = 0
-            if RELU[arch] in t.name:
-                x = np.where(x == 0, 0, x - np.float32(shift))
-            if b"ffn_down" in t.name:
-                x *= 500
-            t.data = x.astype(np.float16).tobytes()
-    path.write_bytes(gb.write(f))
-    return path
 
 
 @pytest.mark.parametrize("arch", RELU)

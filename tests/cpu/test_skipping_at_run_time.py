@@ -14,7 +14,6 @@ import time
 import gguf
 import numpy as np
 import pytest
-from test_calibrate_activations import HOSTILE, set_act
 
 from ggml_macko import convert, errors
 from ggml_macko.evaluation import skipping
@@ -25,6 +24,7 @@ from ggml_macko.gguf.activation_keys import read_rule
 from ggml_macko.gguf.files import Model
 from support import generators, tiny_models
 from support import gguf_bytes as gb
+from support.activation_keys import HOSTILE, set_act
 from support.bad_input import SAMPLE
 from support.llama_logits import logits, logits_one_by_one, open_model
 

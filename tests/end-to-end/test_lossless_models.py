@@ -8,10 +8,12 @@ from __future__ import annotations
 import gguf
 import numpy as np
 import pytest
-from test_model_runs import DEMO, SHARED_MODELS, greedy, macko, open_model, prompt_logits
 
 from ggml_macko.evaluation.perplexity import perplexity
 from reference.llama_float64 import Float64Llama
+from support import generators
+from support.commands import run_macko
+from support.llama_logits import greedy, open_model, prompt_logits
 
 # llama.cpp rounds activations and the KV cache to F16. How far a logit is from float64 then depends on the model (0.015
 # to 0.030 for these), so the bounds are multiples of the errors of dense llama.cpp on the same model.
@@ -29,24 +31,24 @@ def tensors(path):
 
 
 def perplexity_of(path):
-    text = SHARED_MODELS / "held-out.txt"
-    text = text if text.exists() else DEMO.parent / "sample.txt"
+    text = generators.SHARED / "held-out.txt"
+    text = text if text.exists() else generators.DEMO.parent / "sample.txt"
     return perplexity(path, text, n_chunks=PERPLEXITY_CHUNKS, n_gpu_layers=0).ppl
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name,density", CASES, ids=[f"{n}-{d or 'as-is'}" for n, d in CASES])
 def test_sparse_model_is_equal_to_its_dense_twin(name, density, tmp_path, record_property):
-    source = DEMO if name == DEMO.stem else SHARED_MODELS / f"{name}.gguf"
+    source = generators.DEMO if name == generators.DEMO.stem else generators.SHARED / f"{name}.gguf"
     if not source.exists():
         pytest.skip(f"no {source.name} beside the repository")
     dense, sparse, restored = source, tmp_path / "sparse.gguf", tmp_path / "restored.gguf"
     if density is not None:
         dense = tmp_path / "dense.gguf"
-        macko("prune", source, dense, "--sparsity", 1 - density)
-    macko("convert", dense, sparse, "--keep-negative-zeros")
-    macko("restore", sparse, restored)
-    macko("convert", dense, sparse, "--force")
+        run_macko("prune", source, dense, "--sparsity", 1 - density)
+    run_macko("convert", dense, sparse, "--keep-negative-zeros")
+    run_macko("restore", sparse, restored)
+    run_macko("convert", dense, sparse, "--force")
     assert tensors(restored) == tensors(dense)
 
     assert greedy(open_model(sparse)) == greedy(open_model(dense))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -13,50 +11,25 @@ import numpy as np
 import pytest
 
 from ggml_macko import errors
-from support import llama_logits, upstream
-from support.llama_logits import logits
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-SHARED_MODELS = ROOT.parent / "shared" / "models"
-DEMO = ROOT / "models" / "docs-4m-s70-f16.gguf"
-SAMPLE = ROOT / "models" / "sample.txt"
-PROMPT = "The function returns"
-open_model = functools.partial(llama_logits.open_model, seed=1)
-
-
-def macko(*args, **kwargs):
-    return subprocess.run(
-        [sys.executable, "-m", "ggml_macko.commands.cli", *map(str, args)],
-        check=True,
-        capture_output=True,
-        text=True,
-        **kwargs,
-    )
-
-
-def greedy(llama, n=128, prompt=PROMPT):
-    return llama(prompt, max_tokens=n, temperature=0)["choices"][0]["text"]
-
-
-def prompt_logits(llama, n=256):
-    tokens = llama.tokenize(SAMPLE.read_bytes(), add_bos=False)[:n]
-    return tokens, logits(llama, tokens)
+from support import generators, llama_logits, upstream
+from support.commands import run_macko
+from support.llama_logits import PROMPT, greedy, open_model, prompt_logits
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """The paths of the demo model, dense and sparse."""
     sparse = tmp_path_factory.mktemp("demo") / "sparse.gguf"
-    macko("convert", DEMO, sparse)
-    return DEMO, sparse
+    run_macko("convert", generators.DEMO, sparse)
+    return generators.DEMO, sparse
 
 
 @pytest.fixture(scope="module")
 def pruned_pair(tmp_path_factory):
     """The same with fewer non-zeros: equal tensor names, other weights."""
     folder = tmp_path_factory.mktemp("pruned")
-    macko("prune", DEMO, folder / "dense.gguf", "--sparsity", "0.8")
-    macko("convert", folder / "dense.gguf", folder / "sparse.gguf")
+    run_macko("prune", generators.DEMO, folder / "dense.gguf", "--sparsity", "0.8")
+    run_macko("convert", folder / "dense.gguf", folder / "sparse.gguf")
     return folder / "dense.gguf", folder / "sparse.gguf"
 
 
@@ -121,7 +94,8 @@ print(m({PROMPT!r}, max_tokens=32, temperature=0)["choices"][0]["text"], end="")
 def test_prefill_batch_sizes_give_the_same_text(pair):
     """Micro-batches of 1, 7, 64 and 512 tokens use different kernels."""
     texts = {
-        n: greedy(open_model(pair[1], n_batch=n, n_ubatch=n), 24, SAMPLE.read_text()[:700]) for n in (1, 7, 64, 512)
+        n: greedy(open_model(pair[1], n_batch=n, n_ubatch=n), 24, generators.SAMPLE.read_text()[:700])
+        for n in (1, 7, 64, 512)
     }
     assert len(set(texts.values())) == 1, texts
 
@@ -207,11 +181,11 @@ def test_threads_load_and_generate_at_once(pair, pruned_pair):
 
 def test_program_that_knows_only_llama_h_runs_a_sparse_file(pair, tmp_path):
     """A C program that is linked to the wheel's libllama, through `macko run`."""
-    program = upstream.compile_program(ROOT / "tests" / "support" / "run-llama.c", tmp_path / "run-llama")
+    program = upstream.compile_program(generators.ROOT / "tests" / "support" / "run-llama.c", tmp_path / "run-llama")
     dense = subprocess.run([program, pair[0], "48", PROMPT], check=True, capture_output=True, text=True).stdout
-    sparse = macko("run", "--", program, pair[1], "48", PROMPT).stdout
+    sparse = run_macko("run", "--", program, pair[1], "48", PROMPT).stdout
     assert sparse == dense and len(dense) > 48
-    assert macko("run", "--", program, pair[0], "48", PROMPT).stdout == dense
+    assert run_macko("run", "--", program, pair[0], "48", PROMPT).stdout == dense
     plain = subprocess.run([program, pair[1], "1", PROMPT], capture_output=True, text=True)
     assert plain.returncode == 1  # without `macko run` the file is refused
 

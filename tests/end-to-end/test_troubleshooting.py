@@ -18,13 +18,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import test_gpu
-import test_split_and_edited_files
 
 from ggml_macko.gguf.outputs import AtomicOutput
 from ggml_macko.native import bindings
 from ggml_macko.values import TYPE_F16
-from support import generators, gguf_bytes, llama_faults, upstream
+from support import generators, gguf_bytes, gpu_models, llama_faults, upstream
 
 PAGE = generators.ROOT / "docs" / "guide" / "troubleshooting.md"
 PACKAGE = bindings.LIBRARY_PATH.parent
@@ -374,7 +372,7 @@ def _(p):
 
 
 def split(p) -> list:
-    return test_split_and_edited_files.split(p.sparse, p.tmp_path, [47, 47])
+    return gguf_bytes.split(p.sparse, p.tmp_path, [47, 47])
 
 
 @row("<file>: one of <n> files of a split model")
@@ -496,7 +494,7 @@ def skip_without_gpu() -> None:
 @row("<device>: out of memory")
 def _(p):
     skip_without_gpu()
-    return p.python(test_gpu.OUT_OF_MEMORY.format(tests=str(generators.ROOT / "tests"), path=str(p.sparse)))
+    return p.python(gpu_models.OUT_OF_MEMORY.format(tests=str(generators.ROOT / "tests"), path=str(p.sparse)))
 
 
 @row("<device>: the CUDA context belongs to the parent process")

@@ -13,19 +13,18 @@ import sys
 
 import numpy as np
 import pytest
-import test_relu_gates
 
 from ggml_macko.benchmark import bench_gpu, tuning
 from ggml_macko.evaluation.calibrate_activations import calibrate_activations
 from ggml_macko.evaluation.skipping import SkipOptions
 from ggml_macko.native import devices
-from support import generators, gguf_bytes, lora_files, tiny_models
-from support.llama_logits import logits, logits_one_by_one
+from support import generators, gguf_bytes, lora_files, relu_models, tiny_models
+from support.commands import run_macko
+from support.gpu_models import FULL_GPU, OUT_OF_MEMORY, greedy, open_model
+from support.llama_logits import PROMPT, logits, logits_one_by_one
 
 pytestmark = pytest.mark.gpu
 
-PROMPT = "The function returns"
-SAMPLE = generators.ROOT / "models" / "sample.txt"
 MAKE = generators.ROOT / "tools" / "make_random_llama.py"
 Q8_0 = 8
 QUANTIZED = ("macko-q8_0", "macko-q5_0", "macko-q4_nl", "macko-q4_0")
@@ -42,12 +41,6 @@ def gpu():
     with pytest.MonkeyPatch.context() as patch:  # what is computed on the CPU here is what the GPU is compared with
         patch.setenv("GGML_MACKO_NO_OFFLOAD", "1")
         yield
-
-
-def run_macko(*args):
-    subprocess.run(
-        [sys.executable, "-m", "ggml_macko.commands.cli", *map(str, args)], check=True, capture_output=True, text=True
-    )
 
 
 @pytest.fixture(scope="module")
@@ -104,17 +97,6 @@ def squared_relu(tmp_path_factory, request):
     return dense, sparse
 
 
-def open_model(path, n_gpu_layers=-1, **kwargs):
-    from ggml_macko import Llama
-
-    kwargs = {"n_ctx": 512, "n_batch": 512, "n_threads": 2, "n_threads_batch": 2, "verbose": False, "seed": 1, **kwargs}
-    return Llama(str(path), n_gpu_layers=n_gpu_layers, **kwargs)
-
-
-def greedy(llama, n=64, prompt=PROMPT):
-    return llama(prompt, max_tokens=n, temperature=0)["choices"][0]["text"]
-
-
 def nmse(got, want):
     assert np.isfinite(got).all()
     return float(((got - want) ** 2).sum() / (want.astype(np.float64) ** 2).sum())
@@ -144,7 +126,7 @@ def test_layers_are_in_gpu_memory(demo):
 @pytest.mark.parametrize("n", [1, 5, 13, 70, 300])
 def test_logits_are_those_of_the_cpu_for_any_prompt_length(demo, kind, n):
     """Each kind of product: one column, few columns, sparse weights made dense, tensor cores."""
-    tokens = open_model(demo[kind], 0, vocab_only=True).tokenize(SAMPLE.read_bytes(), add_bos=False)[:n]
+    tokens = open_model(demo[kind], 0, vocab_only=True).tokenize(generators.SAMPLE.read_bytes(), add_bos=False)[:n]
     for kwargs in ({}, {"flash_attn": True}, {"flash_attn": True, "type_k": Q8_0, "type_v": Q8_0}):
         want, got = (logits(open_model(demo[kind], layers, logits_all=True, **kwargs), tokens) for layers in (0, -1))
         assert nmse(got, want) < NMSE, kwargs
@@ -295,10 +277,13 @@ def test_sequences_and_context_shifts_are_independent(demo, kind, flash):
 
 
 HASHES = """
-import hashlib, sys
+import hashlib, json, sys
+import numpy as np
 import llama_cpp
 sys.path.insert(0, {tests!r})
-from test_gpu import *
+from support.generators import SAMPLE
+from support.gpu_models import open_model
+from support.llama_logits import logits
 llama = open_model({path!r}, flash_attn=True, logits_all=True)
 tokens = llama.tokenize(SAMPLE.read_bytes(), add_bos=False)[:60]
 hashes = []
@@ -342,7 +327,7 @@ def test_model_compressed_on_load_equals_the_sparse_file(demo):
         open_model(demo["dense"], compress=True, logits_all=True),
         open_model(demo["sparse"], logits_all=True),
     )
-    tokens = compressed.tokenize(SAMPLE.read_bytes(), add_bos=False)[:70]
+    tokens = compressed.tokenize(generators.SAMPLE.read_bytes(), add_bos=False)[:70]
     np.testing.assert_array_equal(logits(compressed, tokens), logits(sparse, tokens))
 
 
@@ -366,47 +351,12 @@ def test_two_gpus_give_the_bits_of_one(demo, kind):
     two = open_model(demo[kind], tensor_split=[0.5, 0.5], **kwargs)
     assert all(was - device[2] >= 1 << 20 for was, device in zip(free[:2], devices.gpus()))
     one = open_model(demo[kind], split_mode=0, **kwargs)
-    tokens = one.tokenize(SAMPLE.read_bytes(), add_bos=False)
+    tokens = one.tokenize(generators.SAMPLE.read_bytes(), add_bos=False)
     for n in (1, 13, 300):
         np.testing.assert_array_equal(logits(two, tokens[:n]), logits(one, tokens[:n]))
     assert greedy(two) == greedy(one)
 
 
-FULL_GPU = """
-import ctypes, sys
-sys.path.insert(0, {tests!r})
-from test_gpu import *
-devices.gpus()
-ggml, base = ctypes.CDLL("libggml.so.0"), ctypes.CDLL("libggml-base.so.0")
-for f in (ggml.ggml_backend_dev_by_name, base.ggml_backend_dev_buffer_type, base.ggml_backend_buft_alloc_buffer):
-    f.restype = ctypes.c_void_p
-ggml.ggml_backend_dev_by_name.argtypes = [ctypes.c_char_p]
-base.ggml_backend_dev_buffer_type.argtypes = [ctypes.c_void_p]
-base.ggml_backend_buft_alloc_buffer.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-base.ggml_backend_buffer_free.argtypes = [ctypes.c_void_p]
-buft = base.ggml_backend_dev_buffer_type(ggml.ggml_backend_dev_by_name(b"MACKO0"))
-held = []
-def fill():
-    for size in (1 << 30, 1 << 26, 1 << 21, 1 << 16): # until not even the smallest fits
-        while buffer := base.ggml_backend_buft_alloc_buffer(buft, size):
-            held.append(buffer)
-def empty():
-    while held:
-        base.ggml_backend_buffer_free(held.pop())
-"""
-OUT_OF_MEMORY = (
-    FULL_GPU
-    + """
-fill()
-try:
-    open_model({path!r}, verbose=True)
-    print("loaded")
-except (ValueError, MemoryError) as e:
-    print("refused:", e)
-empty()
-print(greedy(open_model({path!r}), 16))
-"""
-)
 BUSY_OUT_OF_MEMORY = (
     FULL_GPU
     + """
@@ -414,7 +364,7 @@ llama = open_model({path!r}, verbose=True) # or llama-cpp-python hides errors
 before = greedy(llama, 16)
 fill()
 attempts = [lambda: open_model({path!r}, verbose=True)]
-attempts.append(lambda: greedy(llama, 4, PROMPT * 8)) # its kernels are not loaded yet
+attempts.append(lambda: greedy(llama, 4, {prompt!r} * 8)) # its kernels are not loaded yet
 for attempt in attempts:
     try:
         attempt()
@@ -447,7 +397,7 @@ def test_load_on_a_full_gpu_is_refused_with_one_line(demo, kind):
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_running_model_survives_a_full_gpu(demo, kind):
     """Running out of memory fails only what asked for it: neither the running model nor a later load."""
-    code = BUSY_OUT_OF_MEMORY.format(tests=str(generators.ROOT / "tests"), path=str(demo[kind]))
+    code = BUSY_OUT_OF_MEMORY.format(prompt=PROMPT, tests=str(generators.ROOT / "tests"), path=str(demo[kind]))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     said = [line for line in done.stderr.splitlines() if "MACKO" in line]
     assert done.returncode == 0, (done.stdout, said, done.stderr[-2000:])
@@ -455,9 +405,10 @@ def test_running_model_survives_a_full_gpu(demo, kind):
 
 
 CYCLES = """
-import gc, os, re, sys
+import gc, json, os, re, sys
 sys.path.insert(0, {tests!r})
-from test_gpu import *
+from ggml_macko.native import devices
+from support.gpu_models import greedy, open_model
 def rss():
     return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1])
 seen = []
@@ -548,7 +499,7 @@ def test_columns_that_meet_zeros_are_left_out_without_a_change(squared_relu, mon
 def test_a_models_keys_tell_which_weights_are_kept_by_columns(squared_relu, tmp_path, monkeypatch):
     _, sparse = squared_relu
     keyed = tmp_path / "keyed.gguf"
-    skip = SkipOptions(0.5, str(SAMPLE), "product", n_chunks=2)
+    skip = SkipOptions(0.5, str(generators.SAMPLE), "product", n_chunks=2)
     found = calibrate_activations(sparse, keyed, skip, n_ctx=64, n_gpu_layers=0)
     assert all(part.zeros > 0.9 for part in found.rule.parts)
     tokens = [int(t) for t in np.random.default_rng(9).integers(3, 900, 8)]
@@ -562,12 +513,12 @@ def test_a_models_keys_tell_which_weights_are_kept_by_columns(squared_relu, tmp_
 @pytest.mark.parametrize("kind", ["macko", "sparse-q8_0"])
 def test_experts_behind_a_relu_leave_columns_out_without_a_change(tmp_path, monkeypatch, kind):
     path = tmp_path / "sparse.gguf"
-    run_macko("convert", test_relu_gates.relu_model("smallthinker", tmp_path / "dense.gguf", 0.01), path, kind)
+    run_macko("convert", relu_models.relu_model("smallthinker", tmp_path / "dense.gguf", 0.01), path, kind)
     monkeypatch.setenv("GGML_MACKO_COLUMNS", "1")
-    skipping = logits_one_by_one(open_model(path), test_relu_gates.TOKENS)
+    skipping = logits_one_by_one(open_model(path), relu_models.TOKENS)
     monkeypatch.setenv("GGML_MACKO_NO_SKIP", "1")
-    np.testing.assert_array_equal(logits_one_by_one(open_model(path), test_relu_gates.TOKENS), skipping)
+    np.testing.assert_array_equal(logits_one_by_one(open_model(path), relu_models.TOKENS), skipping)
     monkeypatch.setenv("GGML_MACKO_NO_COLUMNS", "1")
-    by_rows = logits_one_by_one(open_model(path), test_relu_gates.TOKENS)
+    by_rows = logits_one_by_one(open_model(path), relu_models.TOKENS)
     assert (by_rows != skipping).any() == (kind == "macko")  # quantized values are read by rows
     assert nmse(skipping, by_rows) < 1e-9

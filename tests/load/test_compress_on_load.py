@@ -4,7 +4,6 @@ changes.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import resource
@@ -19,7 +18,7 @@ from ggml_macko import errors
 from ggml_macko.native import bindings
 from support import generators, llama_faults, llama_logits, tiny_models
 from support import gguf_bytes as gb
-from support.llama_functions import as_c
+from support.llama_functions import as_c, compress_log
 from support.llama_logits import logits
 
 MAKE = generators.ROOT / "tools" / "make_random_llama.py"
@@ -42,30 +41,6 @@ def save(llama, path):
 
     llama_cpp.llama_model_save_to_file(llama._model.model, str(path).encode())
     return {t.name: t.data.tobytes() for t in gguf.GGUFReader(path).tensors}
-
-
-def compress_log(path, **options):
-    """What the plugin says of a dense file that is to be compressed; llama.cpp does not load it."""
-    import llama_cpp
-    import llama_cpp.llama_cpp as api
-
-    log = []
-    nothing = as_c(lambda stream, params: None)
-    address = ctypes.cast(nothing, ctypes.c_void_p).value
-    params = api.llama_model_default_params()
-    llama_cpp.llama_log_set(callback := llama_cpp.llama_log_callback(lambda level, text, data: log.append(text)), None)
-    try:
-        functions = bindings.LlamaFunctions(address, address, address, api.llama_model_params)
-        load_options = bindings.LoadOptions(compress=True, **options)
-        bindings.load_model(path, ctypes.addressof(params), functions, load_options)
-    except errors.LoadError:
-        pass
-    finally:
-        from llama_cpp._logger import llama_log_callback
-
-        llama_cpp.llama_log_set(llama_log_callback, None)
-    del callback
-    return b"".join(log).decode()
 
 
 @pytest.mark.parametrize("name", llama_faults.running(("llama", "llama-moe", "gemma3", "phi3", "gpt-oss")))

@@ -10,12 +10,12 @@ import hashlib
 import gguf
 import numpy as np
 import pytest
-from test_compress_on_load import compress_log
 
 from ggml_macko import SparseMatrix, convert, errors, verify
 from ggml_macko.native import bindings
 from ggml_macko.values import NEGATIVE_ZERO, TYPE_BF16, TYPE_F16, TYPE_F32, bits_dtype
 from support import generators, llama_logits
+from support.llama_functions import compress_log
 from support.llama_logits import logits, logits_one_by_one
 
 LOSSLESS = ("macko", "packed", "ec-csr", "auto")

@@ -4,10 +4,8 @@ says why not.
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -34,27 +32,6 @@ def sparse(tmp_path_factory):
     return path
 
 
-def split(path: pathlib.Path, folder: pathlib.Path, counts: list, change=lambda parts: None) -> list:
-    """Parts with so many tensors each, as llama-gguf-split writes them: metadata in the first, three split.* keys in
-    all.
-    """
-    whole = gb.read(path.read_bytes())
-    parts, at = [], 0
-    for i, n in enumerate(counts):
-        part = gb.GGUF(copy.deepcopy(whole.keys) if i == 0 else [], whole.tensors[at : at + n], whole.alignment)
-        part.set("split.no", gb.U16, i)
-        part.set("split.count", gb.U16, len(counts))
-        part.set("split.tensors.count", gb.I32, len(whole.tensors))
-        parts.append(part)
-        at += n
-    assert at == len(whole.tensors)
-    change(parts)
-    paths = [folder / f"model-{i + 1:05d}-of-{len(parts):05d}.gguf" for i in range(len(parts))]
-    for p, part in zip(paths, parts):
-        p.write_bytes(gb.write(part))
-    return paths
-
-
 def assert_same(a, b, **kwargs):
     first, second = open_model(a, **kwargs), open_model(b)
     tokens = [int(t) for t in np.random.default_rng(3).integers(3, first.n_vocab(), 40)]
@@ -64,11 +41,11 @@ def assert_same(a, b, **kwargs):
 @pytest.mark.parametrize("counts", [[94], [1, 92, 1], [0, 50, 44], [4, 40, 50], [31, 31, 32]], ids=str)
 def test_split_sparse_model_is_the_same_model(sparse, tmp_path, counts):
     """components of a matrix in two parts, a first part without tensors, one with a single tensor"""
-    assert_same(split(sparse, tmp_path, counts)[0], sparse)
+    assert_same(gb.split(sparse, tmp_path, counts)[0], sparse)
 
 
 def test_split_dense_model_is_compressed(sparse, tmp_path):
-    assert_same(split(generators.DEMO, tmp_path, [10, 10, 18])[0], sparse, compress=True)
+    assert_same(gb.split(generators.DEMO, tmp_path, [10, 10, 18])[0], sparse, compress=True)
 
 
 REFUSED = {
@@ -119,7 +96,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_broken_split_is_refused(name, sparse, tmp_path):
     change, after, text = REFUSED[name]
-    paths = split(sparse, tmp_path, [31, 31, 32], change)
+    paths = gb.split(sparse, tmp_path, [31, 31, 32], change)
     if after:
         after(paths)
     path = next(p for p in (paths[0], tmp_path / "model.gguf") if p.exists())
@@ -131,7 +108,7 @@ def test_broken_split_is_refused(name, sparse, tmp_path):
 def test_second_part_alone_is_refused(sparse, tmp_path):
     """it has no macko.* key: llama.cpp says what to give"""
     with pytest.raises(ValueError, match="Failed to load model"):
-        open_model(split(sparse, tmp_path, [47, 47])[1])
+        open_model(gb.split(sparse, tmp_path, [47, 47])[1])
 
 
 def test_part_that_changes_while_loading_is_refused(sparse, tmp_path, monkeypatch):
@@ -140,7 +117,7 @@ def test_part_that_changes_while_loading_is_refused(sparse, tmp_path, monkeypatc
     from ggml_macko.native.loader import register
 
     register()
-    paths = split(sparse, tmp_path, [47, 47])
+    paths = gb.split(sparse, tmp_path, [47, 47])
     real = api.llama_model_load_from_file_ptr
 
     def load_and_change(stream, params):
@@ -155,7 +132,7 @@ def test_part_that_changes_while_loading_is_refused(sparse, tmp_path, monkeypatc
 
 
 def test_tools_refuse_a_split_sparse_file_and_say_how_to_merge_it(sparse, tmp_path, macko):
-    first = split(sparse, tmp_path, [47, 47])[0]
+    first = gb.split(sparse, tmp_path, [47, 47])[0]
     for command in (("verify", generators.DEMO, first), ("inspect", first), ("restore", first, tmp_path / "out.gguf")):
         done = macko(*command)
         assert done.code == 1 and "merge them first (llama-gguf-split --merge)" in done.err

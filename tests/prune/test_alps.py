@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-import time
 from fractions import Fraction
 
 import gguf
@@ -13,33 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sparsegpt import inputs, pruned_tensors, text, xp  # noqa: F401  fixtures
 
 from ggml_macko.evaluation.activations import Weight
 from ggml_macko.gguf.files import Model
 from ggml_macko.pruning import alps, array_backend, hessians, layerwise, sparsegpt, working_copy
 from ggml_macko.pruning.options import PruneOptions
 from ggml_macko.pruning.prune import tensors_to_prune
-from support import gguf_bytes, tiny_models
-
-
-def moments(rng, cols, n=4):
-    x = inputs(rng, n * cols, cols)
-    return x.T @ x
-
-
-def problem_of(w, h, difference=None, damping=0.01):
-    damped = alps.damped(h, damping)
-    target = w @ damped
-    return alps.Problem(damped, target if difference is None else target + w @ difference, w)
-
-
-def damped64(h, damping=0.01):
-    h = h.astype(np.float64)
-    d = np.einsum("ii->i", h)
-    d[d == 0] = 1
-    d += damping * d.mean()
-    return h
+from support.pruning import damped64, interrupted, moments, problem_of, pruned_tensors, tiny_model
 
 
 def slow_admm(w, h, n_zeros):
@@ -91,7 +67,7 @@ def error(w, dense, h):
 
 @pytest.mark.parametrize("sparsity", [0.5, 0.7])
 @pytest.mark.parametrize("rows,cols", [(40, 96), (7, 150)])
-def test_layer_error_is_that_of_a_float64_implementation(xp, rows, cols, sparsity):  # noqa: F811
+def test_layer_error_is_that_of_a_float64_implementation(xp, rows, cols, sparsity):
     rng = np.random.default_rng(rows * cols)
     w, h = rng.standard_normal((rows, cols)).astype(np.float32), moments(rng, cols)
     n = int(sparsity * w.size)
@@ -109,7 +85,7 @@ def test_layer_error_is_that_of_a_float64_implementation(xp, rows, cols, sparsit
 
 
 @pytest.mark.parametrize("rows,cols", [(30, 80), (9, 160)])
-def test_refit_is_the_least_squares_solution_on_the_mask(xp, rows, cols):  # noqa: F811
+def test_refit_is_the_least_squares_solution_on_the_mask(xp, rows, cols):
     rng = np.random.default_rng(rows)
     w, h = rng.standard_normal((rows, cols)).astype(np.float32), moments(rng, cols)
     difference = (moments(rng, cols) * 0.02).astype(np.float32)
@@ -139,7 +115,7 @@ def test_number_of_zeros_is_exact_and_zeros_stay(rows, cols, sparsity, zeros, se
 
 
 @pytest.mark.parametrize("pattern,cols", [((2, 4), 64), ((4, 8), 88)])
-def test_pattern_holds_and_beats_sparsegpt(xp, pattern, cols):  # noqa: F811
+def test_pattern_holds_and_beats_sparsegpt(xp, pattern, cols):
     rng = np.random.default_rng(cols)
     w, h = rng.standard_normal((20, cols)).astype(np.float32), moments(rng, cols)
     problem = problem_of(xp.asarray(w), xp.asarray(h))
@@ -151,7 +127,7 @@ def test_pattern_holds_and_beats_sparsegpt(xp, pattern, cols):  # noqa: F811
     assert error(got, w, damped64(h)) < error(rival, w, damped64(h))
 
 
-def test_hessian_that_is_not_positive_definite_is_refused(xp):  # noqa: F811
+def test_hessian_that_is_not_positive_definite_is_refused(xp):
     with pytest.raises(np.linalg.LinAlgError):
         alps.spectrum(xp.array([[1, 5], [5, 1]], dtype=np.float32))
 
@@ -197,12 +173,6 @@ def test_expert_has_no_targets_of_the_dense_model():
 ALPS = ["--method", "alps"]
 
 
-def tiny_model(folder, architecture="llama"):
-    path = folder / "model.gguf"
-    path.write_bytes(gguf_bytes.write(tiny_models.make(architecture)))
-    return path
-
-
 @pytest.mark.parametrize(
     "architecture, more",
     [
@@ -217,7 +187,7 @@ def tiny_model(folder, architecture="llama"):
     ],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else x,
 )
-def test_command_zeroes_the_number_asked_for(tmp_path, text, macko, architecture, more):  # noqa: F811
+def test_command_zeroes_the_number_asked_for(tmp_path, text, macko, architecture, more):
     model = tiny_model(tmp_path, architecture)
     out = tmp_path / "out.gguf"
     done = macko("prune", model, out, "--sparsity", "0.8", "-f", text, "--chunks", 2, "-c", 64, *more)
@@ -236,7 +206,7 @@ def test_command_zeroes_the_number_asked_for(tmp_path, text, macko, architecture
         assert keys["macko.prune.dense_targets"].contents() == more[-1]
 
 
-def test_weights_of_one_input_are_pruned_together(tmp_path, text):  # noqa: F811
+def test_weights_of_one_input_are_pruned_together(tmp_path, text):
     model = tiny_model(tmp_path)
     options = PruneOptions(sparsity=Fraction(0), text=str(text), n_ctx=64)
     with Model(model) as m:
@@ -270,20 +240,8 @@ def test_bad_options_are_refused_at_once(tmp_path, macko, args, message):
 # ---- interrupted runs ----
 
 
-def interrupted(*args, when):
-    """Runs `macko prune` and kills it (-9) as soon as when() says so; returns whether it was still running."""
-    command = [sys.executable, "-m", "ggml_macko.commands.cli", "prune", *map(str, args)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not when():
-        time.sleep(0.0005)
-    running = process.poll() is None
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    return running
-
-
 @pytest.mark.parametrize("more", [[], ["--dense-targets", 0.5]], ids=["dense", "targets"])
-def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, text, macko, more):  # noqa: F811
+def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, text, macko, more):
     model = tiny_model(tmp_path)
     args = ["--method", "alps", "--sparsity", "0.8", "-f", text, "--chunks", 3, "-c", 64, *more]
     whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
@@ -304,7 +262,7 @@ def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, text, macko, more
     assert {p.name for p in tmp_path.iterdir()} == {"model.gguf", "out.gguf", "text.txt", "whole.gguf"}
 
 
-def test_half_written_tensors_are_restored(tmp_path, text, macko, monkeypatch):  # noqa: F811
+def test_half_written_tensors_are_restored(tmp_path, text, macko, monkeypatch):
     """Killed while the second group of matrices was written: its weights must not reach the statistics."""
     model = tiny_model(tmp_path)
     args = ["--method", "alps", "--sparsity", "0.8", "-f", text, "--chunks", 3, "-c", 64, "--sequential"]
@@ -333,7 +291,7 @@ def test_half_written_tensors_are_restored(tmp_path, text, macko, monkeypatch): 
     "what, more",
     [("set of options", ["--damping", 0.02]), ("number of zeros", ["--tensor-sparsity", "attn_q=0.5"]), ("text", [])],
 )
-def test_checkpoint_of_another_run_is_refused(tmp_path, text, macko, monkeypatch, what, more):  # noqa: F811
+def test_checkpoint_of_another_run_is_refused(tmp_path, text, macko, monkeypatch, what, more):
     model = tiny_model(tmp_path)
     args = ["prune", model, tmp_path / "out.gguf", "--method", "alps", "--sparsity", "0.8", "-f", text, "-c", 64]
     count = working_copy.WorkingCopy.count

@@ -6,8 +6,6 @@ import importlib.util
 
 import numpy as np
 import pytest
-from test_recover import SUPPORTED
-from test_sparsegpt import text  # noqa: F401  fixture
 
 from ggml_macko.gguf.files import Model
 from ggml_macko.gguf.outputs import AtomicOutput
@@ -15,6 +13,7 @@ from ggml_macko.pruning import gpu_text, hessians, layerwise
 from ggml_macko.pruning.options import PruneOptions
 from ggml_macko.pruning.prune import tensors_to_prune
 from support import gguf_bytes, tiny_models
+from support.pruning import SUPPORTED
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="no PyTorch")
 
@@ -24,7 +23,7 @@ def make(path, arch):
     return path
 
 
-def options_for(text):  # noqa: F811
+def options_for(text):
     return PruneOptions(sparsity=0, method="alps", per="tensor", text=str(text), n_chunks=5, n_ctx=32)
 
 
@@ -36,7 +35,7 @@ def gather_on_cpu(path, consumer, options, until=""):
 
 @needs_torch
 @pytest.mark.parametrize("arch", SUPPORTED)
-def test_statistics_are_those_of_llama_cpp(tmp_path, text, arch):  # noqa: F811
+def test_statistics_are_those_of_llama_cpp(tmp_path, text, arch):
     path, options = make(tmp_path / "model.gguf", arch), options_for(text)
     with Model(path) as m:
         tensors = tensors_to_prune(m)
@@ -56,7 +55,7 @@ def test_statistics_are_those_of_llama_cpp(tmp_path, text, arch):  # noqa: F811
 
 
 @needs_torch
-def test_nothing_is_evaluated_after_the_last_weight_that_is_wanted(tmp_path, text):  # noqa: F811
+def test_nothing_is_evaluated_after_the_last_weight_that_is_wanted(tmp_path, text):
     path, options = make(tmp_path / "model.gguf", "llama"), options_for(text)
     with Model(path) as m:
         names = [t.name for t in tensors_to_prune(m)]
@@ -67,7 +66,7 @@ def test_nothing_is_evaluated_after_the_last_weight_that_is_wanted(tmp_path, tex
 
 @needs_torch
 @pytest.mark.parametrize("arch", SUPPORTED)
-def test_last_weight_of_a_pass_brings_all_that_read_its_input(tmp_path, text, arch):  # noqa: F811
+def test_last_weight_of_a_pass_brings_all_that_read_its_input(tmp_path, text, arch):
     """llama.cpp multiplies with q, v and k, in this order; PyTorch with q, k and v."""
     path, options = make(tmp_path / "model.gguf", arch), options_for(text)
     with Model(path) as m:
@@ -81,7 +80,7 @@ def test_last_weight_of_a_pass_brings_all_that_read_its_input(tmp_path, text, ar
 
 
 @needs_torch
-def test_differences_are_those_of_llama_cpp(tmp_path, text, macko):  # noqa: F811
+def test_differences_are_those_of_llama_cpp(tmp_path, text, macko):
     """Of the inputs in the dense model and in a pruned one."""
     import torch
 
@@ -102,7 +101,7 @@ def test_differences_are_those_of_llama_cpp(tmp_path, text, macko):  # noqa: F81
 
 
 @needs_torch
-def test_command_with_targets_prunes_as_with_llama_cpp(tmp_path, text, macko, monkeypatch):  # noqa: F811
+def test_command_with_targets_prunes_as_with_llama_cpp(tmp_path, text, macko, monkeypatch):
     """Up to weights whose scores are close."""
     import torch
 
@@ -123,7 +122,7 @@ def test_command_with_targets_prunes_as_with_llama_cpp(tmp_path, text, macko, mo
 
 
 @needs_torch
-def test_model_whose_logits_are_others_is_left_to_llama_cpp(tmp_path, text, monkeypatch):  # noqa: F811
+def test_model_whose_logits_are_others_is_left_to_llama_cpp(tmp_path, text, monkeypatch):
     from ggml_macko.evaluation import transformer
 
     monkeypatch.setattr(transformer, "_NEOX", {"llama"})
@@ -136,7 +135,7 @@ def test_model_whose_logits_are_others_is_left_to_llama_cpp(tmp_path, text, monk
 
 @needs_torch
 @pytest.mark.parametrize("arch", ["llama-moe", "phi3"])
-def test_other_models_are_left_to_llama_cpp(tmp_path, text, arch):  # noqa: F811
+def test_other_models_are_left_to_llama_cpp(tmp_path, text, arch):
     path = make(tmp_path / "model.gguf", arch)
     with Model(path) as m:
         found = hessians.Hessians({t.name for t in tensors_to_prune(m)})
@@ -144,7 +143,7 @@ def test_other_models_are_left_to_llama_cpp(tmp_path, text, arch):  # noqa: F811
 
 
 @needs_torch
-def test_losses_are_those_of_llama_cpp(tmp_path, text):  # noqa: F811
+def test_losses_are_those_of_llama_cpp(tmp_path, text):
     import torch
 
     path, options = make(tmp_path / "model.gguf", "llama"), options_for(text)

@@ -15,15 +15,7 @@ from ggml_macko import values
 from ggml_macko.pruning import masks, methods
 from ggml_macko.values import TYPE_F16, TYPE_F32
 from support import generators
-
-PRUNED = {
-    "blk.0.attn_q.weight",
-    "blk.0.attn_k.weight",
-    "blk.0.attn_v.weight",
-    "blk.0.attn_output.weight",
-    "blk.0.ffn_up_exps.weight",
-    "blk.0.ffn_down_exps.weight",
-}
+from support.pruning import PRUNED, bits_of
 
 
 def slow_prune(bits: np.ndarray, type_id: int, k: int) -> np.ndarray:
@@ -34,11 +26,6 @@ def slow_prune(bits: np.ndarray, type_id: int, k: int) -> np.ndarray:
         row[np.argsort(magnitude, kind="stable")[:k]] = 0
         row[row == values.NEGATIVE_ZERO[type_id]] = 0
     return out
-
-
-def bits_of(path, name):
-    type_id, shape, data = generators.dense_bytes(path)[name]
-    return np.frombuffer(data, values.bits_dtype(type_id)).reshape(-1, shape[0]), type_id, shape
 
 
 @pytest.mark.parametrize("sparsity", ["0", "0.3", "0.5", "0.7", "1/3", "1"])

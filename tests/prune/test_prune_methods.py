@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_prune import PRUNED, bits_of
-from test_sparsegpt import xp  # noqa: F401  fixture
 
 from ggml_macko import values
 from ggml_macko.evaluation.text_model import TextModel
 from ggml_macko.pruning import allocation, array_backend, masks
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 from support import generators, gguf_bytes, tiny_models
+from support.pruning import PRUNED, bits_of
 
 
 def statistics_of(path, rng, unused: tuple = ()) -> dict:
@@ -360,7 +359,7 @@ def test_allocation_by_loss_adds_up_to_uniform(sparsity, shift, parts):
 
 
 @pytest.mark.parametrize("type_id", [TYPE_F16, TYPE_BF16, TYPE_F32])
-def test_values_are_rounded_to_nearest_even(xp, type_id):  # noqa: F811
+def test_values_are_rounded_to_nearest_even(xp, type_id):
     rng = np.random.default_rng(0)
     x = (rng.standard_normal(5000) * 10.0 ** rng.integers(-8, 5, 5000)).astype(np.float32)
     want = gguf.quants.quantize(x, generators.QUANTIZATION[type_id]).view(values.bits_dtype(type_id))
@@ -385,7 +384,7 @@ def test_significant_bits_are_those_of_next_to_all_weights(type_id, n):
     assert masks.significant_bits(bits, type_id) == full
 
 
-def test_rounding_to_significant_bits_is_to_nearest_even(xp):  # noqa: F811
+def test_rounding_to_significant_bits_is_to_nearest_even(xp):
     rng = np.random.default_rng(2)
     x = (rng.standard_normal(5000) * 10.0 ** rng.integers(-8, 5, 5000)).astype(np.float32)
     want = masks.to_float32(masks.from_float32(x, TYPE_BF16), TYPE_BF16)

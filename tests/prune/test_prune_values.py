@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_alps import damped64, interrupted, moments, problem_of, tiny_model
-from test_sparsegpt import pruned_tensors, text, xp  # noqa: F401  fixtures
 
 from ggml_macko import values
 from ggml_macko.codecs import exact_blocks, packed
@@ -17,6 +15,7 @@ from ggml_macko.pruning import array_backend, quantized
 from ggml_macko.pruning.options import VALUES
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 from support import generators
+from support.pruning import damped64, interrupted, moments, problem_of, pruned_tensors, tiny_model
 
 NUMBERS = {  # FORMAT.md section 7, 0 left out
     "q8_0": [[q for q in range(-127, 128) if q]],
@@ -60,7 +59,7 @@ def slow_fit(w, dense, h, lattice, numbers, n_passes):
 
 @pytest.mark.parametrize("name", VALUES)
 @pytest.mark.parametrize("rows,cols", [(9, 96), (5, 300)])
-def test_error_is_that_of_a_float64_implementation(xp, rows, cols, name):  # noqa: F811
+def test_error_is_that_of_a_float64_implementation(xp, rows, cols, name):
     rng = np.random.default_rng(cols)
     dense = rng.standard_normal((rows, cols)).astype(np.float32)
     w = np.where(np.abs(dense) > 0.6, dense, 0).astype(np.float32)
@@ -122,7 +121,7 @@ def test_scales_are_next_to_the_best(name):
     assert ours < {"q8_0": 1.2, "q5_0": 1.1}.get(name, 1.05) * best  # the more numbers, the more local minima
 
 
-def test_blocks_run_through_rows_and_matrices(xp):  # noqa: F811
+def test_blocks_run_through_rows_and_matrices(xp):
     rng = np.random.default_rng(2)
     matrices = [pruned_matrix(rng, 5, 40) for _ in range(3)]
     importance = [rng.uniform(0.5, 2, 40).astype(np.float32) for _ in matrices]
@@ -208,7 +207,7 @@ TEXT = ["--chunks", 2, "-c", 64]
 
 @pytest.mark.parametrize("architecture", ["llama", "llama-moe"])
 @pytest.mark.parametrize("name", VALUES)
-def test_convert_finds_the_values_again(tmp_path, text, macko, architecture, name):  # noqa: F811
+def test_convert_finds_the_values_again(tmp_path, text, macko, architecture, name):
     model = tiny_model(tmp_path, architecture)
     out, sparse, back = (tmp_path / f"{n}.gguf" for n in ("out", "sparse", "back"))
     how = ["--method", "sparsegpt", "--sparsity", "0.6"]
@@ -224,7 +223,7 @@ def test_convert_finds_the_values_again(tmp_path, text, macko, architecture, nam
         assert not np.any(bits[before[tensor] == 0])
 
 
-def test_only_values_keep_every_zero(tmp_path, text, macko):  # noqa: F811
+def test_only_values_keep_every_zero(tmp_path, text, macko):
     model = tiny_model(tmp_path)
     pruned, out = tmp_path / "pruned.gguf", tmp_path / "out.gguf"
     assert macko("prune", model, pruned, "--sparsity", "0.6").code == 0
@@ -235,7 +234,7 @@ def test_only_values_keep_every_zero(tmp_path, text, macko):  # noqa: F811
     assert any(np.any(b != after[name]) for name, b in before.items())
 
 
-def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, text, macko):  # noqa: F811
+def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, text, macko):
     model = tiny_model(tmp_path)
     args = ["--method", "alps", "--sparsity", "0.6", "--values", "q4_nl", "-f", text, *TEXT]
     whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"

@@ -24,11 +24,11 @@ from ggml_macko.recovery.options import RecoverOptions
 from ggml_macko.recovery.schedule import Texts, batches, learning_rate
 from ggml_macko.values import NEGATIVE_ZERO
 from support import gguf_bytes, tiny_models
+from support.pruning import SUPPORTED
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="no PyTorch: pip install 'ggml-macko[train]'")
 HAS_GPU = HAS_TORCH and importlib.import_module("torch").cuda.is_available()
-SUPPORTED = ("llama", "arcee", "qwen2", "qwen3", "gemma2", "gemma3")
 
 
 @pytest.fixture

@@ -16,19 +16,10 @@ from hypothesis import strategies as st
 from ggml_macko.benchmark import report
 from ggml_macko.errors import MackoError
 from ggml_macko.evaluation.activations import Weight
-from ggml_macko.gguf.files import Model
 from ggml_macko.pruning import array_backend, hessians, layerwise, options, sparsegpt
 from ggml_macko.pruning.options import METHODS
-from ggml_macko.pruning.prune import tensors_to_prune
 from support import generators, gguf_bytes, tiny_models
-
-
-def inputs(rng, n, cols):
-    """Inputs (n, cols): correlated, with outlier columns and one column that is always zero."""
-    mix = rng.standard_normal((cols, cols)) * 0.2 + np.eye(cols)
-    x = rng.standard_normal((n, cols)) @ mix * np.where(rng.random(cols) < 0.03, 20, 1)
-    x[:, cols // 2] = 0
-    return x.astype(np.float32)
+from support.pruning import inputs, pruned_tensors
 
 
 def dense_sparsegpt(w, h, sparsity_of_block, block=128, damping=0.01):
@@ -59,15 +50,6 @@ def dense_sparsegpt(w, h, sparsity_of_block, block=128, damping=0.01):
 def relative_error(before, after, h):
     difference, before, h = (a.astype(np.float64) for a in (before - after, before, h))
     return np.einsum("ij,ij->", difference @ h, difference) / np.einsum("ij,ij->", before @ h, before)
-
-
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def xp(request):
-    if request.param == "cpu":
-        return np
-    if array_backend.gpu() is None:
-        pytest.skip("no CuPy, or no GPU for it")
-    return array_backend.gpu()
 
 
 @pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.7])
@@ -203,24 +185,11 @@ def test_experts_have_hessians_of_their_own():
 # ---- the command ----
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    rng = np.random.default_rng(2)
-    path.write_text("".join(rng.choice(list("ab ab\n"), 3000)))
-    return path
-
-
 @pytest.fixture(params=["llama", "llama-moe"])
 def model(request, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf_bytes.write(tiny_models.make(request.param)))
     return path
-
-
-def pruned_tensors(path) -> dict:
-    with Model(path) as m:
-        return {t.name: t.read_bits() for t in tensors_to_prune(m)}
 
 
 @pytest.mark.parametrize("n", [257, 600, 1030])

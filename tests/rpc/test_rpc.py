@@ -6,16 +6,12 @@ instruction sets of the installed llama-cpp-python: dense products of others rou
 from __future__ import annotations
 
 import contextlib
-import os
-import pathlib
 import random
 import re
 import signal
-import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
@@ -27,10 +23,7 @@ from support import gguf_bytes as gb
 from support import llama_programs as programs
 from support import rpc_messages as rpc
 from support.llama_logits import logits, open_model
-
-TOKENS = list(range(3, 60))
-ALL = ("-ngl", 99, "-fit", "off")
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # an environment
+from support.rpc_clients import ALL, NO_GPU, TOKENS, Raw, Relay, addresses, rpc_logits, servers, start
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,39 +37,9 @@ def no_gpu():
 
 
 @pytest.fixture(scope="module")
-def folder():
-    """The folder of the programs."""
-    path = pathlib.Path(os.environ.get("LLAMA_CPP_BIN", "/nonesuch"))
-    if not (path / rpc_servers.PROGRAM).exists():
-        pytest.skip(f"LLAMA_CPP_BIN names no folder with {rpc_servers.PROGRAM}")
-    return path
-
-
-@pytest.fixture(scope="module")
-def sparse(tmp_path_factory):
-    from ggml_macko import convert
-
-    path = tmp_path_factory.mktemp("demo") / "sparse.gguf"
-    convert(generators.DEMO, path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def want(folder, sparse):
     """The greedy text of the sparse model on this machine."""
     return programs.completion(folder, sparse, "-ngl", 0)
-
-
-@contextlib.contextmanager
-def servers(folder, tmp_path, n, **kwargs):
-    with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(rpc_servers.running(folder, tmp_path / f"server{i}.log", **kwargs)) for i in range(n)
-        ]
-
-
-def addresses(all_servers):
-    return ",".join(s.address for s in all_servers)
 
 
 def logged(folder, model, *args):
@@ -115,27 +78,6 @@ def test_stock_client_uses_our_server(folder, want, tmp_path):
         command = [str(folder / "llama-completion"), "-m", str(generators.DEMO), "--rpc", server.address, *args]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert want.startswith(done.stdout.strip()[:60])
-
-
-def rpc_logits(folder, server_addresses, model, how="logits"):
-    """In a process of its own, whose llama_cpp gets the RPC backend of the programs. how: function of llama_logits."""
-    script = f"""
-import ctypes, sys, numpy as np
-sys.path.insert(0, {str(generators.ROOT / "tests")!r})
-from support.llama_logits import {how}, open_model
-import llama_cpp
-rpc = ctypes.CDLL({str(folder / "libggml-rpc.so")!r})
-rpc.ggml_backend_rpc_add_server.restype = ctypes.c_void_p
-ggml = ctypes.CDLL("libggml.so.0")
-for address in {server_addresses!r}:
-    ggml.ggml_backend_register(ctypes.c_void_p(rpc.ggml_backend_rpc_add_server(address.encode())))
-llama = open_model({str(model)!r}, logits_all=True, n_gpu_layers=99)
-sys.stdout.buffer.write({how}(llama, {TOKENS!r}).astype(np.float32).tobytes())
-llama.close()
-"""
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, check=True, timeout=120, env={**os.environ, **NO_GPU})
-    return np.frombuffer(done.stdout, np.float32).reshape(len(TOKENS), -1)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -179,14 +121,6 @@ def make_random(path, *args):
     subprocess.run([sys.executable, str(tool), *args, str(path)], check=True, capture_output=True)
 
 
-def start(folder, model, server, *args):
-    command = programs.command(
-        folder / "llama-completion", "-m", model, "-p", programs.PROMPT, "--temp", 0, "-no-cnv", "--ignore-eos", "-n",
-        100000, "-c", 256, "--context-shift", "--rpc", server.address, *ALL, *args
-    )  # fmt: skip
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
 def test_server_outlives_a_killed_client(folder, sparse, want, tmp_path):
     with servers(folder, tmp_path, 1) as (server,):
         for delay in (0.35, 0.5, 0.7, 1.5):  # while it loads, and while it computes
@@ -218,39 +152,6 @@ def test_client_ends_as_ever_when_nobody_reads_its_output(folder, sparse, tmp_pa
         client.stdout.close()
         assert client.wait(30) == -signal.SIGPIPE
         client.stderr.close()
-
-
-class Relay:
-    """A port whose connections go on to a server. change: called with what the client sends, and with what the server
-    answers, piece by piece; it returns what goes on, or None to end the connection.
-    """
-
-    def __init__(self, server, to_server=None, to_client=None):
-        self._server = server
-        self._change = (to_server or bytes, to_client or bytes)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self):
-        with contextlib.suppress(OSError):  # the listener is closed
-            while True:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._server.port))
-                for ends, change in zip(((client, server), (server, client)), self._change):
-                    threading.Thread(target=self._copy, args=(*ends, change), daemon=True).start()
-
-    @staticmethod
-    def _copy(source, target, change):
-        with contextlib.suppress(OSError):
-            while data := change(source.recv(1 << 16)):
-                target.sendall(data)
-        for s in (source, target):
-            with contextlib.suppress(OSError):
-                s.shutdown(socket.SHUT_RDWR)
-
-    def close(self):
-        self._listener.close()
 
 
 def load_through(folder, model, relay):
@@ -303,61 +204,6 @@ def test_connection_that_ends_in_a_payload_ends_the_client_only(folder, sparse, 
         done = load_through(folder, sparse, Relay(server, to_server=some))
         assert done.returncode == 1 and done.stderr.splitlines()[-1] == GONE
         assert programs.completion(folder, sparse, "--rpc", server.address, *ALL) == want
-
-
-class Raw:
-    """A client that speaks the protocol of llama.cpp's RPC backend itself."""
-
-    ALLOC, BASE, SET, GET, HELLO = 0, 3, 6, 8, 14
-
-    def __init__(self, server):
-        self.socket = socket.create_connection(("127.0.0.1", server.port), timeout=20)
-        self.ask(self.HELLO, bytes(24), 28)
-
-    def ask(self, command, data, n):
-        self.tell(command, data)
-        (got,) = struct.unpack("<Q", self.receive(8))
-        assert got == n
-        return self.receive(n)
-
-    def tell(self, command, data):
-        self.socket.sendall(struct.pack("<BQ", command, len(data)) + data)
-
-    def receive(self, n):
-        out = b""
-        while len(out) < n:
-            part = self.socket.recv(n - len(out))
-            if not part:
-                raise ConnectionError
-            out += part
-        return out
-
-    def alloc(self, nbytes):
-        """The buffer and its address."""
-        buffer, _ = struct.unpack("<QQ", self.ask(self.ALLOC, struct.pack("<IQ", 0, nbytes), 16))
-        (base,) = struct.unpack("<Q", self.ask(self.BASE, struct.pack("<Q", buffer), 8))
-        return buffer, base
-
-    @staticmethod
-    def tensor(buffer, address, n, op_params):
-        """An rpc_tensor of n bytes."""
-        head = struct.pack("<QIQ8II", 1, rpc.I8, buffer, n, 1, 1, 1, 1, n, n, n, 0)
-        tail = struct.pack("<i10QQQQ64si", 0, *[0] * 10, 0, 0, address, b"w", 0)
-        return head + op_params.ljust(64, b"\0") + tail
-
-    def send(self, buffer, address, data, step=4096):
-        """Sends a matrix file in pieces, and returns the status and text of the answer."""
-        for at in range(0, len(data), step):
-            part = data[at : at + step]
-            message = rpc.message(rpc.PIECE, offset=at, total=len(data))
-            head = self.tensor(buffer, address, len(part), message)
-            self.tell(self.SET, head + struct.pack("<BQ", 0, 0) + part)
-        head = self.tensor(buffer, address, 256, rpc.message(rpc.RESULT))
-        status, text = struct.unpack("<i252s", self.ask(self.GET, head + struct.pack("<QQ", 0, 256), 256))
-        return status, text.split(b"\0")[0].decode(errors="replace")
-
-    def close(self):
-        self.socket.close()
 
 
 def test_server_outlives_a_client_that_leaves_without_its_answers(folder, sparse, want, tmp_path):

@@ -14,7 +14,6 @@ import time
 
 import numpy as np
 import pytest
-from test_rpc import ALL, TOKENS, Raw, Relay, addresses, folder, rpc_logits, servers, sparse, start  # noqa: F401
 
 from ggml_macko.native import devices
 from support import generators, rpc_servers, tiny_models
@@ -22,6 +21,7 @@ from support import gguf_bytes as gb
 from support import llama_programs as programs
 from support import rpc_messages as rpc
 from support.llama_logits import logits, logits_one_by_one, open_model
+from support.rpc_clients import ALL, TOKENS, Raw, Relay, addresses, rpc_logits, servers, start
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +36,7 @@ def gpu():
 
 
 @pytest.fixture(scope="module")
-def want(folder, sparse):  # noqa: F811
+def want(folder, sparse):
     """The greedy text of the sparse model on the GPU of this machine."""
     return programs.completion(folder, sparse, *ALL)
 
@@ -47,7 +47,7 @@ def on(all_servers):
     return ("--rpc", addresses(all_servers), "-dev", names, *ALL)
 
 
-def test_server_offers_the_gpus_and_the_cpu_when_asked(folder, tmp_path):  # noqa: F811
+def test_server_offers_the_gpus_and_the_cpu_when_asked(folder, tmp_path):
     n = len(devices.gpus())
     for options, expected in ((), n), (("-d", "MACKO0,MACKO_CPU"), 2):
         with rpc_servers.running(folder, tmp_path / "log", *options) as server:
@@ -57,7 +57,7 @@ def test_server_offers_the_gpus_and_the_cpu_when_asked(folder, tmp_path):  # noq
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_text_is_that_of_the_local_gpu(folder, sparse, want, tmp_path, n):  # noqa: F811
+def test_text_is_that_of_the_local_gpu(folder, sparse, want, tmp_path, n):
     with servers(folder, tmp_path, n) as all_servers:
         assert programs.completion(folder, sparse, *on(all_servers)) == want
         assert programs.completion(folder, generators.DEMO, *on(all_servers)) == want  # dense, on the same servers
@@ -67,7 +67,7 @@ def test_text_is_that_of_the_local_gpu(folder, sparse, want, tmp_path, n):  # no
 
 @pytest.mark.parametrize("how", [logits, logits_one_by_one])
 @pytest.mark.parametrize("kind", ["llama", "llama-moe", "demo"])
-def test_logits_are_those_of_the_local_gpu(folder, sparse, macko, tmp_path, kind, how):  # noqa: F811
+def test_logits_are_those_of_the_local_gpu(folder, sparse, macko, tmp_path, kind, how):
     """Bit for bit those of a batch. Token by token, what is one launch on a local GPU can be several on a server, whose
     graphs nobody asks the backend to prepare, and a rounding differs here and there.
     """
@@ -85,7 +85,7 @@ def test_logits_are_those_of_the_local_gpu(folder, sparse, macko, tmp_path, kind
     assert np.mean((got - local) ** 2) <= 1e-6 * np.mean(local.astype(np.float64) ** 2)
 
 
-def test_hostile_clients_cost_a_line_each(folder, sparse, want, tmp_path):  # noqa: F811
+def test_hostile_clients_cost_a_line_each(folder, sparse, want, tmp_path):
     file = gb.read(sparse.read_bytes())
     data = gb.write(rpc.matrix_file(file, "blk.0.ffn_up.weight"))
     rng = random.Random(6)
@@ -131,7 +131,7 @@ def wait_for_text(client):
     client.stdout.read(len(programs.PROMPT) + 8)
 
 
-def test_memory_is_that_of_the_compressed_weights(folder, tmp_path):  # noqa: F811
+def test_memory_is_that_of_the_compressed_weights(folder, tmp_path):
     """1.4 times the server's share of the file was measured, with granules for each buffer and norm, of which a model
     of two layers has many; its dense weights would take 3 times as much.
     """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from support import generators
 
-SAMPLE = generators.DEMO.parent / "sample.txt"
+SAMPLE = generators.SAMPLE
 
 
 def one_line(done, *parts, code=1):

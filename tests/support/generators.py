@@ -14,6 +14,7 @@ from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEMO = ROOT / "models" / "docs-4m-s70-f16.gguf"
+SAMPLE = ROOT / "models" / "sample.txt"
 SHARED = ROOT.parent / "shared" / "models"
 
 TYPES = (TYPE_F16, TYPE_BF16, TYPE_F32)
@@ -166,3 +167,13 @@ def assert_same(a: object, b: object, label: str = "") -> None:
             assert x.dtype == y.dtype and x.tobytes() == y.tobytes(), f"{label}: {field.name}"
         else:
             assert x == y, f"{label}: {field.name}"
+
+
+def safe_bits(rng: np.random.Generator, rows: int, cols: int, density: float, type_id: int) -> np.ndarray:
+    """Without the largest values of a type: their products are not the point here, and overflow float32."""
+    values = rng.standard_normal((rows, cols)).astype(np.float32) * np.where(
+        rng.random((rows, cols)) < 0.02, 100, 1
+    ).astype(np.float32)
+    bits = from_float32(values, type_id)
+    bits[rng.random((rows, cols)) >= density] = 0
+    return bits

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pathlib
 import struct
 from dataclasses import dataclass, field
 
@@ -135,3 +137,24 @@ def read(data: bytes) -> GGUF:
             n *= d
         t.data = data[start + offset : start + offset + n // block]
     return f
+
+
+def split(path: pathlib.Path, folder: pathlib.Path, counts: list, change=lambda parts: None) -> list:
+    """Parts with so many tensors each, as llama-gguf-split writes them: metadata in the first, three split.* keys in
+    all.
+    """
+    whole = read(path.read_bytes())
+    parts, at = [], 0
+    for i, n in enumerate(counts):
+        part = GGUF(copy.deepcopy(whole.keys) if i == 0 else [], whole.tensors[at : at + n], whole.alignment)
+        part.set("split.no", U16, i)
+        part.set("split.count", U16, len(counts))
+        part.set("split.tensors.count", I32, len(whole.tensors))
+        parts.append(part)
+        at += n
+    assert at == len(whole.tensors)
+    change(parts)
+    paths = [folder / f"model-{i + 1:05d}-of-{len(parts):05d}.gguf" for i in range(len(parts))]
+    for p, part in zip(paths, parts):
+        p.write_bytes(write(part))
+    return paths

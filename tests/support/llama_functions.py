@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 import llama_cpp.llama_cpp as api
 
+from ggml_macko import errors
+from ggml_macko.native import bindings
+
 
 def as_c(function: Callable[[int, api.llama_model_params], int | None]) -> ctypes._CFuncPtr:
     """function(stream or path, params) -> address of a model, as a C function: what llama_model_load_from_file_ptr is.
@@ -14,3 +17,26 @@ def as_c(function: Callable[[int, api.llama_model_params], int | None]) -> ctype
     Keep the result alive as long as C may call it.
     """
     return ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, api.llama_model_params)(function)
+
+
+def compress_log(path, **options):
+    """What the plugin says of a dense file that is to be compressed; llama.cpp does not load it."""
+    import llama_cpp
+
+    log = []
+    nothing = as_c(lambda stream, params: None)
+    address = ctypes.cast(nothing, ctypes.c_void_p).value
+    params = api.llama_model_default_params()
+    llama_cpp.llama_log_set(callback := llama_cpp.llama_log_callback(lambda level, text, data: log.append(text)), None)
+    try:
+        functions = bindings.LlamaFunctions(address, address, address, api.llama_model_params)
+        load_options = bindings.LoadOptions(compress=True, **options)
+        bindings.load_model(path, ctypes.addressof(params), functions, load_options)
+    except errors.LoadError:
+        pass
+    finally:
+        from llama_cpp._logger import llama_log_callback
+
+        llama_cpp.llama_log_set(llama_log_callback, None)
+    del callback
+    return b"".join(log).decode()

@@ -1,4 +1,4 @@
-"""A llama_cpp.Llama as the tests open it, and its logits."""
+"""A llama_cpp.Llama as the tests open it, its text and its logits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from support import generators
+
+PROMPT = "The function returns"
+
 
 def open_model(path: Any, n_ctx: int = 512, **kwargs: Any) -> Any:
     """ggml_macko.Llama with two threads and a batch as long as the context, unless kwargs say otherwise."""
     from ggml_macko import Llama
 
-    usual = {"n_ctx": n_ctx, "n_batch": n_ctx, "n_threads": 2, "n_threads_batch": 2, "verbose": False}
+    usual = {"n_ctx": n_ctx, "n_batch": n_ctx, "n_threads": 2, "n_threads_batch": 2, "verbose": False, "seed": 1}
     return Llama(str(path), **{**usual, **kwargs})
 
 
@@ -66,3 +70,13 @@ def logits(llama: Any, tokens: list) -> np.ndarray:
         row = llama_cpp.llama_get_logits_ith(llama._ctx.ctx, i)
         ctypes.memmove(out[i].ctypes.data, row, n_vocab * 4)
     return out
+
+
+def greedy(llama: Any, n: int = 128, prompt: str = PROMPT) -> str:
+    return llama(prompt, max_tokens=n, temperature=0)["choices"][0]["text"]
+
+
+def prompt_logits(llama: Any, n: int = 256) -> tuple[list, np.ndarray]:
+    """The first n tokens of the bundled text, and their logits."""
+    tokens = llama.tokenize(generators.SAMPLE.read_bytes(), add_bos=False)[:n]
+    return tokens, logits(llama, tokens)

@@ -125,3 +125,12 @@ def test_only_the_graph_of_a_running_model_uses_openmp():
         if re.search(r"#pragma omp|#include <omp\.h>", path.read_text())
     }
     assert used <= known
+
+
+def test_no_test_module_imports_another():
+    """Fixtures stand in a conftest.py, everything else that tests share in tests/support or tests/reference. Also in
+    the programs that tests write.
+    """
+    modules = sorted((generators.ROOT / "tests").rglob("*.py"))
+    assert len(modules) > 80
+    assert [p.name for p in modules if re.search(r"^\s*(from|import)\s+test_", p.read_text(), re.MULTILINE)] == []

@@ -239,7 +239,7 @@ static int read_first(const bytes & b, macko::payload_consumer & consumer) {
 
 // ---- tests ----
 
-static void test_file_of_a_registered_format_loads() {
+TEST(file_of_a_registered_format_loads) {
     const std::vector<uint16_t> dense = sample_matrix();
     const bytes                 b     = toy_file(dense, [](builder::file &) {});
     macko::model_file           file;
@@ -253,7 +253,7 @@ static void test_file_of_a_registered_format_loads() {
     CHECK(read_first(b, own) == 0 && own.dense == dense, "by a device of its own: %s", ggml_macko_last_error());
 }
 
-static void test_hostile_file_of_a_registered_format_is_refused() {
+TEST(hostile_file_of_a_registered_format_is_refused) {
     const std::vector<uint16_t> dense = sample_matrix();
     const struct {
         const char *                         what;
@@ -295,7 +295,7 @@ static void test_hostile_file_of_a_registered_format_is_refused() {
     }
 }
 
-static void test_c_api_serves_a_registered_format() {
+TEST(c_api_serves_a_registered_format) {
     const std::vector<uint16_t> dense = sample_matrix();
     bool                        found = false;
     for (int32_t i = 0; i < ggml_macko_codec_count(); i++) {
@@ -354,7 +354,7 @@ static void test_c_api_serves_a_registered_format() {
 }
 
 // each built-in format encodes with its defaults, describes its arrays by its own rules, and gives the matrix back
-static void test_every_format_keeps_its_promises() {
+TEST(every_format_keeps_its_promises) {
     const std::vector<uint16_t> dense = sample_matrix();
     for (const macko::codec * format : macko::all_codecs()) {
         std::unique_ptr<macko::encoded_matrix> e;
@@ -393,7 +393,7 @@ static void test_every_format_keeps_its_promises() {
     }
 }
 
-static void test_format_beyond_the_limits_is_refused() {
+TEST(format_beyond_the_limits_is_refused) {
     const auto refused = [](macko::codec::traits t) {
         struct other : macko::codec {
             using codec::codec;
@@ -418,13 +418,12 @@ static void test_format_beyond_the_limits_is_refused() {
           "too many components");
 }
 
-int main() {
+int main(int argc, char ** argv) {
+    if (const int code = begin_tests(argc, argv); code >= 0) {
+        return code;
+    }
     CHECK(macko::find_codec("toy") == nullptr, "toy is not known before it is registered");
     CHECK(macko::register_codec(toy_codec()) == 0, "%s", ggml_macko_last_error());
-    test_every_format_keeps_its_promises();
-    test_file_of_a_registered_format_loads();
-    test_hostile_file_of_a_registered_format_is_refused();
-    test_c_api_serves_a_registered_format();
-    test_format_beyond_the_limits_is_refused();
+    run_tests();
     return test_summary("test-codec-registry");
 }

@@ -165,7 +165,7 @@ static void check_matrix(const std::vector<T> & dense, int32_t type, int64_t row
     }
 }
 
-template <typename T> static void test_round_trips(int32_t type, uint64_t seed) {
+template <typename T> static void check_round_trips(int32_t type, uint64_t seed) {
     rng r(seed);
     for (const int64_t rows : { 1, 2, 3, 17 }) {
         for (const int64_t cols : { 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1030, 4096 }) {
@@ -187,7 +187,13 @@ template <typename T> static void test_round_trips(int32_t type, uint64_t seed) 
     }
 }
 
-static void test_paper_example() {
+TEST(round_trips) {
+    check_round_trips<uint16_t>(GGML_MACKO_TYPE_F16, 1);
+    check_round_trips<uint16_t>(GGML_MACKO_TYPE_BF16, 2);
+    check_round_trips<uint32_t>(GGML_MACKO_TYPE_F32, 3);
+}
+
+TEST(paper_example) {
     // paper, figure 2, with 0-based columns 1, 4, 11, 12
     std::vector<uint16_t> dense(16, 0);
     dense[1] = 0x3c00, dense[4] = 0x4000, dense[11] = 0x4200, dense[12] = 0x4400;
@@ -238,7 +244,7 @@ static void set_code(encoded & e, int64_t k, int c) {
     byte = (uint8_t)((byte & ~(mask << shift)) | c << shift);
 }
 
-static void test_false_row_ptr_is_refused(const faults & f) {
+static void check_false_row_ptr_is_refused(const faults & f) {
     const int64_t n = f.good.m.n_stored;
     f.refused("row_ptr[0] not 0", GGML_MACKO_STATUS_BAD_ROW_PTR, [&](encoded & e) { e.row_ptr[0] = 1; });
     f.refused("row_ptr decreases", GGML_MACKO_STATUS_BAD_ROW_PTR, [&](encoded & e) { e.row_ptr[1] = (int32_t)n + 1; });
@@ -251,13 +257,13 @@ static void test_false_row_ptr_is_refused(const faults & f) {
     });
 }
 
-static void test_non_finite_value_is_refused(const faults & f) {
+static void check_non_finite_value_is_refused(const faults & f) {
     const int64_t n_row0 = f.good.row_ptr[1], n = f.good.m.n_stored;
     f.refused("NaN", GGML_MACKO_STATUS_NOT_FINITE, [&](encoded & e) { set_value(e, n_row0 - 1, 0x7e00); });
     f.refused("-Inf", GGML_MACKO_STATUS_NOT_FINITE, [&](encoded & e) { set_value(e, n - 1, 0xfc00); });
 }
 
-static void test_payload_that_is_not_canonical_is_refused(const faults & f) {
+static void check_payload_that_is_not_canonical_is_refused(const faults & f) {
     const int64_t n_row0 = f.good.row_ptr[1], n = f.good.m.n_stored;
     f.refused("last entry of a row is a filler", GGML_MACKO_STATUS_NOT_CANONICAL, [&](encoded & e) {
         e.row_ptr[1] = e.row_ptr[2] = (int32_t)n_row0 - 1; // row 0 now ends with the filler before column 599
@@ -271,7 +277,7 @@ static void test_payload_that_is_not_canonical_is_refused(const faults & f) {
               [&](encoded & e) { e.deltas.back() |= 0x80; });
 }
 
-static void test_column_past_the_last_is_refused(const faults & f) {
+static void check_column_past_the_last_is_refused(const faults & f) {
     const int64_t n_row0 = f.good.row_ptr[1], n = f.good.m.n_stored, max_code = (1 << f.bits) - 1;
     f.refused("walks past the last column", GGML_MACKO_STATUS_BAD_COLUMN, [&](encoded & e) {
         for (int64_t k = n_row0; k < n; k++) {
@@ -282,7 +288,7 @@ static void test_column_past_the_last_is_refused(const faults & f) {
     });
 }
 
-static void test_false_description_is_refused(const faults & f) {
+static void check_false_description_is_refused(const faults & f) {
     f.refused("nnz too small", GGML_MACKO_STATUS_BAD_NNZ, [&](encoded & e) { e.m.nnz--; });
     f.refused("nnz more than the matrix has", GGML_MACKO_STATUS_BAD_NNZ, [&](encoded & e) { e.m.nnz = 3 * 600 + 1; });
     f.refused("rows 0", GGML_MACKO_STATUS_BAD_SHAPE, [&](encoded & e) { e.m.rows = 0; });
@@ -297,7 +303,7 @@ static void test_false_description_is_refused(const faults & f) {
     f.refused("null", GGML_MACKO_STATUS_BAD_ARGUMENT, [&](encoded & e) { e.m.values = nullptr; });
 }
 
-static void test_counts_of_another_matrix_are_refused(const faults & f, const std::vector<uint16_t> & dense) {
+static void check_counts_of_another_matrix_are_refused(const faults & f, const std::vector<uint16_t> & dense) {
     std::vector<uint16_t> other = dense;
     other[700]                  = 1;
     encoded again               = f.good;
@@ -306,23 +312,23 @@ static void test_counts_of_another_matrix_are_refused(const faults & f, const st
           "encode with another matrix's counts");
 }
 
-static void test_each_fault_is_refused() {
+TEST(each_fault_is_refused) {
     const std::vector<uint16_t> dense = matrix_with_padding();
     for (const int bits : { 1, 2, 4, 8 }) {
         for (const int n_threads : { 1, 2 }) {
             const faults f = { encode(dense.data(), GGML_MACKO_TYPE_F16, 3, 600, bits, n_threads), bits, n_threads };
             CHECK(f.good.m.n_stored % 8 != 0, "b=%d: no padding to change", bits);
-            test_false_row_ptr_is_refused(f);
-            test_non_finite_value_is_refused(f);
-            test_payload_that_is_not_canonical_is_refused(f);
-            test_column_past_the_last_is_refused(f);
-            test_false_description_is_refused(f);
-            test_counts_of_another_matrix_are_refused(f, dense);
+            check_false_row_ptr_is_refused(f);
+            check_non_finite_value_is_refused(f);
+            check_payload_that_is_not_canonical_is_refused(f);
+            check_column_past_the_last_is_refused(f);
+            check_false_description_is_refused(f);
+            check_counts_of_another_matrix_are_refused(f, dense);
         }
     }
 }
 
-static void test_count_refuses_bad_arguments() {
+TEST(count_refuses_bad_arguments) {
     const std::vector<uint16_t> dense = matrix_with_padding();
     ggml_macko_count            count;
     CHECK(ggml_macko_count_dense(dense.data(), GGML_MACKO_TYPE_F16, 1 << 20, 1 << 20, 1, &count) ==
@@ -337,7 +343,7 @@ static void test_count_refuses_bad_arguments() {
 }
 
 // acceptance 3 of the format: effective density of random matrices against section 4.1 of the paper
-static void test_effective_density() {
+TEST(effective_density) {
     rng           r(41);
     const int64_t rows = 1024, cols = 16384;
     for (int step = 1; step <= 19; step++) {
@@ -408,13 +414,5 @@ int main(int argc, char ** argv) {
         bench();
         return 0;
     }
-    one_thread = argc > 1 && !strcmp(argv[1], "--one-thread");
-    test_paper_example();
-    test_round_trips<uint16_t>(GGML_MACKO_TYPE_F16, 1);
-    test_round_trips<uint16_t>(GGML_MACKO_TYPE_BF16, 2);
-    test_round_trips<uint32_t>(GGML_MACKO_TYPE_F32, 3);
-    test_each_fault_is_refused();
-    test_count_refuses_bad_arguments();
-    test_effective_density();
-    return test_summary("test-codec");
+    return test_main("test-codec", argc, argv);
 }

@@ -200,7 +200,7 @@ static void check_accepted(const ec_csr_matrix & m, const bytes & decoded, const
 
 constexpr extract_options DEFAULTS = { 16, 128, true, 0 };
 
-static void test_example_of_the_specification() {
+TEST(example_of_the_specification) {
     dense_matrix d = zeros(1, 64, GGML_MACKO_TYPE_F16);
     d.set(0, 3, 0x3c00);
     d.set(0, 5, 0xbc00);
@@ -225,7 +225,7 @@ static void test_example_of_the_specification() {
 }
 
 // a block with two rows and 256 columns: where each delta and value stands
-static void test_order_in_memory() {
+TEST(order_in_memory) {
     dense_matrix d = zeros(3, 600, GGML_MACKO_TYPE_F16);
     for (int64_t c = 0; c < 256; c++) {
         d.set(0, 2 * c, static_cast<uint32_t>(1 + c));
@@ -247,7 +247,7 @@ static void test_order_in_memory() {
     }
 }
 
-static void test_round_trips() {
+TEST(round_trips) {
     rng                           r(5);
     std::set<std::pair<int, int>> kinds; // g, v of the sets that came up
     const int64_t                 shapes[][2] = { { 1, 1 },    { 1, 128 },  { 2, 127 },  { 3, 129 }, { 5, 33 },
@@ -286,7 +286,7 @@ static void test_round_trips() {
 }
 
 // 32-bit bases
-static void test_wide_matrix() {
+TEST(wide_matrix) {
     rng r(6);
     for (const int64_t cols : { 65536, 65537, 70000 }) {
         dense_matrix d = random_matrix(r, 4, cols, GGML_MACKO_TYPE_F16, 0.02, 1);
@@ -308,7 +308,7 @@ static void test_wide_matrix() {
 }
 
 // gaps around what a delta holds, with cuts and padding near them
-static void test_gaps() {
+TEST(gaps) {
     for (const int32_t bits : { 4, 8 }) {
         for (const int64_t n_before : { 0, 1, 31, 32, 95, 96, 126, 127, 128, 129, 255 }) {
             for (const int64_t gap : { 14, 15, 16, 17, 30, 31, 46, 254, 255, 256, 510, 511, 40000 }) {
@@ -330,7 +330,7 @@ static void test_gaps() {
     }
 }
 
-static void test_options() {
+TEST(options) {
     rng                r(8);
     const dense_matrix d = random_matrix(r, 60, 900, GGML_MACKO_TYPE_F16, 0.5, 0);
     for (const extract_options bad : { extract_options{ 0, 128, true, 0 },
@@ -376,7 +376,7 @@ static void test_options() {
     }
 }
 
-static void test_recoded_to_macko() {
+TEST(recoded_to_macko) {
     rng r(9);
     for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_F32 }) {
         for (const int32_t bits : { 4, 8 }) {
@@ -468,7 +468,7 @@ static size_t value_of(size_t set) {
 static void set_base(ec_csr_matrix & m, size_t i, uint16_t v) { memcpy(m.bases.data() + 2 * i, &v, 2); }
 static void set_value(ec_csr_matrix & m, size_t i, uint16_t v) { memcpy(m.values.data() + 2 * i, &v, 2); }
 
-static void test_false_set_table_is_refused() {
+TEST(false_set_table_is_refused) {
     fault("nothing", GGML_MACKO_STATUS_OK, [](ec_csr_matrix &) {});
     fault("no sets", BLOCK, [](ec_csr_matrix & m) { m.sets.clear(); });
     fault("nine sets", BLOCK, [](ec_csr_matrix & m) { m.sets.resize(9, m.sets[0]); });
@@ -487,7 +487,7 @@ static void test_false_set_table_is_refused() {
     fault("2^31 - 1 columns", GGML_MACKO_STATUS_LIMIT, [](ec_csr_matrix & m) { m.sets[0].n_cols = INT32_MAX; });
 }
 
-static void test_counts_that_do_not_match_are_refused() {
+TEST(counts_that_do_not_match_are_refused) {
     fault("one block more", COMPONENT, [](ec_csr_matrix & m) { m.sets[0].n_blocks++; });
     fault("one chunk more", COMPONENT, [](ec_csr_matrix & m) { m.sets[0].n_cols += 128; });
     fault("values short", COMPONENT, [](ec_csr_matrix & m) { m.values.resize(m.values.size() - 2); });
@@ -501,7 +501,7 @@ static void test_counts_that_do_not_match_are_refused() {
     fault("delta_bits 2", GGML_MACKO_STATUS_BAD_FORMAT, [](ec_csr_matrix & m) { m.desc.delta_bits = 2; });
 }
 
-static void test_false_blk_ptr_is_refused() {
+TEST(false_blk_ptr_is_refused) {
     fault("blk_ptr[0]", BLOCK, [](ec_csr_matrix & m) { m.blk_ptr[0] = 128; });
     fault("blk_ptr of set 2", BLOCK, [](ec_csr_matrix & m) { m.blk_ptr[ptr_of(2)] = -128; });
     fault("blk_ptr decreases", BLOCK, [](ec_csr_matrix & m) { m.blk_ptr[1] = -128; });
@@ -511,7 +511,7 @@ static void test_false_blk_ptr_is_refused() {
     fault("long short block", BLOCK, [](ec_csr_matrix & m) { m.blk_ptr[ptr_of(3) + 1] = 160; });
 }
 
-static void test_false_row_of_a_block_is_refused() {
+TEST(false_row_of_a_block_is_refused) {
     fault("row past the last", BLOCK, [](ec_csr_matrix & m) { m.rows[3] = 40; });
     fault("negative row", BLOCK, [](ec_csr_matrix & m) { m.rows[0] = -1; });
     fault("row twice in a block", BLOCK, [](ec_csr_matrix & m) { m.rows[1] = m.rows[0]; });
@@ -528,7 +528,7 @@ static void test_false_row_of_a_block_is_refused() {
     });
 }
 
-static void test_false_column_is_refused() {
+TEST(false_column_is_refused) {
     fault("two blocks over one element", GGML_MACKO_STATUS_OVERLAP, [](ec_csr_matrix & m) {
         ec_csr_blocks blocks;
         const bytes   dense = take_apart(m, &blocks);
@@ -551,7 +551,7 @@ static void test_false_column_is_refused() {
     fault("delta 0 in a long block", CANONICAL, [](ec_csr_matrix & m) { m.deltas[col_of(2) + 1] = 0; });
 }
 
-static void test_zero_or_non_finite_value_is_refused() {
+TEST(zero_or_non_finite_value_is_refused) {
     fault("zero in a block of several rows", CANONICAL, [](ec_csr_matrix & m) { set_value(m, 5, 0); });
     fault("zero that no gap needs", CANONICAL, [](ec_csr_matrix & m) { set_value(m, value_of(2) + 1, 0); });
     fault("zero first", CANONICAL, [](ec_csr_matrix & m) { set_value(m, value_of(2), 0); });
@@ -561,7 +561,7 @@ static void test_zero_or_non_finite_value_is_refused() {
           [](ec_csr_matrix & m) { set_value(m, value_of(2), 0xfe00); });
 }
 
-static void test_superfluous_padding_is_refused() {
+TEST(superfluous_padding_is_refused) {
     ec_csr_matrix base;
     dense_matrix  nothing = zeros(3, 40, GGML_MACKO_TYPE_F16);
     CHECK(encode(nothing, 4, DEFAULTS, 1, &base) == 0, "%s", ggml_macko_last_error());
@@ -644,7 +644,9 @@ static void mutate(rng & r, ec_csr_matrix * m) {
     }
 }
 
-static void test_mutants_are_refused_or_round_trip(int64_t n_mutants, uint64_t seed) {
+TEST(mutants_are_refused_or_round_trip) {
+    const int                  n_mutants = random_cases(60000);
+    const uint64_t             seed      = seed_given;
     rng                        r(seed);
     std::map<int, int64_t>     statuses;
     std::vector<ec_csr_matrix> bases;
@@ -744,21 +746,5 @@ int main(int argc, char ** argv) {
         bench(argc > 2 ? argv[2] : nullptr, argc > 3 ? atoi(argv[3]) : 2);
         return n_failed > 0;
     }
-    test_example_of_the_specification();
-    test_order_in_memory();
-    test_round_trips();
-    test_wide_matrix();
-    test_gaps();
-    test_options();
-    test_recoded_to_macko();
-    test_false_set_table_is_refused();
-    test_counts_that_do_not_match_are_refused();
-    test_false_blk_ptr_is_refused();
-    test_false_row_of_a_block_is_refused();
-    test_false_column_is_refused();
-    test_zero_or_non_finite_value_is_refused();
-    test_superfluous_padding_is_refused();
-    test_mutants_are_refused_or_round_trip(argc > 1 ? atoll(argv[1]) : 60000,
-                                           argc > 2 ? strtoull(argv[2], nullptr, 10) : 1);
-    return test_summary("test-ec-csr");
+    return test_main("test-ec-csr", argc, argv);
 }

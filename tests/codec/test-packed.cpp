@@ -193,7 +193,7 @@ static void check_decoded(const packed_view & view) {
 
 // ---- tests ----
 
-static void test_round_trip() {
+TEST(round_trip) {
     rng r(1);
     for (const int32_t type : all_types) {
         for (const int32_t value_type : { type, CODED, all_quants[0], all_quants[1], all_quants[2], all_quants[3] }) {
@@ -261,7 +261,7 @@ static void test_round_trip() {
     }
 }
 
-static void test_smallest_index_is_chosen() {
+TEST(smallest_index_is_chosen) {
     rng r(2);
     for (const double density : { 0.0, 0.01, 0.05, 0.2, 0.3, 0.6 }) {
         const dense_matrix m = random_dense(r, GGML_MACKO_TYPE_F16, 40, 512, density);
@@ -277,7 +277,7 @@ static void test_smallest_index_is_chosen() {
 }
 
 // exact bits of a block that FORMAT.md and ggml's reference quantizers determine
-static void test_reference_rounding() {
+TEST(reference_rounding) {
     std::vector<uint32_t> bits(32, 0x3f800000u); // 1.0
     const float           extreme[] = { -127.0f, 0.5f, 1.5f, 2.5f, -0.5f };
     memcpy(bits.data(), extreme, sizeof(extreme));
@@ -344,7 +344,7 @@ static void fault(const char * what, int want, int32_t value_type, int32_t index
 constexpr int32_t F16 = GGML_MACKO_TYPE_F16, Q8 = GGML_MACKO_TYPE_Q8_0, Q5 = GGML_MACKO_TYPE_Q5_0,
                   Q4 = GGML_MACKO_TYPE_Q4_0, NL = GGML_MACKO_TYPE_Q4_NL;
 
-static void test_false_type_or_length_is_refused() {
+TEST(false_type_or_length_is_refused) {
     fault("unchanged", 0, Q8, 0, [](P &, A &) {});
     fault("value type", GGML_MACKO_STATUS_BAD_FORMAT, Q8, 0, [](P &, A & a) { a.desc.value_type = 3; });
     fault("another dense type", GGML_MACKO_STATUS_BAD_FORMAT, F16, 0,
@@ -363,7 +363,7 @@ static void test_false_type_or_length_is_refused() {
     });
 }
 
-static void test_false_row_ptr_or_index_is_refused() {
+TEST(false_row_ptr_or_index_is_refused) {
     fault("rows decrease", GGML_MACKO_STATUS_BAD_ROW_PTR, Q8, 0, [](P & p, A &) { p.row_ptr[3] = -1; });
     fault("rows from 1", GGML_MACKO_STATUS_BAD_ROW_PTR, Q8, 0, [](P & p, A &) { p.row_ptr[0] = 1; });
     fault("a bit more", GGML_MACKO_STATUS_BAD_ROW_PTR, Q8, 0, [](P & p, A &) { p.index[8] ^= 1; });
@@ -376,7 +376,7 @@ static void test_false_row_ptr_or_index_is_refused() {
     });
 }
 
-static void test_non_finite_scale_or_non_canonical_value_is_refused() {
+TEST(non_finite_scale_or_non_canonical_value_is_refused) {
     fault("scale Inf", GGML_MACKO_STATUS_NOT_FINITE, Q8, 0, [](P & p, A &) { p.values[34 + 1] = 0x7c; });
     fault("scale NaN", GGML_MACKO_STATUS_NOT_FINITE, Q4, 0, [](P & p, A &) { p.values[18 + 1] = 0xff; });
     fault("padding Q8_0", GGML_MACKO_STATUS_NOT_CANONICAL, Q8, 0, [](P & p, A &) { p.values.back() = 1; });
@@ -399,7 +399,7 @@ static void test_non_finite_scale_or_non_canonical_value_is_refused() {
 // ---- coded values ----
 
 // all widths against the slow encoder; ranges of values from any place
-static void test_coded_values_are_those_of_the_slow_encoder() {
+TEST(coded_values_are_those_of_the_slow_encoder) {
     rng r(5);
     for (const int32_t type : all_types) {
         for (const double density : { 0.0, 0.02, 0.4, 1.0 }) {
@@ -437,7 +437,7 @@ static void test_coded_values_are_those_of_the_slow_encoder() {
     }
 }
 
-static void test_smallest_widths_are_chosen() {
+TEST(smallest_widths_are_chosen) {
     rng r(6);
     for (const int32_t type : all_types) {
         for (const uint32_t dropped : { 0u, 7u, 0xffffu }) { // mantissa bits that no value has
@@ -470,7 +470,7 @@ static void test_smallest_widths_are_chosen() {
 }
 
 // the bytes that FORMAT.md section 8 says, for F16 values of 1, -1.5, 2 + 2^-9, 4 and 2^-24
-static void test_coded_bytes() {
+TEST(coded_bytes) {
     const uint16_t       f16[] = { 0x3c00, 0xbe00, 0x4001, 0x4400, 0x0001 };
     std::vector<uint8_t> want(8 + 4 * 10 + 4, 0);
     want[0]  = 7;    // bits of mantissa
@@ -514,7 +514,7 @@ static size_t coded_block(const P & p, int64_t i) {
     return static_cast<size_t>(8 + (n_blocks + i) * 4 * (p.values[0] + p.values[1] + 1));
 }
 
-static void test_false_coded_values_are_refused() {
+TEST(false_coded_values_are_refused) {
     constexpr int BAD = GGML_MACKO_STATUS_BAD_FORMAT, LENGTH = GGML_MACKO_STATUS_BAD_COMPONENT,
                   NOT = GGML_MACKO_STATUS_NOT_CANONICAL;
     fault("unchanged", 0, CODED, 0, [](P &, A &) {});
@@ -546,7 +546,7 @@ static void test_false_coded_values_are_refused() {
 }
 
 // bytes, lengths and numbers changed at random: refused, or decoded like the slow decoder does it
-static void test_mutants_are_refused_or_round_trip() {
+TEST(mutants_are_refused_or_round_trip) {
     rng     r(static_cast<uint64_t>(4));
     int64_t n_accepted = 0, n_all = 60000;
     for (int64_t i = 0; i < n_all; i++) {
@@ -588,18 +588,4 @@ static void test_mutants_are_refused_or_round_trip() {
     CHECK(share > 0.05 && share < 0.7, "%.3f accepted: one side is hardly tested", share);
 }
 
-int main(int argc, char ** argv) {
-    one_thread = argc > 1 && !strcmp(argv[1], "--one-thread");
-    test_round_trip();
-    test_smallest_index_is_chosen();
-    test_reference_rounding();
-    test_false_type_or_length_is_refused();
-    test_false_row_ptr_or_index_is_refused();
-    test_non_finite_scale_or_non_canonical_value_is_refused();
-    test_coded_values_are_those_of_the_slow_encoder();
-    test_smallest_widths_are_chosen();
-    test_coded_bytes();
-    test_false_coded_values_are_refused();
-    test_mutants_are_refused_or_round_trip();
-    return test_summary("test-packed");
-}
+int main(int argc, char ** argv) { return test_main("test-packed", argc, argv); }

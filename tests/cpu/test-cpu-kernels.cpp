@@ -33,6 +33,64 @@ using namespace macko::cpu;
 
 static const int32_t all_types[] = { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 };
 
+// ---- choice of the kernel set ----
+
+// "status name-or-message" of select_kernels() in a child process, since the environment is read once.
+static std::string selection_with(const char * forced) {
+    int ends[2];
+    if (pipe(ends) != 0) {
+        return "pipe failed";
+    }
+    const pid_t child = fork();
+    if (child == 0) {
+        forced ? setenv("GGML_MACKO_FORCE", forced, 1) : unsetenv("GGML_MACKO_FORCE");
+        const char * name   = "unset";
+        const int    status = select_kernels(&name);
+        setenv("GGML_MACKO_FORCE", "portable", 1); // too late to matter
+        const char * again = "unset";
+        const bool   same  = select_kernels(&again) == status && strcmp(name, again) == 0;
+        char         text[600];
+        const int    n = snprintf(text, sizeof(text), "%d %s%s", status, status ? ggml_macko_last_error() : name,
+                               same ? "" : " (changed)");
+        _exit(write(ends[1], text, static_cast<size_t>(n)) == n ? 0 : 1);
+    }
+    close(ends[1]);
+    char          text[600];
+    const ssize_t n = read(ends[0], text, sizeof(text));
+    close(ends[0]);
+    int status = 0;
+    waitpid(child, &status, 0);
+    return status == 0 && n > 0 ? std::string(text, static_cast<size_t>(n)) : "child failed";
+}
+
+// The first test, since it forks, and a child waits for the threads that OpenMP has.
+TEST(forced_kernel_set_is_the_one_in_use) {
+    const std::string best = supported_kernel_set(0)->name;
+    std::string       got  = selection_with(nullptr);
+    CHECK(got == "0 " + best, "%s", got.c_str());
+    got = selection_with("");
+    CHECK(got == "0 " + best, "%s", got.c_str());
+    for (const char * name : { "portable", "avx2", "avx512", "avx512-vbmi2", "neon", "neon-dotprod", "neon-fhm" }) {
+        bool supported = false;
+        for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
+            supported |= strcmp(set->name, name) == 0;
+        }
+        got                    = selection_with(name);
+        const std::string want = supported
+                                     ? std::string("0 ") + name
+                                     : std::to_string(GGML_MACKO_STATUS_BAD_ARGUMENT) + " GGML_MACKO_FORCE=" + name;
+        CHECK(supported ? got == want : got.compare(0, want.size(), want) == 0, "%s", got.c_str());
+    }
+    const std::string long_name(200, 'x');
+    for (const char * name : { "avx", "AVX2", "portable ", "\x1b[31m", long_name.c_str() }) {
+        got = selection_with(name);
+        CHECK(got.compare(0, 2, "1 ") == 0 &&
+                  got.find("no such kernel set; valid names: portable") != std::string::npos &&
+                  got.find(best) != std::string::npos && got.find('\x1b') == std::string::npos,
+              "%s", got.c_str());
+    }
+}
+
 // ---- numbers, computed without the library ----
 
 // the nearest value of the type, ties to even
@@ -171,7 +229,7 @@ static bitmap_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, 
     return w;
 }
 
-static void test_packed_rows_turn_back_into_the_same_bytes() {
+TEST(packed_rows_turn_back_into_the_same_bytes) {
     rng random(1);
     for (const int32_t type : all_types) {
         for (const int delta_bits : { 1, 2, 4, 8 }) {
@@ -210,7 +268,7 @@ static void test_packed_rows_turn_back_into_the_same_bytes() {
     }
 }
 
-static void test_every_set_makes_the_same_bundles() {
+TEST(every_set_makes_the_same_bundles) {
     rng random(21);
     for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16 }) {
         for (const int delta_bits : { 1, 2, 4, 8 }) {
@@ -479,7 +537,7 @@ static void check_all_sets(const problem & p, bool threads) {
     }
 }
 
-static void test_every_set_is_within_the_error_bound() {
+TEST(every_set_is_within_the_error_bound) {
     rng           random(2);
     const int64_t all_n[] = { 1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33, 64, 65, 80, 97, 100, 112, 127, 128, 129, 200 };
     const int64_t dims[]  = { 1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 255, 257, 1000, 4096 };
@@ -556,7 +614,7 @@ struct quantized {
     }
 };
 
-static void test_quantized_weights_are_within_the_error_bound() {
+TEST(quantized_weights_are_within_the_error_bound) {
     rng           random(12);
     const int64_t all_n[] = { 2, 3, 5, 8, 9, 17, 33, 128, 130 };
     const int64_t dims[]  = { 1, 2, 7, 31, 32, 33, 63, 64, 65, 127, 257, 1000, 2048, 2113, 4096 };
@@ -578,7 +636,7 @@ static void test_quantized_weights_are_within_the_error_bound() {
 
 // Bundles, of rows in several groups, and where the non-zeros are anything but evenly spread: then they may need more
 // memory than there is for them, and the matrix is a bitmap after all.
-static void test_bundles_are_within_the_error_bound() {
+TEST(bundles_are_within_the_error_bound) {
     rng           random(16);
     const int64_t all_n[] = { 2, 5, 6, 8, 9, 17, 33, 65, 130, 270 };
     const int64_t dims[]  = { 1, 15, 33, 64, 129, 300, 2113 };
@@ -668,7 +726,7 @@ struct coded_matrix {
 
 static const double densities[] = { 0.0, ONE_ELEMENT, 0.05, 0.3, 0.5, 0.9, 1.0 };
 
-static void test_coded_rows_turn_back_into_the_same_bytes() {
+TEST(coded_rows_turn_back_into_the_same_bytes) {
     rng           random(16);
     const int32_t index_bits[] = { -1, 0, 2, 4, 8 };
     int           n_kept = 0, n_outliers = 0;
@@ -697,7 +755,7 @@ static void test_coded_rows_turn_back_into_the_same_bytes() {
     CHECK(n_kept > 100 && n_outliers > 1000, "%d matrices, %d outliers", n_kept, n_outliers);
 }
 
-static void test_coded_weights_are_within_the_error_bound() {
+TEST(coded_weights_are_within_the_error_bound) {
     rng           random(17);
     const int64_t all_n[] = { 2, 3, 4, 5, 7, 8, 9, 17, 33, 128, 130 };
     const int64_t dims[]  = { 1, 2, 7, 31, 63, 64, 65, 127, 257, 1000, 2113, 4096, 9001 };
@@ -723,7 +781,7 @@ static void test_coded_weights_are_within_the_error_bound() {
 
 // Values stay coded only where the set has a kernel for them, they are dense enough for it to be faster, and there are
 // few outliers.
-static void test_values_stay_coded_where_that_is_faster() {
+TEST(values_stay_coded_where_that_is_faster) {
     rng                random(18);
     const coded_matrix c(short_matrix(random, GGML_MACKO_TYPE_F16, 64, 256, 0.5, 0), -1, 1);
     const auto         nbytes   = static_cast<int64_t>(c.packed.values.size());
@@ -755,7 +813,7 @@ static void test_values_stay_coded_where_that_is_faster() {
 }
 
 // Quantized values, and those of other types, coded or not, below the density of the set for rows of that length.
-static void test_values_become_bundles_where_that_is_faster() {
+TEST(values_become_bundles_where_that_is_faster) {
     const struct {
         int32_t type, value_type;
     } types[] = { { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_F16 },   { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_CODED },
@@ -787,7 +845,7 @@ static void test_values_become_bundles_where_that_is_faster() {
 }
 
 // Rows that are longer than all that a kernel compresses or dequantizes at a time.
-static void test_rows_of_several_segments_are_within_the_error_bound() {
+TEST(rows_of_several_segments_are_within_the_error_bound) {
     rng random(15);
     for (const double density : { 0.04, 0.3, 0.95 }) {
         for (const int32_t type : all_types) {
@@ -808,7 +866,7 @@ static void test_rows_of_several_segments_are_within_the_error_bound() {
 }
 
 // An x of zeros, and x of nothing but the largest magnitude and zeros: the extremes of the 16-bit integers.
-static void test_extreme_x_is_within_the_error_bound_of_integers() {
+TEST(extreme_x_is_within_the_error_bound_of_integers) {
     rng random(13);
     for (const bool bundles : { false, true }) {
         const quantized q(random, bundles ? GGML_MACKO_TYPE_Q4_0 : GGML_MACKO_TYPE_Q8_0, 40, 300, 0.4, bundles);
@@ -836,7 +894,7 @@ static void test_extreme_x_is_within_the_error_bound_of_integers() {
     }
 }
 
-static void test_quantized_rows_turn_into_scale_times_q() {
+TEST(quantized_rows_turn_into_scale_times_q) {
     rng random(14);
     for (const int32_t type : all_quants) {
         for (const bool bundles : { false, true }) {
@@ -856,7 +914,7 @@ static void test_quantized_rows_turn_into_scale_times_q() {
 }
 
 // More rows than a block of any kernel has, and columns that end inside a chunk.
-static void test_rows_of_all_blocks_are_computed() {
+TEST(rows_of_all_blocks_are_computed) {
     rng random(3);
     for (const int32_t type : all_types) {
         const matrix m = random_matrix(random, type, 1037, 333, 0.4);
@@ -871,7 +929,7 @@ static void test_rows_of_all_blocks_are_computed() {
     }
 }
 
-static void test_row_range_of_any_length_is_computed() {
+TEST(row_range_of_any_length_is_computed) {
     rng random(4);
     for (const bool bundles : { false, true }) {
         const int64_t       all = bundles ? 300 : 96; // several groups of bundles
@@ -889,7 +947,7 @@ static void test_row_range_of_any_length_is_computed() {
 }
 
 // Each x is multiplied by 1.0 alone, so y is the rounded x, bit for bit.
-static void test_rounding_of_x_is_exact() {
+TEST(rounding_of_x_is_exact) {
     rng           random(5);
     const int64_t cols = 32;
     for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16 }) {
@@ -932,7 +990,7 @@ static void test_rounding_of_x_is_exact() {
 
 // 65520 is the smallest float that F16 rounds to infinity. One row and column, since 0 * infinity would give NaN; in
 // bundles an empty slot may give it.
-static void test_x_beyond_f16_rounds_to_infinity() {
+TEST(x_beyond_f16_rounds_to_infinity) {
     rng    random(8);
     matrix m(GGML_MACKO_TYPE_F16, 1, 1);
     m.at(0, 0) = 0x3c00;
@@ -965,7 +1023,7 @@ static void test_x_beyond_f16_rounds_to_infinity() {
 
 // The product with a non-finite x is unspecified, since a kernel may skip the zeros that would give NaN; it must not
 // crash or change the products with other x.
-static void test_finite_x_beside_nonfinite_x_is_right() {
+TEST(finite_x_beside_nonfinite_x_is_right) {
     rng random(6);
     for (const int32_t type : all_types) {
         const matrix m = random_matrix(random, type, 33, 129, 0.5);
@@ -1040,7 +1098,7 @@ static void check_columns(const matrix & m, const bitmap_matrix & w, int64_t row
           "the number of threads makes a difference");
 }
 
-static void test_columns_have_the_values_of_the_rows() {
+TEST(columns_have_the_values_of_the_rows) {
     rng random(31);
     int n_coded = 0;
     for (const int32_t type : all_types) {
@@ -1095,7 +1153,7 @@ static void check_columns_product(rng & random, const matrix & m, const bitmap_m
     }
 }
 
-static void test_columns_are_within_the_error_bound() {
+TEST(columns_are_within_the_error_bound) {
     rng random(32);
     for (const int32_t type : all_types) {
         for (const auto & shape : { std::pair<int64_t, int64_t>{ 64, 1 },
@@ -1122,7 +1180,7 @@ static void test_columns_are_within_the_error_bound() {
 }
 
 // The columns given are those of another matrix, so that the result tells whether they were read.
-static void test_columns_are_read_where_enough_of_x_is_zero() {
+TEST(columns_are_read_where_enough_of_x_is_zero) {
     rng          random(33);
     const matrix m = random_matrix(random, GGML_MACKO_TYPE_F16, 128, 200, 0.5);
     const matrix other(GGML_MACKO_TYPE_F16, 128, 200);
@@ -1152,7 +1210,7 @@ static void test_columns_are_read_where_enough_of_x_is_zero() {
     }
 }
 
-static void test_nan_in_x_reaches_every_row_that_meets_it() {
+TEST(nan_in_x_reaches_every_row_that_meets_it) {
     rng                 random(34);
     const matrix        m = random_matrix(random, GGML_MACKO_TYPE_BF16, 300, 100, 0.5);
     const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type }));
@@ -1174,64 +1232,7 @@ static void test_nan_in_x_reaches_every_row_that_meets_it() {
     }
 }
 
-// ---- choice of the kernel set ----
-
-// "status name-or-message" of select_kernels() in a child process, since the environment is read once.
-static std::string selection_with(const char * forced) {
-    int ends[2];
-    if (pipe(ends) != 0) {
-        return "pipe failed";
-    }
-    const pid_t child = fork();
-    if (child == 0) {
-        forced ? setenv("GGML_MACKO_FORCE", forced, 1) : unsetenv("GGML_MACKO_FORCE");
-        const char * name   = "unset";
-        const int    status = select_kernels(&name);
-        setenv("GGML_MACKO_FORCE", "portable", 1); // too late to matter
-        const char * again = "unset";
-        const bool   same  = select_kernels(&again) == status && strcmp(name, again) == 0;
-        char         text[600];
-        const int    n = snprintf(text, sizeof(text), "%d %s%s", status, status ? ggml_macko_last_error() : name,
-                               same ? "" : " (changed)");
-        _exit(write(ends[1], text, static_cast<size_t>(n)) == n ? 0 : 1);
-    }
-    close(ends[1]);
-    char          text[600];
-    const ssize_t n = read(ends[0], text, sizeof(text));
-    close(ends[0]);
-    int status = 0;
-    waitpid(child, &status, 0);
-    return status == 0 && n > 0 ? std::string(text, static_cast<size_t>(n)) : "child failed";
-}
-
-static void test_forced_kernel_set_is_the_one_in_use() {
-    const std::string best = supported_kernel_set(0)->name;
-    std::string       got  = selection_with(nullptr);
-    CHECK(got == "0 " + best, "%s", got.c_str());
-    got = selection_with("");
-    CHECK(got == "0 " + best, "%s", got.c_str());
-    for (const char * name : { "portable", "avx2", "avx512", "avx512-vbmi2", "neon", "neon-dotprod", "neon-fhm" }) {
-        bool supported = false;
-        for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
-            supported |= strcmp(set->name, name) == 0;
-        }
-        got                    = selection_with(name);
-        const std::string want = supported
-                                     ? std::string("0 ") + name
-                                     : std::to_string(GGML_MACKO_STATUS_BAD_ARGUMENT) + " GGML_MACKO_FORCE=" + name;
-        CHECK(supported ? got == want : got.compare(0, want.size(), want) == 0, "%s", got.c_str());
-    }
-    const std::string long_name(200, 'x');
-    for (const char * name : { "avx", "AVX2", "portable ", "\x1b[31m", long_name.c_str() }) {
-        got = selection_with(name);
-        CHECK(got.compare(0, 2, "1 ") == 0 &&
-                  got.find("no such kernel set; valid names: portable") != std::string::npos &&
-                  got.find(best) != std::string::npos && got.find('\x1b') == std::string::npos,
-              "%s", got.c_str());
-    }
-}
-
-static void test_mul_mat_thread_runs_the_selected_set() {
+TEST(mul_mat_thread_runs_the_selected_set) {
     rng          random(7);
     const char * name;
     CHECK(select_kernels(&name) == 0, "%s", ggml_macko_last_error());
@@ -1551,28 +1552,5 @@ int main(int argc, char ** argv) {
         bench_columns(argc, argv);
         return 0;
     }
-    test_forced_kernel_set_is_the_one_in_use(); // forks: before OpenMP has threads
-    test_packed_rows_turn_back_into_the_same_bytes();
-    test_every_set_makes_the_same_bundles();
-    test_every_set_is_within_the_error_bound();
-    test_quantized_weights_are_within_the_error_bound();
-    test_bundles_are_within_the_error_bound();
-    test_coded_rows_turn_back_into_the_same_bytes();
-    test_coded_weights_are_within_the_error_bound();
-    test_values_stay_coded_where_that_is_faster();
-    test_values_become_bundles_where_that_is_faster();
-    test_rows_of_several_segments_are_within_the_error_bound();
-    test_extreme_x_is_within_the_error_bound_of_integers();
-    test_quantized_rows_turn_into_scale_times_q();
-    test_rows_of_all_blocks_are_computed();
-    test_row_range_of_any_length_is_computed();
-    test_rounding_of_x_is_exact();
-    test_x_beyond_f16_rounds_to_infinity();
-    test_finite_x_beside_nonfinite_x_is_right();
-    test_columns_have_the_values_of_the_rows();
-    test_columns_are_within_the_error_bound();
-    test_columns_are_read_where_enough_of_x_is_zero();
-    test_nan_in_x_reaches_every_row_that_meets_it();
-    test_mul_mat_thread_runs_the_selected_set();
-    return test_summary("test-cpu-kernels");
+    return test_main("test-cpu-kernels", argc, argv);
 }

@@ -174,13 +174,13 @@ void check(const char * what, bool expected, bool up_first, int64_t n, bool same
     CHECK(skips(what, b, gate, up) == expected, "%s: rows are %sleft out", what, expected ? "not " : "");
 }
 
-void test_closed_rows_are_left_out() {
+TEST(closed_rows_are_left_out) {
     check("gate, up", true, false, 1, true);
     check("up, gate", true, true, 1, true);
     check("gate, up, of other inputs", true, false, 1, false);
 }
 
-void test_rows_that_somebody_needs_are_computed() {
+TEST(rows_that_somebody_needs_are_computed) {
     check("two tokens", false, false, 2, true);
     check("two tokens, up first", false, true, 2, true);
     check("the input of up may be gone", false, true, 1, false);
@@ -196,7 +196,7 @@ void test_rows_that_somebody_needs_are_computed() {
           });
 }
 
-void test_operands_that_are_no_two_products_are_computed() {
+TEST(operands_that_are_no_two_products_are_computed) {
     graph_builder b(5);
     ggml_tensor * x    = b.inputs(1);
     ggml_tensor * gate = b.product(x);
@@ -214,7 +214,7 @@ void test_operands_that_are_no_two_products_are_computed() {
 }
 
 // Where the gate is closed, +0 is what ggml computes of infinities and NaN, too, which 0 * up would not be.
-void test_inputs_that_are_not_finite_give_the_same() {
+TEST(inputs_that_are_not_finite_give_the_same) {
     for (const bool up_first : { false, true }) {
         graph_builder b(7);
         ggml_tensor * x                   = b.inputs(1);
@@ -241,7 +241,7 @@ void test_inputs_that_are_not_finite_give_the_same() {
     }
 }
 
-void test_experts_are_products_of_their_own() {
+TEST(experts_are_products_of_their_own) {
     for (const bool up_first : { false, true }) {
         graph_builder b(up_first);
         ggml_tensor * x    = b.inputs(1);
@@ -255,7 +255,7 @@ void test_experts_are_products_of_their_own() {
 }
 
 // up, ReLU, its square and down, as Arcee and Nemotron have them
-void test_squared_relu_is_computed_between_products() {
+TEST(squared_relu_is_computed_between_products) {
     graph_builder b(9);
     ggml_tensor * up   = b.product(b.inputs(2));
     ggml_tensor * relu = ggml_relu(b.ctx, up);
@@ -370,7 +370,7 @@ void check_threshold(const char * what, neurons kind, int64_t n, double share, b
     }
 }
 
-void test_inputs_below_the_threshold_count_as_zero() {
+TEST(inputs_below_the_threshold_count_as_zero) {
     for (const double share : { 0.0, 0.3, 0.5, 0.7, 1.0 }) {
         for (const bool of_norm : { false, true }) {
             check_threshold("SwiGLU", neurons::swiglu, 1, share, of_norm, true);
@@ -380,14 +380,14 @@ void test_inputs_below_the_threshold_count_as_zero() {
     }
 }
 
-void test_nothing_is_skipped_of_several_tokens_and_of_what_are_no_neurons() {
+TEST(nothing_is_skipped_of_several_tokens_and_of_what_are_no_neurons) {
     check_threshold("two tokens", neurons::swiglu, 2, 0.7, false, false);
     check_threshold("two tokens", neurons::squared, 2, 0.7, true, false);
     check_threshold("no neurons", neurons::others, 1, 0.7, false, false);
 }
 
 // NaN is below no threshold, infinities are below none, and a zero has no sign left.
-void test_inputs_that_are_not_finite_are_kept() {
+TEST(inputs_that_are_not_finite_are_kept) {
     const std::array<float, 6> x = { NAN, -INFINITY, -0.0f, 1.0f, -0.5f, 0x1p-149f };
     std::array<float, 6>       out;
     columns_skip_below(0.75f, nullptr, x.data(), 6, out.data());
@@ -399,18 +399,13 @@ void test_inputs_that_are_not_finite_are_kept() {
 
 } // namespace
 
-int main() {
+int main(int argc, char ** argv) {
+    if (const int code = begin_tests(argc, argv); code >= 0) {
+        return code;
+    }
     int last = 0;
     CHECK(find_last_op(&last) == GGML_MACKO_STATUS_OK && resolve_ops(last) == GGML_MACKO_STATUS_OK, "%s",
           ggml_macko_last_error());
-    test_closed_rows_are_left_out();
-    test_rows_that_somebody_needs_are_computed();
-    test_operands_that_are_no_two_products_are_computed();
-    test_inputs_that_are_not_finite_give_the_same();
-    test_experts_are_products_of_their_own();
-    test_squared_relu_is_computed_between_products();
-    test_inputs_below_the_threshold_count_as_zero();
-    test_nothing_is_skipped_of_several_tokens_and_of_what_are_no_neurons();
-    test_inputs_that_are_not_finite_are_kept();
+    run_tests();
     return test_summary("test-graph-plan");
 }

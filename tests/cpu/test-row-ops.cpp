@@ -61,7 +61,7 @@ static void check(rng & r, const kernel_set & set, const char * name, int64_t n,
     }
 }
 
-static void test_rows_are_within_the_error_bound(rng & r, const kernel_set & set, int64_t n) {
+static void check_rows(rng & r, const kernel_set & set, int64_t n) {
     const auto a = [](const rows & m, int64_t i) { return static_cast<double>(m.a.floats()[i]); };
     const auto b = [](const rows & m, int64_t i) { return static_cast<double>(m.b.floats()[i]); };
     check(
@@ -95,7 +95,7 @@ static void test_rows_are_within_the_error_bound(rng & r, const kernel_set & set
         });
 }
 
-static void test_silu_is_right_where_the_exponential_is_clamped(const kernel_set & set) {
+static void check_silu(const kernel_set & set) {
     const float one[] = { 1 };
     for (int k = -3000; k <= 3000; k++) {
         const float x[] = { static_cast<float>(k) * 0.03f }; // |x| to 90
@@ -123,7 +123,7 @@ static void test_silu_is_right_where_the_exponential_is_clamped(const kernel_set
 }
 
 // A closed gate gives +0, whatever it closes: what is not finite, and what was not computed.
-static void test_closed_gate_gives_zero(const kernel_set & set) {
+static void check_closed_gate(const kernel_set & set) {
     const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
     for (const float gate : { -0.0f, 0.0f, -1e-45f, -inf, nan }) {
         for (const float up : { -1.0f, 1.0f, inf, -inf, nan }) {
@@ -146,7 +146,7 @@ static void test_closed_gate_gives_zero(const kernel_set & set) {
 
 // The angle is the product of i + 3 rounded factors, and the error of sine and cosine is at most that of the angle and
 // 2 units in the last place.
-static void test_rope_is_within_the_error_bound(rng & r, bool halves, bool with_factors, int64_t n_dims, int64_t n) {
+static void check_rope(rng & r, bool halves, bool with_factors, int64_t n_dims, int64_t n) {
     std::vector<float> factors(static_cast<size_t>(n_dims / 2));
     for (float & f : factors) {
         f = static_cast<float>(1 + r.unit() * 31);
@@ -182,21 +182,36 @@ static void test_rope_is_within_the_error_bound(rng & r, bool halves, bool with_
     }
 }
 
-int main() {
+TEST(rows_are_within_the_error_bound) {
     rng r(20261121);
     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
         for (const int64_t n : { 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 255, 257, 1000, 4096, 11008 }) {
-            test_rows_are_within_the_error_bound(r, *set, n);
+            check_rows(r, *set, n);
         }
-        test_silu_is_right_where_the_exponential_is_clamped(*set);
-        test_closed_gate_gives_zero(*set);
     }
+}
+
+TEST(silu_is_right_where_the_exponential_is_clamped) {
+    for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
+        check_silu(*set);
+    }
+}
+
+TEST(closed_gate_gives_zero) {
+    for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
+        check_closed_gate(*set);
+    }
+}
+
+TEST(rope_is_within_the_error_bound) {
+    rng r(20261122);
     for (const bool halves : { false, true }) {
         for (const bool with_factors : { false, true }) {
-            test_rope_is_within_the_error_bound(r, halves, with_factors, 64, 64);
-            test_rope_is_within_the_error_bound(r, halves, with_factors, 20, 35);
-            test_rope_is_within_the_error_bound(r, halves, with_factors, 2, 2);
+            check_rope(r, halves, with_factors, 64, 64);
+            check_rope(r, halves, with_factors, 20, 35);
+            check_rope(r, halves, with_factors, 2, 2);
         }
     }
-    return test_summary("test-row-ops");
 }
+
+int main(int argc, char ** argv) { return test_main("test-row-ops", argc, argv); }

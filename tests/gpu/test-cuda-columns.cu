@@ -127,7 +127,8 @@ void check_product(rng & random, matrix_by_columns & w, guarded & x, bool square
     }
 }
 
-void test_products_with_any_share_of_zeros(cuda_sparse_uploader & uploader, int n_cases) {
+GPU_TEST(products_with_any_share_of_zeros) {
+    const int     n_cases   = random_cases(200);
     const int64_t widths[]  = { 1, 7, 31, 32, 33, 64, 300, 1000, 1025, 3000, 11008, 18432 };
     const double  zeros[]   = { 0, 0.2, 0.5, 0.9, 0.99, 1 };
     const double  density[] = { 0, 0.02, 0.3, 0.5, 1 };
@@ -143,7 +144,7 @@ void test_products_with_any_share_of_zeros(cuda_sparse_uploader & uploader, int 
     }
 }
 
-void test_nan_in_x_is_not_left_out(cuda_sparse_uploader & uploader) {
+GPU_TEST(nan_in_x_is_not_left_out) {
     rng               random(3);
     matrix_by_columns w(random, uploader, 70, 500, GGML_MACKO_TYPE_F16, 1);
     guarded           x(500), y(70);
@@ -158,7 +159,7 @@ void test_nan_in_x_is_not_left_out(cuda_sparse_uploader & uploader) {
     }
 }
 
-void test_experts_and_ids_out_of_range(cuda_sparse_uploader & uploader) {
+GPU_TEST(experts_and_ids_out_of_range) {
     for (uint64_t seed = 0; seed < 8; seed++) {
         rng               random(seed);
         const int64_t     rows = random.range(3, 70), cols = seed % 2 ? 2100 : 200, ldx = seed % 3 ? cols : 0;
@@ -179,7 +180,7 @@ void test_experts_and_ids_out_of_range(cuda_sparse_uploader & uploader) {
     }
 }
 
-void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader) {
+GPU_TEST(repeats_are_bit_identical) {
     rng               random(9);
     matrix_by_columns w(random, uploader, 1000, 4096, GGML_MACKO_TYPE_BF16, 0.5);
     guarded           x(4096), y(1000);
@@ -188,7 +189,7 @@ void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader) {
 }
 
 // Several tokens, some rows, and a norm in front are computed by rows.
-void test_other_products_read_rows(cuda_sparse_uploader & uploader) {
+GPU_TEST(other_products_read_rows) {
     rng               random(4);
     matrix_by_columns w(random, uploader, 64, 256, GGML_MACKO_TYPE_F16, 0.5);
     guarded           x(512), y(128);
@@ -213,19 +214,4 @@ void test_other_products_read_rows(cuda_sparse_uploader & uploader) {
 
 } // namespace
 
-int main(int argc, char ** argv) {
-    int n_devices = 0;
-    if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
-        printf("test-cuda-columns: skipped: no CUDA device\n");
-        return 77;
-    }
-    print_code_path("test-cuda-columns");
-    std::unique_ptr<cuda_sparse_uploader> uploader;
-    STATUS_CHECK(cuda_sparse_uploader::create(0, &uploader));
-    test_products_with_any_share_of_zeros(*uploader, argc > 1 ? atoi(argv[1]) : 200); // fewer under a sanitizer
-    test_nan_in_x_is_not_left_out(*uploader);
-    test_experts_and_ids_out_of_range(*uploader);
-    test_repeats_are_bit_identical(*uploader);
-    test_other_products_read_rows(*uploader);
-    return test_summary("test-cuda-columns");
-}
+int main(int argc, char ** argv) { return gpu_test_main("test-cuda-columns", argc, argv); }

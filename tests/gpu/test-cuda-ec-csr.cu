@@ -120,7 +120,7 @@ static void check_layout(const test_matrix & w, const std::string & name) {
     CHECK(dense == want, "%s: blocks hold something else", name.c_str());
 }
 
-static void test_blocks_keep_their_elements() {
+TEST(blocks_keep_their_elements) {
     for (uint64_t seed = 1; seed <= 60; seed++) {
         rng               random(seed);
         const test_matrix w = make_random(random, GGML_MACKO_TYPE_F32);
@@ -128,7 +128,7 @@ static void test_blocks_keep_their_elements() {
     }
 }
 
-static void test_matrices_in_blocks() {
+TEST(matrices_in_blocks) {
     const auto in_blocks = [](int32_t type, int64_t cols, int64_t shared_nbytes) {
         return cuda_ec_csr_in_blocks({ 8, cols, type, 4, 8 }, shared_nbytes);
     };
@@ -214,7 +214,8 @@ static void check_densify(const test_matrix & w, const on_device & d, const std:
                     [&](int64_t r) { return &w.dense[static_cast<size_t>(r * w.cols * value_nbytes(w.type))]; });
 }
 
-static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
+GPU_TEST(random_shapes) {
+    const int            n_cases   = random_cases(200);
     static const int64_t BATCHES[] = { 1, 1, 2, 3, 4, 5, 8, 9, 17 };
     int                  used[2]   = {};
     for (int i = 0; i < n_cases; i++) {
@@ -235,7 +236,10 @@ static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
 }
 
 // Every number of rows that a piece may have, in one matrix; and four columns of x that do not fit shared memory.
-static void test_every_granularity_and_columns_that_do_not_fit(cuda_sparse_uploader & uploader) {
+GPU_TEST(every_granularity_and_columns_that_do_not_fit) {
+    if (few_cases()) {
+        return;
+    }
     for (const int64_t cols : { 4096, 28672 }) {
         rng               random(static_cast<uint64_t>(cols));
         const test_matrix w(random, 300, cols, GGML_MACKO_TYPE_F32, 8, 0.3, 40, { 16, 128, false, 0 });
@@ -250,7 +254,8 @@ static void test_every_granularity_and_columns_that_do_not_fit(cuda_sparse_uploa
 }
 
 // The same bits every time: launched alone, as dependent launches, and from a graph.
-static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int n_repeats) {
+GPU_TEST(repeats_are_bit_identical) {
+    const int         n_repeats = few_cases() ? 3 : 100;
     rng               random(3);
     const test_matrix w(random, 700, 4096, GGML_MACKO_TYPE_F32, 8, 0.3, 60, { 16, 128, true, 0 });
     const on_device   d(uploader, w, true, true);
@@ -265,22 +270,4 @@ static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int 
     }
 }
 
-int main(int argc, char ** argv) {
-    test_blocks_keep_their_elements();
-    test_matrices_in_blocks();
-    int n_devices = 0;
-    if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
-        printf("test-cuda-ec-csr: %d checks of the layout, then skipped: no CUDA device\n", n_passed);
-        return n_failed ? 1 : 77;
-    }
-    print_code_path("test-cuda-ec-csr");
-    std::unique_ptr<cuda_sparse_uploader> uploader;
-    STATUS_CHECK(cuda_sparse_uploader::create(0, &uploader));
-    const int n_cases = argc > 1 ? atoi(argv[1]) : 200; // fewer under a sanitizer
-    test_random_shapes(*uploader, n_cases);
-    if (n_cases >= 100) {
-        test_every_granularity_and_columns_that_do_not_fit(*uploader);
-    }
-    test_repeats_are_bit_identical(*uploader, n_cases >= 100 ? 100 : 3);
-    return test_summary("test-cuda-ec-csr");
-}
+int main(int argc, char ** argv) { return gpu_test_main("test-cuda-ec-csr", argc, argv); }

@@ -213,7 +213,7 @@ int64_t pick(std::vector<int64_t> of) {
 
 // ---- elementwise, rows, reductions ----
 
-void test_binary_broadcast_and_in_place() {
+TEST(binary_broadcast_and_in_place) {
     for (int k = 0; k < 40; k++) {
         const std::vector<int64_t> ne = { pick({ 1, 3, 64, 257, 1030, 4096 }), pick({ 1, 2, 7 }), pick({ 1, 4 }),
                                           pick({ 1, 2 }) };
@@ -248,7 +248,7 @@ void test_binary_broadcast_and_in_place() {
 }
 
 // the source, of NaN, gives the shape only
-void test_fill_with_a_number_and_infinity() {
+TEST(fill_with_a_number_and_infinity) {
     for (const tensor_type type : { TYPE_F32, TYPE_F16 }) {
         for (const float value : { 0.0f, -2.5f, -INFINITY }) {
             auto x   = make(type, { pick({ 1, 64, 1030 }), 3, 2, 2 }, pick({ 0, 3 }));
@@ -266,7 +266,7 @@ void test_fill_with_a_number_and_infinity() {
     }
 }
 
-void test_glu_halves_and_pairs() {
+TEST(glu_halves_and_pairs) {
     for (int k = 0; k < 24; k++) {
         const int64_t n = pick({ 1, 65, 768, 1500 }), rows = pick({ 1, 5 });
         const bool    single = random_source.range(0, 1), swapped = single && random_source.range(0, 1);
@@ -289,7 +289,7 @@ void test_glu_halves_and_pairs() {
     }
 }
 
-void test_rms_norm_with_sum_and_scale() {
+TEST(rms_norm_with_sum_and_scale) {
     for (int k = 0; k < 40; k++) {
         const std::vector<int64_t> ne  = { pick({ 1, 6, 64, 100, 128, 4096, 4100, 8192 }), pick({ 1, 3, 9 }),
                                            pick({ 1, 2 }) };
@@ -315,7 +315,7 @@ void test_rms_norm_with_sum_and_scale() {
     }
 }
 
-void test_soft_max_masked_rows() {
+TEST(soft_max_masked_rows) {
     for (int k = 0; k < 30; k++) {
         const int64_t n = pick({ 1, 31, 256, 1000, 5000 }), tokens = pick({ 1, 4 }), heads = pick({ 1, 6 });
         auto          x = make(TYPE_F32, { n, tokens, heads }), mask = make(k % 2 ? TYPE_F16 : TYPE_F32, { n, tokens }),
@@ -352,7 +352,7 @@ void test_soft_max_masked_rows() {
     }
 }
 
-void test_argsort_is_a_sorted_permutation() {
+TEST(argsort_is_a_sorted_permutation) {
     for (int64_t n : { 1, 2, 7, 8, 60, 128, 1000, 5000 }) {
         auto x = make(TYPE_F32, { n, 3 }), dst = make(TYPE_I32, { n, 3 });
         x->random();
@@ -380,7 +380,7 @@ void test_argsort_is_a_sorted_permutation() {
     }
 }
 
-void test_rows_of_one_element_and_strided_sources() {
+TEST(rows_of_one_element_and_strided_sources) {
     for (int k = 0; k < 24; k++) { // set_rows: the transposed V cache has rows of one element
         const int64_t width = pick({ 1, 8, 64, 100 }), tokens = pick({ 1, 5, 33 }), rows = 64;
         const auto    type = pick({ TYPE_F16, TYPE_F32, TYPE_BF16 });
@@ -565,7 +565,7 @@ void check_written_rows(const char * name, device_tensor & rows,
     CHECK(ok, "%s: rows of type %d", name, rows.t.type);
 }
 
-void test_blocks_are_written_by_ggmls_rules() {
+TEST(blocks_are_written_by_ggmls_rules) {
     for (const tensor_type type : CACHE_BLOCKS) {
         for (int k = 0; k < 12; k++) {
             const int64_t width = 32 * pick({ 1, 2, 5, 33 }), tokens = pick({ 1, 3, 40 }), rows = 64;
@@ -604,7 +604,7 @@ void test_blocks_are_written_by_ggmls_rules() {
 constexpr int64_t ROW_NUMBERS[] = { -1, INT32_MIN, 9, 10, INT32_MAX, 4, 0, 8 };
 int64_t           nearest_row(int64_t id, int64_t rows) { return std::min(std::max<int64_t>(id, 0), rows - 1); }
 
-void test_row_numbers_stay_inside_their_tensor() {
+TEST(row_numbers_stay_inside_their_tensor) {
     const int64_t rows = 9, n = std::size(ROW_NUMBERS);
     const auto    ids_of = [](tensor_type type, int64_t first, int64_t count) {
         auto ids = make(type, { count });
@@ -755,7 +755,7 @@ void check_rope_cache(const rope_case & r) {
     CHECK(ok, "rope_cache: caches");
 }
 
-void test_rope_modes_offsets_and_cache_write() {
+TEST(rope_modes_offsets_and_cache_write) {
     for (int k = 0; k < 30; k++) {
         const rope_case r(k);
         r.check_dst("rope", op_rope(ctx, r.p, r.x->t, r.pos->t, r.factors(), r.dst->t));
@@ -837,7 +837,7 @@ std::pair<double, double> product_at(const tensor_ptr & w, const tensor_ptr & x,
     return { sum, size * (u + U32 * (4 + 2 * std::sqrt(static_cast<double>(cols)))) + (u > 0 ? 1e-6 : 0) };
 }
 
-void test_products_of_every_type() {
+TEST(products_of_every_type) {
     for (const tensor_type type : WEIGHT_TYPES) {
         for (int k = 0; k < 18; k++) {
             const bool    tall  = k >= 14; // two rows to a warp
@@ -876,7 +876,7 @@ void test_products_of_every_type() {
 }
 
 // 2 to 8 columns of matrices on either side of the sizes from which on cuBLAS multiplies
-void test_few_columns_of_large_matrices() {
+TEST(few_columns_of_large_matrices) {
     for (const tensor_type type : { TYPE_F16, TYPE_BF16 }) {
         for (const auto & [cols, rows] :
              { std::pair<int64_t, int64_t>{ 2048, 2047 }, { 2048, 2048 }, { 4096, 4096 } }) {
@@ -900,7 +900,7 @@ void test_few_columns_of_large_matrices() {
 
 // Chunks of 256 weights that do not fill, rows at every even address, the last rows of a tile, more chunks than warps;
 // NaN behind each row (its padding)
-void test_quantized_columns_read_no_more_than_their_rows() {
+TEST(quantized_columns_read_no_more_than_their_rows) {
     for (const tensor_type type : { TYPE_Q4_0, TYPE_Q5_0, TYPE_Q8_0, TYPE_Q4_K, TYPE_Q5_K, TYPE_Q6_K }) {
         for (int k = 0; k < 24; k++) {
             const int64_t block  = type_block_size(type),
@@ -919,7 +919,7 @@ void test_quantized_columns_read_no_more_than_their_rows() {
     }
 }
 
-void test_products_keep_nan_and_survive_infinities() {
+TEST(products_keep_nan_and_survive_infinities) {
     for (const tensor_type type : { TYPE_F16, TYPE_BF16, TYPE_F32, TYPE_Q8_0 }) {
         // float32 throughout; tensor cores: cuBLAS, or from 9 columns on our own kernel where it is not there
         for (const int64_t n : { 2, 3, 9, 70 }) {
@@ -949,7 +949,7 @@ void test_products_keep_nan_and_survive_infinities() {
 }
 
 // rows and columns of any magnitude that BF16 has, also where tensor cores take F16 only (cc 7.5)
-void test_products_of_bf16_keep_its_range() {
+TEST(products_of_bf16_keep_its_range) {
     for (const int64_t n : { 9, 70 }) {
         for (const int64_t cols : { 77, 264, 520 }) {
             const int64_t rows = 300;
@@ -977,7 +977,7 @@ void test_products_of_bf16_keep_its_range() {
     }
 }
 
-void test_expert_products_with_strided_ids() {
+TEST(expert_products_with_strided_ids) {
     for (const tensor_type type : { TYPE_F16, TYPE_F32, TYPE_BF16, TYPE_Q8_0, TYPE_Q4_K, TYPE_MXFP4 }) {
         for (const int64_t tokens : { 1, 4, 9, 70 }) {
             const int64_t cols = 256, rows = pick({ 48, 200 }), experts = pick({ 4, 9 }), used = pick({ 1, 3 });
@@ -1013,7 +1013,7 @@ void test_expert_products_with_strided_ids() {
 }
 
 // Sylvester's matrix: element (i, j) is -1 to the number of bits that i and j share
-void test_hadamard_is_the_product_with_its_matrix() {
+TEST(hadamard_is_the_product_with_its_matrix) {
     for (const int64_t n : { 64, 128, 256, 512 }) {
         for (const int64_t rows : { 1, 7, 32, 513 }) {
             auto x = make(TYPE_F32, { n, rows, 3 }, pick({ 0, 4, 64 }), random_source.range(0, 1) != 0),
@@ -1038,7 +1038,7 @@ void test_hadamard_is_the_product_with_its_matrix() {
 }
 
 // q and k rotated, then q, k and v times a Hadamard matrix, k and v in rows of quantized caches
-void test_rotated_and_turned_rows_in_one_launch() {
+TEST(rotated_and_turned_rows_in_one_launch) {
     for (int k = 0; k < 48; k++) {
         const int64_t head_dim = pick({ 64, 128, 256, 512 }), n_kv = pick({ 1, 2, 8 }), n_v = pick({ 1, 3, 8 }),
                       v_size = std::min(head_dim, pick({ 64, 64, 512 })), tokens = pick({ 1, 2, 5, 70 }), rows = 128;
@@ -1117,7 +1117,7 @@ void test_rotated_and_turned_rows_in_one_launch() {
 }
 
 // Rows of x by expert, in the order of entries, and results back to their places; ids that no expert has are left out.
-void test_rows_of_an_expert_are_side_by_side() {
+TEST(rows_of_an_expert_are_side_by_side) {
     for (int k = 0; k < 24; k++) {
         const int64_t width = pick({ 7, 64, 1000 }), experts = 5, used = pick({ 1, 3 }), tokens = pick({ 2, 33, 70 }),
                       n = used * tokens, ld = op_expert_rows_ld(width), max_f32 = pick({ 0, 8, 1000 });
@@ -1338,7 +1338,7 @@ void check_attention(const attention_case & a) {
     cudaFree(scratch);
 }
 
-void test_attention_masks_groups_and_splits() {
+TEST(attention_masks_groups_and_splits) {
     for (int k = 0; k < 120; k++) {
         const attention_case a(k);
         const bool           supported = op_attention_supported(a.p);
@@ -1350,7 +1350,7 @@ void test_attention_masks_groups_and_splits() {
 }
 
 // Several rounds of positions per block, splits of unequal lengths, and windows that hide whole rounds and splits
-void test_attention_over_deep_caches() {
+TEST(attention_over_deep_caches) {
     int k = 0;
     for (const int64_t depth : { 1537, 5003, 16384, 17000 }) {
         for (const int64_t window : { 0, 1, 300, 4099 }) {
@@ -1369,7 +1369,7 @@ void test_attention_over_deep_caches() {
 
 // Tiles that are hidden, seen by all tokens, or neither; tiles and splits that end early; every size of heads that has
 // a kernel of tiles, and both numbers of groups.
-void test_attention_of_many_tokens() {
+TEST(attention_of_many_tokens) {
     int k = 0;
     for (const int64_t head_dim : { 64, 80, 96, 112, 128, 256 }) {
         for (const auto & [tokens, n_kv] : std::vector<std::pair<int64_t, int64_t>>{ { 9, 64 },
@@ -1399,7 +1399,7 @@ void test_attention_of_many_tokens() {
 
 // Rows that the mask hides from a token may hold anything, even NaN, and must not be multiplied, not even by 0. A mask
 // may also differ from head to head.
-void test_attention_does_not_read_hidden_rows() {
+TEST(attention_does_not_read_hidden_rows) {
     for (int k = 0; k < 60; k++) {
         const tensor_type type     = k < 36 ? TYPE_F16 : QUANTIZED_CACHES[k / 2 % std::size(QUANTIZED_CACHES)];
         const int64_t     head_dim = k % 2 ? 64 : pick({ 128, 128, 96, 256 }), kv_heads = 2,
@@ -1549,7 +1549,7 @@ struct two_caches {
 };
 
 // one token: compared with op_rope_cache and op_attention one after the other, which the tests above check
-void test_rope_and_attention_in_one_launch() {
+TEST(rope_and_attention_in_one_launch) {
     for (int k = 0; k < 96; k++) {
         const new_row_case      c(k);
         const two_caches        m(c);
@@ -1574,7 +1574,7 @@ void test_rope_and_attention_in_one_launch() {
 }
 
 // k and v of one token, by each kernel that writes them
-void test_row_numbers_of_new_keys_stay_inside_the_cache() {
+TEST(row_numbers_of_new_keys_stay_inside_the_cache) {
     for (const int k : { 0, 1, 40, 43, 44, 85, 90 }) {
         for (const int64_t id :
              { int64_t(-1), int64_t(INT32_MIN), int64_t(1) << 40, int64_t(INT64_MIN), int64_t(20000) }) {
@@ -1605,7 +1605,7 @@ void test_row_numbers_of_new_keys_stay_inside_the_cache() {
 }
 
 // any bytes to any address, several of them to one address: as one memcpy after the other
-void test_small_writes_in_one_launch() {
+TEST(small_writes_in_one_launch) {
     constexpr size_t NBYTES = 6000;
     rng              random(11);
     char *           memory = nullptr;
@@ -1643,7 +1643,10 @@ void test_small_writes_in_one_launch() {
 
 } // namespace
 
-int main(int argc, char ** argv) { // [NAME]: only this test
+int main(int argc, char ** argv) {
+    if (const int code = begin_tests(argc, argv); code >= 0) {
+        return code;
+    }
     int n = 0;
     if (cudaGetDeviceCount(&n) != cudaSuccess || n == 0) {
         printf("test-cuda-ops: skipped: no GPU\n");
@@ -1660,45 +1663,10 @@ int main(int argc, char ** argv) { // [NAME]: only this test
     ctx.shared_nbytes = static_cast<int>(prop.sharedMemPerBlockOptin);
     const auto cublas = cublas_open();
     cuda_ok(cudaMalloc(&ctx.cublas_workspace, CUBLAS_WORKSPACE_NBYTES), "workspace");
-    const struct {
-        const char * name;
-        void (*run)();
-    } tests[] = {
-        { "binary", test_binary_broadcast_and_in_place },
-        { "fill", test_fill_with_a_number_and_infinity },
-        { "glu", test_glu_halves_and_pairs },
-        { "norm", test_rms_norm_with_sum_and_scale },
-        { "softmax", test_soft_max_masked_rows },
-        { "argsort", test_argsort_is_a_sorted_permutation },
-        { "small-writes", test_small_writes_in_one_launch },
-        { "rows", test_rows_of_one_element_and_strided_sources },
-        { "blocks", test_blocks_are_written_by_ggmls_rules },
-        { "row-numbers", test_row_numbers_stay_inside_their_tensor },
-        { "rope", test_rope_modes_offsets_and_cache_write },
-        { "products", test_products_of_every_type },
-        { "few-columns", test_few_columns_of_large_matrices },
-        { "quantized-columns", test_quantized_columns_read_no_more_than_their_rows },
-        { "nan", test_products_keep_nan_and_survive_infinities },
-        { "range", test_products_of_bf16_keep_its_range },
-        { "experts", test_expert_products_with_strided_ids },
-        { "expert-rows", test_rows_of_an_expert_are_side_by_side },
-        { "hadamard", test_hadamard_is_the_product_with_its_matrix },
-        { "rope-hadamard-cache", test_rotated_and_turned_rows_in_one_launch },
-        { "attention", test_attention_masks_groups_and_splits },
-        { "deep-attention", test_attention_over_deep_caches },
-        { "attention-tiles", test_attention_of_many_tokens },
-        { "hidden-rows", test_attention_does_not_read_hidden_rows },
-        { "fused-attention", test_rope_and_attention_in_one_launch },
-        { "new-row-numbers", test_row_numbers_of_new_keys_stay_inside_the_cache },
-    };
     for (const bool overlap : { false, true }) {
         ctx.overlap = overlap && ctx.cc >= 90;
         ctx.cublas  = overlap ? nullptr : cublas.get(); // both ways to multiply
-        for (const auto & test : tests) {
-            if (argc < 2 || !strcmp(argv[1], test.name)) {
-                test.run();
-            }
-        }
+        run_tests();
     }
     return test_summary("test-cuda-ops");
 }

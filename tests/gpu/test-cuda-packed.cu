@@ -262,8 +262,9 @@ static int64_t check_image(const test_matrix & t, const quantized_image & image,
 
 constexpr int64_t SHARED_NBYTES = 232448;
 
-static void test_layout_holds_the_matrix(int n_cases) {
-    int used[9] = {}, n_outliers = 0, rests = 0;
+TEST(layout_holds_the_matrix) {
+    const int n_cases = random_cases(300);
+    int       used[9] = {}, n_outliers = 0, rests = 0;
     for (int i = 0; i < n_cases; i++) {
         rng  random(static_cast<uint64_t>(i));
         auto t = random_matrix(random);
@@ -292,7 +293,7 @@ static void test_layout_holds_the_matrix(int n_cases) {
 
 // The bytes that the device reserves against those of the file, for values that keep their type, and enough of them
 // that uniform masks never outgrow them.
-static void test_reserved_memory_stays_near_the_file() {
+TEST(reserved_memory_stays_near_the_file) {
     for (const int value_type : { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q4_0 }) {
         for (const int64_t cols : { 4096, 11008 }) {
             for (const double density : { 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7 }) {
@@ -430,9 +431,17 @@ static void check_densify(const test_matrix & t, const std::string & name) {
     });
 }
 
-static void test_random_products(cuda_sparse_uploader & uploader, int64_t shared_nbytes, int n_cases) {
-    const int64_t batches[] = { 1, 1, 1, 2, 3, 4, 5, 8, 9, 17, 40 };
-    int           outgrown  = 0;
+static int64_t shared_memory() {
+    cuda_device_info device;
+    CUDA_CHECK(cuda_current_device(&device));
+    return device.shared_nbytes;
+}
+
+GPU_TEST(random_products) {
+    const int64_t shared_nbytes = shared_memory();
+    const int     n_cases       = random_cases(300);
+    const int64_t batches[]     = { 1, 1, 1, 2, 3, 4, 5, 8, 9, 17, 40 };
+    int           outgrown      = 0;
     for (int i = 0; i < n_cases; i++) {
         const uint64_t seed = 1000 + static_cast<uint64_t>(i);
         rng            random(seed);
@@ -450,7 +459,9 @@ static void test_random_products(cuda_sparse_uploader & uploader, int64_t shared
     CHECK(n_cases < 100 || outgrown > 0, "no matrix outgrew its memory");
 }
 
-static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, int64_t shared_nbytes, uint64_t n_seeds) {
+GPU_TEST(matrices_that_share_x) {
+    const int64_t  shared_nbytes = shared_memory();
+    const uint64_t n_seeds       = few_cases() ? 4 : 24;
     for (uint64_t seed = 1; seed <= n_seeds; seed++) {
         rng           random(seed);
         const int64_t cols = seed % 3 == 0 ? 300 : seed % 3 == 1 ? 2048 : 11008, rows = random.range(50, 150);
@@ -476,7 +487,8 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, int64_t 
 }
 
 // The rows of an expert, ids from device memory, ids out of range.
-static void test_experts_and_ids_out_of_range(cuda_sparse_uploader & uploader, int64_t shared_nbytes) {
+GPU_TEST(experts_and_ids_out_of_range) {
+    const int64_t shared_nbytes = shared_memory();
     for (uint64_t seed = 1; seed <= 6; seed++) {
         rng           random(seed);
         const int64_t rows = random.range(3, 70), cols = seed % 2 ? 2100 : 200, ldx = seed % 3 ? cols : 0;
@@ -505,9 +517,10 @@ static void test_experts_and_ids_out_of_range(cuda_sparse_uploader & uploader, i
 }
 
 // NaN and infinities must not become numbers, and zeros and tiny x not NaN.
-static void test_nan_and_infinite_x_do_not_become_numbers(cuda_sparse_uploader & uploader, int64_t shared_nbytes) {
-    rng         random(3);
-    test_matrix w(random, 40, 1000, GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q8_0, -1, 0.5, UNIFORM);
+GPU_TEST(nan_and_infinite_x_do_not_become_numbers) {
+    const int64_t shared_nbytes = shared_memory();
+    rng           random(3);
+    test_matrix   w(random, 40, 1000, GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q8_0, -1, 0.5, UNIFORM);
     w.upload(uploader, shared_nbytes);
     for (const int64_t n : { 1, 2, 4 }) {
         for (const float odd : { NAN, INFINITY, 0.0f, 0x1p-120f, 0x1p-90f, 0x1p100f }) {
@@ -536,7 +549,9 @@ static void test_nan_and_infinite_x_do_not_become_numbers(cuda_sparse_uploader &
 }
 
 // The same bits every time: launched alone, as a dependent launch, and from a graph.
-static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int64_t shared_nbytes, int n_repeats) {
+GPU_TEST(repeats_are_bit_identical) {
+    const int64_t shared_nbytes = shared_memory();
+    const int     n_repeats     = few_cases() ? 3 : 60;
     for (const double density : { 0.5, 0.3, 0.1 }) {
         rng         random(9);
         test_matrix w(random, 500, 4096, GGML_MACKO_TYPE_F16, VALUES[density < 0.4], -1, density, UNIFORM);
@@ -553,7 +568,8 @@ static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int6
 }
 
 // Each kernel once or twice, for sanitizers that take seconds per product.
-static void test_small_products(cuda_sparse_uploader & uploader, int64_t shared_nbytes) {
+GPU_TEST(small_products) {
+    const int64_t shared_nbytes = shared_memory();
     for (const int value_type : { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q4_0 }) {
         for (const double density : { 0.5, 0.3, 0.1 }) { // deltas of 3, 4, 8 bits
             rng         random(static_cast<uint64_t>(value_type + 100 * density));
@@ -571,31 +587,4 @@ static void test_small_products(cuda_sparse_uploader & uploader, int64_t shared_
 }
 
 // test-cuda-packed [CASES | small]: fewer cases under memcheck, small under racecheck
-int main(int argc, char ** argv) {
-    const bool small   = argc > 1 && !strcmp(argv[1], "small");
-    const int  n_cases = small ? 1 : argc > 1 ? atoi(argv[1]) : 300;
-    test_layout_holds_the_matrix(n_cases);
-    if (!small) {
-        test_reserved_memory_stays_near_the_file();
-    }
-    int n_devices = 0;
-    if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
-        printf("test-cuda-packed: kernels skipped: no CUDA device; layout: %d passed, %d failed\n", n_passed, n_failed);
-        return n_failed ? 1 : 77;
-    }
-    cuda_device_info device;
-    CUDA_CHECK(cuda_current_device(&device));
-    print_code_path("test-cuda-packed");
-    std::unique_ptr<cuda_sparse_uploader> uploader;
-    STATUS_CHECK(cuda_sparse_uploader::create(0, &uploader));
-    if (small) {
-        test_small_products(*uploader, device.shared_nbytes);
-        return test_summary("test-cuda-packed");
-    }
-    test_random_products(*uploader, device.shared_nbytes, n_cases);
-    test_matrices_that_share_x(*uploader, device.shared_nbytes, n_cases >= 100 ? 24 : 4);
-    test_experts_and_ids_out_of_range(*uploader, device.shared_nbytes);
-    test_nan_and_infinite_x_do_not_become_numbers(*uploader, device.shared_nbytes);
-    test_repeats_are_bit_identical(*uploader, device.shared_nbytes, n_cases >= 100 ? 60 : 3);
-    return test_summary("test-cuda-packed");
-}
+int main(int argc, char ** argv) { return gpu_test_main("test-cuda-packed", argc, argv); }

@@ -312,7 +312,8 @@ static int32_t random_lanes(rng & random, int32_t layout, const test_matrix & w)
 }
 
 // Every layout, type, width of deltas and batch size, over shapes that do not divide evenly.
-static void test_random_shapes_and_layouts(cuda_sparse_uploader & uploader, int n_cases) {
+GPU_TEST(random_shapes_and_layouts) {
+    const int     n_cases   = random_cases(400);
     const int64_t widths[]  = { 1,   2,   7,    8,    31,   32,   33,   63,   64,   97,    128,  255,
                                 300, 512, 1000, 2048, 2049, 3000, 4096, 4100, 5120, 11008, 12288 };
     const int64_t batches[] = { 1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 100, 257, 600 };
@@ -378,7 +379,7 @@ template <int BITS> static void check_fused_group(rng & random) {
     });
     CHECK(last == sum, "deltas of %d bits: the next group begins at %u, not %u", BITS, last, sum);
 }
-static void test_values_and_deltas_share_the_bits_of_a_fused_group() {
+TEST(values_and_deltas_share_the_bits_of_a_fused_group) {
     rng random(99);
     for (int i = 0; i < 500; i++) {
         check_fused_group<2>(random), check_fused_group<3>(random), check_fused_group<4>(random),
@@ -422,7 +423,7 @@ template <int BITS> static void check_coded_group(rng & random) {
         }
     }
 }
-static void test_values_and_deltas_of_a_coded_group() {
+TEST(values_and_deltas_of_a_coded_group) {
     rng random(98);
     for (int i = 0; i < 500; i++) {
         check_coded_group<2>(random), check_coded_group<4>(random), check_coded_group<6>(random);
@@ -461,8 +462,9 @@ static int check_fused(cuda_sparse_uploader & uploader, uint64_t seed, fused_cas
 // Values of 14 bits, and of 13 and 14 from files with deltas of any width: both types, narrow matrices and wide ones,
 // every number of lanes, batches, matrices whose values are small (F16 subnormals among them) and large, rows with many
 // outliers.
-static void test_fused_products_of_any_values(cuda_sparse_uploader & uploader, int n_cases) {
-    int fused = 0, used[7] = {}, wide[7] = {}; // used, wide: by bits of a delta
+GPU_TEST(fused_products_of_any_values) {
+    const int n_cases = random_cases(400) / 2;
+    int       fused = 0, used[7] = {}, wide[7] = {}; // used, wide: by bits of a delta
     for (int i = 0; i < n_cases; i++) {
         const uint64_t seed = 5000 + static_cast<uint64_t>(i);
         fused += check_fused(uploader, seed, NARROW) != 0;
@@ -478,7 +480,8 @@ static void test_fused_products_of_any_values(cuda_sparse_uploader & uploader, i
 
 // Values of three exponents and some others, as CODED: both types, all widths of deltas, batches,
 // small and large values, rows with many outliers, narrow matrices.
-static void test_coded_products_of_any_values(cuda_sparse_uploader & uploader, int n_cases) {
+GPU_TEST(coded_products_of_any_values) {
+    const int     n_cases   = random_cases(400);
     const int64_t widths[]  = { 64, 1000, 2048, 2049, 3000, 4096, 4100, 5120, 11008 };
     const int64_t batches[] = { 1, 1, 1, 2, 3, 5, 8, 17, 40 };
     int           used[7]   = {};
@@ -506,7 +509,7 @@ static void test_coded_products_of_any_values(cuda_sparse_uploader & uploader, i
 }
 
 // Matrices of 2048 columns and more are CODED where that is smaller than other layouts.
-static void test_values_of_few_exponents_are_coded(cuda_sparse_uploader & uploader) {
+GPU_TEST(values_of_few_exponents_are_coded) {
     const auto layout_of = [&](int type, double binades, double lowest, double density, bool cut = true) {
         rng         random(6);
         test_matrix w(random, 300, 4096, type,
@@ -532,7 +535,7 @@ static void test_values_of_few_exponents_are_coded(cuda_sparse_uploader & upload
 
 // A header that tells how many outliers there are saves memory. A matrix that needs more for its structure, or has more
 // outliers, has memory of its own.
-static void test_coded_matrices_stay_within_what_their_headers_reserve(cuda_sparse_uploader & uploader) {
+GPU_TEST(coded_matrices_stay_within_what_their_headers_reserve) {
     for (const int type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16 }) {
         for (const double density : { 0.5, 0.3, 0.1 }) {
             for (const structure s : { UNIFORM, EQUAL_ROWS, BANDED }) {
@@ -566,7 +569,7 @@ static void test_coded_matrices_stay_within_what_their_headers_reserve(cuda_spar
 
 // x that is infinite, no number, tiny or huge, of a CODED matrix. A zero times an infinity is NaN in a dense product as
 // well, so rows without a weight there may be anything.
-static void test_coded_products_of_odd_x(cuda_sparse_uploader & uploader) {
+GPU_TEST(coded_products_of_odd_x) {
     constexpr int64_t ROWS = 40, COLS = 2050;
     for (const int type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16 }) {
         rng         random(static_cast<uint64_t>(type + 3));
@@ -611,7 +614,7 @@ static void test_coded_products_of_odd_x(cuda_sparse_uploader & uploader) {
 }
 
 // Matrices are FUSED if that fits their memory; those with many outliers stay as in the file.
-static void test_matrices_are_fused_where_that_fits(cuda_sparse_uploader & uploader) {
+GPU_TEST(matrices_are_fused_where_that_fits) {
     using layout_and_bits = std::pair<int32_t, int32_t>;
     const auto layout_of  = [&](double binades, int lines, int delta_bits = 2, double density = 0.5) {
         rng         random(static_cast<uint64_t>(lines + 5));
@@ -668,7 +671,7 @@ static void test_matrices_are_fused_where_that_fits(cuda_sparse_uploader & uploa
 
 // Outliers are multiplied by 2^-exponent in float32: a matrix with one so small or large that it might lose bits stays
 // as in the file.
-static void test_fused_outliers_keep_their_bits(cuda_sparse_uploader & uploader) {
+GPU_TEST(fused_outliers_keep_their_bits) {
     const auto layout_with = [&](uint16_t outlier) {
         rng         random(17);
         test_matrix w(random, 40, 4096, GGML_MACKO_TYPE_BF16, 2, 0.5, UNIFORM, 7.1, -10);
@@ -692,7 +695,7 @@ static void test_fused_outliers_keep_their_bits(cuda_sparse_uploader & uploader)
 }
 
 // More rows than are resident on the GPU at a time: each is written where others have been.
-static void test_densify_of_more_rows_than_resident_blocks(cuda_sparse_uploader & uploader) {
+GPU_TEST(densify_of_more_rows_than_resident_blocks) {
     rng random(77);
     for (const int delta_bits : { 1, 2, 4, 8 }) {
         for (const structure s : { UNIFORM, UNEVEN, BANDED }) {
@@ -709,7 +712,10 @@ static void test_densify_of_more_rows_than_resident_blocks(cuda_sparse_uploader 
 }
 
 // An x that does not fit shared memory: layout FILE.
-static void test_x_that_does_not_fit_shared_memory(cuda_sparse_uploader & uploader) {
+GPU_TEST(x_that_does_not_fit_shared_memory) {
+    if (few_cases()) {
+        return;
+    }
     for (const int64_t cols : { int64_t(28672), int64_t(70001), int64_t(1) << 20 }) {
         rng         random(static_cast<uint64_t>(cols));
         test_matrix w(random, 9, cols, GGML_MACKO_TYPE_F16, 4, 0.2, UNIFORM);
@@ -725,7 +731,8 @@ static void test_x_that_does_not_fit_shared_memory(cuda_sparse_uploader & upload
 // Products of many columns by tiles (tiles.cuh) of FUSED and CODED matrices: all widths of deltas, rows of all lengths,
 // any number of columns, more rows than one tile of each multiprocessor, from narrow matrices to those of which 8 rows
 // leave no room for the sums in shared memory.
-static void test_products_by_tiles(cuda_sparse_uploader & uploader, int n_cases) {
+GPU_TEST(products_by_tiles) {
+    const int     n_cases  = random_cases(400) / 2;
     const int64_t widths[] = { 64, 2048, 4096, 5120, 8192, 11008, 12288, 13824, 14336 };
     int           tiles[2] = {}; // FUSED, CODED
     for (int i = 0; i < 2 * n_cases; i++) {
@@ -759,8 +766,9 @@ static void test_products_by_tiles(cuda_sparse_uploader & uploader, int n_cases)
           "of %d cases, tiles of FUSED in %d, of CODED in %d", 2 * n_cases, tiles[0], tiles[1]);
 }
 
-static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t n_seeds) {
-    int n_fused = 0, n_bf16 = 0, n_coded = 0;
+GPU_TEST(matrices_that_share_x) {
+    const uint64_t n_seeds = few_cases() ? 4 : 24;
+    int            n_fused = 0, n_bf16 = 0, n_coded = 0;
     for (uint64_t seed = 1; seed <= n_seeds; seed++) {
         rng           random(seed);
         const int64_t cols = seed % 3 == 0 ? 300 : seed % 3 == 1 ? 2048 : 4096;
@@ -797,7 +805,7 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t
 }
 
 // The rows of an expert, ids from device memory, ids out of range.
-static void test_experts_and_ids_out_of_range(cuda_sparse_uploader & uploader) {
+GPU_TEST(experts_and_ids_out_of_range) {
     for (uint64_t seed = 1; seed <= 8; seed++) {
         rng           random(seed);
         const int64_t rows = random.range(3, 70), cols = seed % 2 ? 2100 : 200, ldx = seed % 3 ? cols : 0;
@@ -834,7 +842,7 @@ static void test_experts_and_ids_out_of_range(cuda_sparse_uploader & uploader) {
 
 // Rows pruned to the same number of entries, as some methods do, have as many groups each. They fit the reserved memory
 // all the same.
-static void test_rows_of_equal_length_are_fused(cuda_sparse_uploader & uploader) {
+GPU_TEST(rows_of_equal_length_are_fused) {
     rng         random(7);
     test_matrix w(random, 200, 4096, GGML_MACKO_TYPE_F16, 8, 0.1, EQUAL_ROWS, 7.1);
     CHECK(w.coded.nnz == 200 * 410, "%lld entries", static_cast<long long>(w.coded.nnz));
@@ -845,7 +853,8 @@ static void test_rows_of_equal_length_are_fused(cuda_sparse_uploader & uploader)
 }
 
 // The same bits every time: launched alone, as a dependent launch, and from a graph.
-static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int n_repeats) {
+GPU_TEST(repeats_are_bit_identical) {
+    const int n_repeats = few_cases() ? 3 : 100;
     for (const int bits : { 1, 2, 4, 8 }) {
         rng         random(static_cast<uint64_t>(bits));
         const bool  coded = bits == 1;
@@ -867,7 +876,7 @@ static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int 
 }
 
 // What the device reserves from the header alone stays near the bytes of the file.
-static void test_memory_stays_near_the_file() {
+TEST(memory_stays_near_the_file) {
     for (const int64_t cols : { 2048, 4096, 8192, 11008, 12288, 28672 }) {
         for (int percent = 5; percent <= 90; percent += 5) {
             double       smallest = 1e300;
@@ -900,7 +909,7 @@ static void test_memory_stays_near_the_file() {
 
 // The same for values of 8 significant bits, .7 % of them outliers, which a file has as 10 bits each and a bitmap. A
 // group has 16 entries and as many deltas of 2, 4 or 6 bits.
-static void test_memory_of_coded_values_stays_near_the_file() {
+TEST(memory_of_coded_values_stays_near_the_file) {
     constexpr int64_t SHARED = 99 * 1024, ROWS = 4096;
     for (const int64_t cols : { 2048, 4096, 5120, 8192, 11008, 14336 }) {
         for (int percent = 10; percent <= 70; percent += 5) {
@@ -923,35 +932,5 @@ static void test_memory_of_coded_values_stays_near_the_file() {
 
 int main(int argc, char ** argv) {
     unsetenv("GGML_MACKO_CODED"); // as automatic a choice as any other
-    test_memory_stays_near_the_file();
-    test_memory_of_coded_values_stays_near_the_file();
-    test_values_and_deltas_share_the_bits_of_a_fused_group();
-    test_values_and_deltas_of_a_coded_group();
-    int n_devices = 0;
-    if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
-        printf("test-cuda-sparse: %d checks of the layout, then skipped: no CUDA device\n", n_passed);
-        return n_failed ? 1 : 77;
-    }
-    print_code_path("test-cuda-sparse");
-    std::unique_ptr<cuda_sparse_uploader> uploader;
-    STATUS_CHECK(cuda_sparse_uploader::create(0, &uploader));
-    const int n_cases = argc > 1 ? atoi(argv[1]) : 400; // fewer under a sanitizer
-    test_random_shapes_and_layouts(*uploader, n_cases);
-    if (n_cases >= 100) {
-        test_x_that_does_not_fit_shared_memory(*uploader);
-    }
-    test_fused_products_of_any_values(*uploader, n_cases / 2);
-    test_matrices_are_fused_where_that_fits(*uploader);
-    test_fused_outliers_keep_their_bits(*uploader);
-    test_coded_products_of_any_values(*uploader, n_cases);
-    test_values_of_few_exponents_are_coded(*uploader);
-    test_coded_matrices_stay_within_what_their_headers_reserve(*uploader);
-    test_coded_products_of_odd_x(*uploader);
-    test_products_by_tiles(*uploader, n_cases / 2);
-    test_densify_of_more_rows_than_resident_blocks(*uploader);
-    test_matrices_that_share_x(*uploader, n_cases >= 100 ? 24 : 4);
-    test_experts_and_ids_out_of_range(*uploader);
-    test_rows_of_equal_length_are_fused(*uploader);
-    test_repeats_are_bit_identical(*uploader, n_cases >= 100 ? 100 : 3);
-    return test_summary("test-cuda-sparse");
+    return gpu_test_main("test-cuda-sparse", argc, argv);
 }

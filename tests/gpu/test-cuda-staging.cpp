@@ -59,12 +59,7 @@ void check_rows(host_staging & staging, cudaStream_t stream, int64_t nbytes, int
 
 } // namespace
 
-int main() {
-    int n = 0;
-    if (cudaGetDeviceCount(&n) != cudaSuccess || n == 0) {
-        printf("test-cuda-staging: skipped: no GPU\n");
-        return 77;
-    }
+TEST(rows_arrive_whole) {
     cudaStream_t stream = nullptr;
     cuda_ok(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
     host_staging staging;
@@ -76,5 +71,17 @@ int main() {
         check_rows(staging, stream, 1000, 1008, 77, 128, n_threads);
         check_rows(staging, stream, host_staging::SLOT_NBYTES, host_staging::SLOT_NBYTES + 16, 5, 128, n_threads);
     }
+}
+
+int main(int argc, char ** argv) {
+    if (const int code = begin_tests(argc, argv); code >= 0) {
+        return code;
+    }
+    int n = 0;
+    if (cudaGetDeviceCount(&n) != cudaSuccess || n == 0) {
+        printf("test-cuda-staging: skipped: no GPU\n");
+        return 77;
+    }
+    run_tests();
     return test_summary("test-cuda-staging");
 }

@@ -70,28 +70,28 @@ struct projections {
     }
 };
 
-void test_products_of_one_norm_are_one_launch() {
+TEST(products_of_one_norm_are_one_launch) {
     graph_builder b;
     projections   p(b);
     finish(b, p.v);
     check_launches("norm and three products", b.graph, { "sparse q+k+v norm" });
 }
 
-void test_kinds_of_matrices_get_launches_of_their_own() {
+TEST(kinds_of_matrices_get_launches_of_their_own) {
     graph_builder b;
     projections   p(b, 1, 1);
     finish(b, p.v);
     check_launches("v of another kind", b.graph, { "sparse q+k norm", "sparse v norm" });
 }
 
-void test_a_norm_with_another_use_is_stored() {
+TEST(a_norm_with_another_use_is_stored) {
     graph_builder b;
     projections   p(b);
     finish(b, ggml_silu(b.ctx, p.h));
     check_launches("norm used elsewhere", b.graph, { "rms_norm+mul", "sparse q+k+v", "unary" });
 }
 
-void test_an_output_is_stored() {
+TEST(an_output_is_stored) {
     graph_builder b;
     projections   p(b);
     p.h->flags |= GGML_TENSOR_FLAG_OUTPUT;
@@ -99,7 +99,7 @@ void test_an_output_is_stored() {
     check_launches("norm is an output", b.graph, { "rms_norm+mul", "sparse q+k+v" });
 }
 
-void test_a_computed_norm_weight_is_not_read_early() {
+TEST(a_computed_norm_weight_is_not_read_early) {
     graph_builder b;
     ggml_tensor * weight = ggml_scale(b.ctx, b.input(GGML_TYPE_F32, 256), 2.0f);
     ggml_tensor * x      = b.input(GGML_TYPE_F32, 256);
@@ -110,7 +110,7 @@ void test_a_computed_norm_weight_is_not_read_early() {
 }
 
 // RELU and SQR in front of a weight that is kept by columns, for one token
-void test_a_squared_relu_is_part_of_a_product_by_columns() {
+TEST(a_squared_relu_is_part_of_a_product_by_columns) {
     struct {
         const char *             name;
         bool                     by_columns;
@@ -136,7 +136,7 @@ void test_a_squared_relu_is_part_of_a_product_by_columns() {
     }
 }
 
-void test_a_part_in_another_layout_takes_no_norm() {
+TEST(a_part_in_another_layout_takes_no_norm) {
     graph_builder b;
     projections   p(b);
     add_part(p.k->src[0]);
@@ -144,7 +144,7 @@ void test_a_part_in_another_layout_takes_no_norm() {
     check_launches("a matrix with a part in another layout", b.graph, { "rms_norm+mul", "sparse q+k+v" });
 }
 
-void test_many_columns_are_densified_and_share_x16() {
+TEST(many_columns_are_densified_and_share_x16) {
     graph_builder b;
     projections   p(b, fake::sparse_max_n + 1);
     finish(b, p.v);
@@ -155,7 +155,7 @@ void test_many_columns_are_densified_and_share_x16() {
                      "wait",         "mul_mat_16", "record",    "wait",   "mul_mat_16", "record" });
 }
 
-void test_bias_and_residual_join_their_product() {
+TEST(bias_and_residual_join_their_product) {
     graph_builder b;
     ggml_tensor * x    = b.input(GGML_TYPE_F32, 256, 2);
     ggml_tensor * r    = b.input(GGML_TYPE_F32, 256, 2);
@@ -165,7 +165,7 @@ void test_bias_and_residual_join_their_product() {
     check_launches("bias and residual", b.graph, { "sparse o bias residual" });
 }
 
-void test_a_product_with_another_use_takes_no_residual() {
+TEST(a_product_with_another_use_takes_no_residual) {
     graph_builder b;
     ggml_tensor * x = b.input(GGML_TYPE_F32, 256);
     ggml_tensor * y = ggml_mul_mat(b.ctx, b.sparse_weight("o", 256, 256), x);
@@ -175,7 +175,7 @@ void test_a_product_with_another_use_takes_no_residual() {
     check_launches("product used elsewhere", b.graph, { "sparse o", "add", "unary" });
 }
 
-void test_the_only_row_is_chosen_for_free() {
+TEST(the_only_row_is_chosen_for_free) {
     graph_builder b;
     ggml_tensor * x    = b.input(GGML_TYPE_F32, 256, 1);
     ggml_tensor * r    = b.input(GGML_TYPE_F32, 256, 1);
@@ -186,7 +186,7 @@ void test_the_only_row_is_chosen_for_free() {
     check_launches("last layer, one token", b.graph, { "sparse o bias" }); // a residual of one row
 }
 
-void test_chosen_rows_of_several_are_computed() {
+TEST(chosen_rows_of_several_are_computed) {
     graph_builder b;
     ggml_tensor * x    = b.input(GGML_TYPE_F32, 256, 2);
     ggml_tensor * r    = b.input(GGML_TYPE_F32, 256, 2);
@@ -197,21 +197,21 @@ void test_chosen_rows_of_several_are_computed() {
     check_launches("last layer, two tokens", b.graph, { "sparse o", "get_rows", "get_rows", "add" });
 }
 
-void test_gate_and_up_are_one_launch() {
+TEST(gate_and_up_are_one_launch) {
     graph_builder b;
     ggml_tensor * x = b.input(GGML_TYPE_F32, 256);
     finish(b, swiglu(b, {}, norm(b, x)));
     check_launches("feed forward", b.graph, { "sparse gate+up norm silu", "sparse down" });
 }
 
-void test_gate_and_up_of_two_kinds_keep_their_glu() {
+TEST(gate_and_up_of_two_kinds_keep_their_glu) {
     graph_builder b;
     ggml_tensor * x = b.input(GGML_TYPE_F32, 256);
     finish(b, swiglu(b, {}, x, 1));
     check_launches("up of another kind", b.graph, { "sparse gate", "sparse up", "glu", "sparse down" });
 }
 
-void test_results_must_not_overlap_operands() {
+TEST(results_must_not_overlap_operands) {
     graph_builder b;
     ggml_tensor * x = b.input(GGML_TYPE_F32, 256);
     ggml_tensor * y = swiglu(b, {}, x);
@@ -220,7 +220,7 @@ void test_results_must_not_overlap_operands() {
     check_launches("GLU where x was", b.graph, { "sparse gate", "sparse up", "glu", "sparse down" });
 }
 
-void test_a_residual_may_be_added_in_place() {
+TEST(a_residual_may_be_added_in_place) {
     graph_builder b;
     ggml_tensor * x = b.input(GGML_TYPE_F32, 256, 2);
     ggml_tensor * r = b.input(GGML_TYPE_F32, 256, 2);
@@ -232,7 +232,7 @@ void test_a_residual_may_be_added_in_place() {
 
 // ---- norms ----
 
-void test_sum_and_norm_are_one_launch() {
+TEST(sum_and_norm_are_one_launch) {
     graph_builder b;
     ggml_tensor * x   = b.input(GGML_TYPE_F32, 256, 4);
     ggml_tensor * sum = ggml_add(b.ctx, x, b.input(GGML_TYPE_F32, 256, 4));
@@ -241,7 +241,7 @@ void test_sum_and_norm_are_one_launch() {
     check_launches("sum, norm, scale", b.graph, { "add+rms_norm+mul", "mul" });
 }
 
-void test_a_norm_of_another_sum_is_alone() {
+TEST(a_norm_of_another_sum_is_alone) {
     graph_builder b;
     ggml_tensor * x   = b.input(GGML_TYPE_F32, 256, 4);
     ggml_tensor * sum = ggml_add(b.ctx, x, b.input(GGML_TYPE_F32, 256, 1)); // not of one shape
@@ -249,7 +249,7 @@ void test_a_norm_of_another_sum_is_alone() {
     check_launches("sum of a repeated row", b.graph, { "add", "rms_norm+mul" });
 }
 
-void test_a_norm_used_twice_keeps_its_scale_apart() {
+TEST(a_norm_used_twice_keeps_its_scale_apart) {
     graph_builder b;
     ggml_tensor * n = ggml_rms_norm(b.ctx, b.input(GGML_TYPE_F32, 256, 4), 1e-5f);
     ggml_tensor * y = ggml_mul(b.ctx, n, b.dense_weight(GGML_TYPE_F32, 256));
@@ -282,14 +282,14 @@ ggml_tensor * find(const ggml_cgraph * graph, ggml_op op, int nth = 0) {
     return nullptr;
 }
 
-void test_attention_of_one_token_is_one_launch() {
+TEST(attention_of_one_token_is_one_launch) {
     graph_builder b;
     layer         l(b, {});
     finish(b, l.result);
     check_launches("one token", b.graph, { "rope_attention" });
 }
 
-void test_attention_of_several_tokens_is_apart() {
+TEST(attention_of_several_tokens_is_apart) {
     graph_builder b;
     model_shape   s;
     s.n_tokens = 2;
@@ -298,7 +298,7 @@ void test_attention_of_several_tokens_is_apart() {
     check_launches("two tokens", b.graph, { "rope_cache", "attention" });
 }
 
-void test_a_rotated_query_with_another_use_is_stored() {
+TEST(a_rotated_query_with_another_use_is_stored) {
     graph_builder b;
     layer         l(b, {});
     b.expand(l.result);
@@ -306,7 +306,7 @@ void test_a_rotated_query_with_another_use_is_stored() {
     check_launches("query used elsewhere", b.graph, { "rope_cache", "attention", "unary" });
 }
 
-void test_rotated_keys_with_another_use_are_stored() {
+TEST(rotated_keys_with_another_use_are_stored) {
     graph_builder b;
     layer         l(b, {});
     b.expand(l.result);
@@ -314,7 +314,7 @@ void test_rotated_keys_with_another_use_are_stored() {
     check_launches("keys used elsewhere", b.graph, { "rope", "rope", "set_rows", "set_rows", "attention", "unary" });
 }
 
-void test_norms_of_keys_do_not_part_rotations() {
+TEST(norms_of_keys_do_not_part_rotations) {
     graph_builder b;
     model_shape   s;
     s.norms = true;
@@ -332,7 +332,7 @@ model_shape quantized_shape(int64_t n_tokens) {
     return s;
 }
 
-void test_rows_of_a_quantized_cache_are_one_launch() {
+TEST(rows_of_a_quantized_cache_are_one_launch) {
     for (const int64_t head_dim : { 64, 128 }) {
         const int64_t n_tokens = head_dim == 64 ? 1 : 3;
         graph_builder b;
@@ -353,7 +353,7 @@ void test_rows_of_a_quantized_cache_are_one_launch() {
 }
 
 // the same nodes, one of whose results has another use
-void test_results_with_another_use_are_stored() {
+TEST(results_with_another_use_are_stored) {
     const names   apart = { "rope",     "hadamard", "hadamard",  "rope", "hadamard",
                             "set_rows", "set_rows", "attention", "unary" };
     const ggml_op ops[] = { GGML_OP_ROPE, GGML_OP_ROPE, GGML_OP_MUL_MAT, GGML_OP_MUL_MAT };
@@ -372,7 +372,7 @@ void test_results_with_another_use_are_stored() {
     check_launches("turned query used elsewhere", b.graph, { "rope_hadamard_cache", "attention", "unary" });
 }
 
-void test_turned_queries_must_not_overlap_raw_keys() {
+TEST(turned_queries_must_not_overlap_raw_keys) {
     graph_builder b;
     layer         l(b, quantized_shape(1));
     finish(b, l.result);
@@ -381,7 +381,7 @@ void test_turned_queries_must_not_overlap_raw_keys() {
                    { "rope", "hadamard", "hadamard", "rope", "hadamard", "set_rows", "set_rows", "attention" });
 }
 
-void test_positions_that_are_computed_are_not_read_early() {
+TEST(positions_that_are_computed_are_not_read_early) {
     graph_builder b;
     layer         l(b, quantized_shape(1));
     b.expand(l.result);
@@ -394,7 +394,7 @@ void test_positions_that_are_computed_are_not_read_early() {
                    { "rope", "hadamard", "hadamard", "rope", "hadamard", "set_rows", "set_rows", "attention" });
 }
 
-void test_a_computed_mask_is_not_read_early() {
+TEST(a_computed_mask_is_not_read_early) {
     graph_builder b;
     layer         l(b, {});
     ggml_tensor * mask = ggml_scale(b.ctx, b.input(GGML_TYPE_F16, 256, 1), 1.0f);
@@ -404,7 +404,7 @@ void test_a_computed_mask_is_not_read_early() {
     check_launches("computed mask", b.graph, { "rope_cache", "attention" });
 }
 
-void test_attention_must_not_overlap_raw_keys() {
+TEST(attention_must_not_overlap_raw_keys) {
     graph_builder b;
     layer         l(b, {});
     finish(b, l.result);
@@ -412,7 +412,7 @@ void test_attention_must_not_overlap_raw_keys() {
     check_launches("attention where k was", b.graph, { "rope", "rope_cache k", "attention" });
 }
 
-void test_unsupported_shapes_are_not_fused() {
+TEST(unsupported_shapes_are_not_fused) {
     graph_builder b;
     layer         l(b, {});
     finish(b, l.result);
@@ -423,7 +423,7 @@ void test_unsupported_shapes_are_not_fused() {
 
 // ---- order, experts, the op table ----
 
-void test_products_of_one_input_are_brought_together() {
+TEST(products_of_one_input_are_brought_together) {
     graph_builder b;
     ggml_tensor * x = b.input(GGML_TYPE_F32, 256);
     ggml_tensor * q = ggml_mul_mat(b.ctx, b.sparse_weight("q", 256, 256), x);
@@ -449,7 +449,7 @@ ggml_tensor * decoder_layer(graph_builder & b, const model_shape & s, const atte
     return ggml_add(b.ctx, swiglu(b, s, norm(b, x)), x);
 }
 
-void test_no_order_brings_a_node_in_front_of_its_operands() {
+TEST(no_order_brings_a_node_in_front_of_its_operands) {
     for (int k = 0; k < 8; k++) {
         graph_builder b(2048);
         model_shape   s;
@@ -475,7 +475,7 @@ void test_no_order_brings_a_node_in_front_of_its_operands() {
     }
 }
 
-void test_operands_of_a_launch_live_until_its_last_node() {
+TEST(operands_of_a_launch_live_until_its_last_node) {
     graph_builder b;
     ggml_tensor * x = ggml_silu(b.ctx, b.input(GGML_TYPE_F32, 256));
     ggml_tensor * y = swiglu(b, {}, x);
@@ -498,7 +498,7 @@ void test_operands_of_a_launch_live_until_its_last_node() {
           "x is not kept until the GLU (%zu operands kept)", deps.size());
 }
 
-void test_experts_are_one_launch_per_slot_or_token() {
+TEST(experts_are_one_launch_per_slot_or_token) {
     graph_builder b;
     ggml_tensor * w    = b.sparse_weight("experts", 256, 128, 4);
     ggml_tensor * many = ggml_mul_mat_id(b.ctx, w, b.input(GGML_TYPE_F32, 256, 1, 5), b.input(GGML_TYPE_I32, 2, 5));
@@ -514,7 +514,7 @@ void test_experts_are_one_launch_per_slot_or_token() {
 
 // Of four large experts one has no token, one has few, and two have more than the sparse kernels are for. The host
 // waits for their numbers once, and makes no panel of what follows before it knows them.
-void test_large_experts_are_products_of_their_own() {
+TEST(large_experts_are_products_of_their_own) {
     graph_builder b;
     ggml_tensor * x = b.input(GGML_TYPE_F32, 2048, 1, 40), *ids = b.input(GGML_TYPE_I32, 2, 40);
     ggml_tensor * gate = ggml_mul_mat_id(b.ctx, b.sparse_weight("gate", 2048, 2048, 4), x, ids),
@@ -573,7 +573,7 @@ void test_large_experts_are_products_of_their_own() {
 }
 
 // Dense experts are multiplied where they are, and none that has no token.
-void test_large_dense_experts_need_no_panels() {
+TEST(large_dense_experts_need_no_panels) {
     graph_builder b;
     ggml_tensor * x = b.input(GGML_TYPE_F32, 2048, 1, 40), *ids = b.input(GGML_TYPE_I32, 2, 40);
     finish(b, ggml_mul_mat_id(b.ctx, b.dense_weight(GGML_TYPE_F16, 2048, 2048, 4), x, ids));
@@ -584,7 +584,7 @@ void test_large_dense_experts_need_no_panels() {
 }
 
 // llama.cpp marks products with a Hadamard matrix
-void test_a_hint_makes_a_product_a_transform() {
+TEST(a_hint_makes_a_product_a_transform) {
     for (const bool marked : { false, true }) {
         graph_builder b;
         ggml_tensor * y = ggml_mul_mat(b.ctx, b.input(GGML_TYPE_F32, 128, 128), b.input(GGML_TYPE_F32, 128, 32));
@@ -599,7 +599,7 @@ ggml_tensor * op_without_kernel(ggml_context * ctx, ggml_tensor * x) {
     return ggml_map_custom1(ctx, x, [](ggml_tensor *, const ggml_tensor *, int, int, void *) {}, 1, nullptr);
 }
 
-void test_a_sparse_weight_is_for_products_only() {
+TEST(a_sparse_weight_is_for_products_only) {
     graph_builder b;
     ggml_tensor * w    = b.sparse_weight("w", 256, 256);
     ggml_tensor * x    = b.input(GGML_TYPE_F32, 256);
@@ -615,7 +615,7 @@ void test_a_sparse_weight_is_for_products_only() {
 }
 
 // llama.cpp's sparse attention and its groups of experts write rows into a tensor that GGML_OP_FILL has made.
-void test_no_op_writes_into_memory_of_another_device() {
+TEST(no_op_writes_into_memory_of_another_device) {
     graph_builder b;
     ggml_tensor * x    = b.input(GGML_TYPE_F32, 1, 256);
     ggml_tensor * rows = b.input(GGML_TYPE_F32, 1, 4);
@@ -632,7 +632,7 @@ void test_no_op_writes_into_memory_of_another_device() {
     CHECK(graph_supports_op(ggml_scale(b.ctx, away, 2), false), "a result of the CPU is not read");
 }
 
-void test_unknown_ops_fail_with_their_node() {
+TEST(unknown_ops_fail_with_their_node) {
     graph_builder b;
     ggml_tensor * y = op_without_kernel(b.ctx, b.input(GGML_TYPE_F32, 256));
     finish(b, y);
@@ -643,7 +643,7 @@ void test_unknown_ops_fail_with_their_node() {
 
 // graphs that came over a network
 
-void test_a_missing_operand_has_no_kernel() {
+TEST(a_missing_operand_has_no_kernel) {
     graph_builder b;
     ggml_tensor * x   = b.input(GGML_TYPE_F32, 256);
     ggml_tensor * sum = ggml_add(b.ctx, x, x);
@@ -652,7 +652,7 @@ void test_a_missing_operand_has_no_kernel() {
     CHECK(!graph_has_kernel(sum, false), "ADD of one operand has a kernel");
 }
 
-void test_views_in_a_circle_have_an_end() {
+TEST(views_in_a_circle_have_an_end) {
     graph_builder b;
     ggml_tensor * x    = b.input(GGML_TYPE_F32, 256);
     ggml_tensor * view = ggml_view_1d(b.ctx, x, 256, 0);
@@ -663,54 +663,15 @@ void test_views_in_a_circle_have_an_end() {
 
 } // namespace
 
-int main() {
+int main(int argc, char ** argv) {
+    if (const int code = begin_tests(argc, argv); code >= 0) {
+        return code;
+    }
     int last = 0;
     if (macko::find_last_op(&last) || macko::resolve_ops(last)) {
         fprintf(stderr, "%s\n", ggml_macko_last_error());
         return 1;
     }
-    test_products_of_one_norm_are_one_launch();
-    test_kinds_of_matrices_get_launches_of_their_own();
-    test_a_norm_with_another_use_is_stored();
-    test_an_output_is_stored();
-    test_a_computed_norm_weight_is_not_read_early();
-    test_a_squared_relu_is_part_of_a_product_by_columns();
-    test_a_part_in_another_layout_takes_no_norm();
-    test_many_columns_are_densified_and_share_x16();
-    test_bias_and_residual_join_their_product();
-    test_a_product_with_another_use_takes_no_residual();
-    test_the_only_row_is_chosen_for_free();
-    test_chosen_rows_of_several_are_computed();
-    test_gate_and_up_are_one_launch();
-    test_gate_and_up_of_two_kinds_keep_their_glu();
-    test_results_must_not_overlap_operands();
-    test_a_residual_may_be_added_in_place();
-    test_sum_and_norm_are_one_launch();
-    test_a_norm_of_another_sum_is_alone();
-    test_a_norm_used_twice_keeps_its_scale_apart();
-    test_attention_of_one_token_is_one_launch();
-    test_attention_of_several_tokens_is_apart();
-    test_a_rotated_query_with_another_use_is_stored();
-    test_rotated_keys_with_another_use_are_stored();
-    test_norms_of_keys_do_not_part_rotations();
-    test_rows_of_a_quantized_cache_are_one_launch();
-    test_results_with_another_use_are_stored();
-    test_turned_queries_must_not_overlap_raw_keys();
-    test_positions_that_are_computed_are_not_read_early();
-    test_a_computed_mask_is_not_read_early();
-    test_attention_must_not_overlap_raw_keys();
-    test_unsupported_shapes_are_not_fused();
-    test_products_of_one_input_are_brought_together();
-    test_no_order_brings_a_node_in_front_of_its_operands();
-    test_operands_of_a_launch_live_until_its_last_node();
-    test_experts_are_one_launch_per_slot_or_token();
-    test_large_experts_are_products_of_their_own();
-    test_large_dense_experts_need_no_panels();
-    test_a_hint_makes_a_product_a_transform();
-    test_a_sparse_weight_is_for_products_only();
-    test_no_op_writes_into_memory_of_another_device();
-    test_unknown_ops_fail_with_their_node();
-    test_a_missing_operand_has_no_kernel();
-    test_views_in_a_circle_have_an_end();
+    run_tests();
     return test_summary("test-graph-fusion");
 }

@@ -87,7 +87,7 @@ cudaError_t enqueue(const op_context & ctx, const ggml_cgraph * graph, names * l
 
 // ---- the decision ----
 
-void test_the_least_batch_is_that_of_ggml() {
+TEST(the_least_batch_is_that_of_ggml) {
     CHECK(offload_min_columns(nullptr, nullptr) == 32, "without a variable");
     CHECK(offload_min_columns("1", nullptr) == 1, "1");
     CHECK(offload_min_columns("100", nullptr) == 100, "100");
@@ -95,7 +95,7 @@ void test_the_least_batch_is_that_of_ggml() {
     CHECK(offload_min_columns("1", "") == NEVER_OFFLOAD, "switched off, whatever the batch");
 }
 
-void test_many_columns_of_large_matrices_pay() {
+TEST(many_columns_of_large_matrices_pay) {
     CHECK(pays_to_offload({ { 4096, 4096 }, 1, 32 }, 32), "32 columns");
     CHECK(!pays_to_offload({ { 4096, 4096 }, 1, 31 }, 32), "31 columns");
     CHECK(!pays_to_offload({ { 4096, 4096 }, 1, 1 }, 32), "one token");
@@ -108,7 +108,7 @@ void test_many_columns_of_large_matrices_pay() {
     CHECK(!pays_to_offload({ { 4096, 4096 }, 8, 255 }, 32), "experts of less than 32 columns");
 }
 
-void test_only_products_with_host_weights_are_taken() {
+TEST(only_products_with_host_weights_are_taken) {
     host_graph b;
     set_offload_columns(NEVER_OFFLOAD);
     CHECK(!wants_offload(b.product(GGML_TYPE_F16, 256, 512, 512)), "no GPU has said that it can");
@@ -125,7 +125,7 @@ void test_only_products_with_host_weights_are_taken() {
     CHECK(!wants_offload(ggml_silu(b.ctx, x)), "another op");
 }
 
-void test_columns_of_dense_ops_are_those_of_ggml() {
+TEST(columns_of_dense_ops_are_those_of_ggml) {
     host_graph    b;
     ggml_tensor * x = b.input(GGML_TYPE_F32, 256, 48);
     CHECK(offload_columns(ggml_mul_mat(b.ctx, b.dense_weight(GGML_TYPE_F16, 256, 512), x)) == 48, "MUL_MAT");
@@ -134,7 +134,7 @@ void test_columns_of_dense_ops_are_those_of_ggml() {
     CHECK(offload_columns(ggml_get_rows(b.ctx, x, b.input(GGML_TYPE_I32, 40))) == 0, "GET_ROWS");
 }
 
-void test_what_the_gpu_can_multiply() {
+TEST(what_the_gpu_can_multiply) {
     host_graph b;
     const auto fits = [](const ggml_tensor * op, size_t nbytes = PANEL_NBYTES) {
         return graph_supports_host_weight(op, nbytes, 90);
@@ -156,7 +156,7 @@ void test_what_the_gpu_can_multiply() {
 
 // ---- what is queued ----
 
-void test_panels_are_made_by_the_host_while_the_gpu_multiplies() {
+TEST(panels_are_made_by_the_host_while_the_gpu_multiplies) {
     host_graph    b;
     ggml_tensor * x = b.input(GGML_TYPE_F32, 256, 64);
     ggml_tensor * k = b.host_weight(GGML_TYPE_F16, 256, 512);
@@ -178,7 +178,7 @@ void test_panels_are_made_by_the_host_while_the_gpu_multiplies() {
           "the host made other rows dense");
 }
 
-void test_rows_of_a_panel_have_their_distance() {
+TEST(rows_of_a_panel_have_their_distance) {
     host_graph b;
     b.finish(b.product(GGML_TYPE_BF16, 260, 512, 64)); // 260 columns are 264 in a panel
     names got;
@@ -190,7 +190,7 @@ void test_rows_of_a_panel_have_their_distance() {
     }
 }
 
-void test_large_weights_are_sent_in_panels() {
+TEST(large_weights_are_sent_in_panels) {
     host_graph b;
     b.finish(b.product(GGML_TYPE_F16, 1024, 1500, 64)); // 512 rows are 1 MiB
     names got;
@@ -199,7 +199,7 @@ void test_large_weights_are_sent_in_panels() {
           "other panels: %d of them", static_cast<int>(dense_calls.size()));
 }
 
-void test_experts_are_sent_together() {
+TEST(experts_are_sent_together) {
     host_graph b;
     b.finish(b.experts(GGML_TYPE_F16, 256, 512, 4, 2, 64));
     names got;
@@ -208,7 +208,7 @@ void test_experts_are_sent_together() {
     CHECK(std::count(got.begin(), got.end(), "mul_mat_id_16") == 1, "one product");
 }
 
-void test_without_memory_the_graph_fails_and_the_gpu_lives() {
+TEST(without_memory_the_graph_fails_and_the_gpu_lives) {
     host_graph b;
     b.finish(b.product(GGML_TYPE_F16, 256, 512, 64));
     op_context ctx = make_context();
@@ -220,7 +220,7 @@ void test_without_memory_the_graph_fails_and_the_gpu_lives() {
     CHECK(enqueue(ctx, e.graph, &got) == cudaErrorMemoryAllocation, "experts without panels");
 }
 
-void test_a_weight_that_was_not_read_fails() {
+TEST(a_weight_that_was_not_read_fails) {
     host_graph b;
     b.finish(b.product(GGML_TYPE_F16, 256, 512, 64));
     loaded = false;
@@ -229,7 +229,7 @@ void test_a_weight_that_was_not_read_fails() {
     loaded = true;
 }
 
-void test_the_largest_weight_decides_on_the_panels() {
+TEST(the_largest_weight_decides_on_the_panels) {
     host_graph b;
     b.host_weight(GGML_TYPE_F16, 4097, 1 << 14);
     b.host_weight(GGML_TYPE_F16, 256, 256);
@@ -239,7 +239,10 @@ void test_the_largest_weight_decides_on_the_panels() {
 
 } // namespace
 
-int main() {
+int main(int argc, char ** argv) {
+    if (const int code = begin_tests(argc, argv); code >= 0) {
+        return code;
+    }
     int last = 0;
     if (find_last_op(&last) || resolve_ops(last)) {
         fprintf(stderr, "%s\n", ggml_macko_last_error());
@@ -247,17 +250,6 @@ int main() {
     }
     CHECK(largest_host_weight() == 0 && !host_weights_of(nullptr), "before any model");
     set_host_weights(&weights);
-    test_the_least_batch_is_that_of_ggml();
-    test_many_columns_of_large_matrices_pay();
-    test_only_products_with_host_weights_are_taken();
-    test_columns_of_dense_ops_are_those_of_ggml();
-    test_what_the_gpu_can_multiply();
-    test_panels_are_made_by_the_host_while_the_gpu_multiplies();
-    test_rows_of_a_panel_have_their_distance();
-    test_large_weights_are_sent_in_panels();
-    test_experts_are_sent_together();
-    test_without_memory_the_graph_fails_and_the_gpu_lives();
-    test_a_weight_that_was_not_read_fails();
-    test_the_largest_weight_decides_on_the_panels();
+    run_tests();
     return test_summary("test-offload");
 }

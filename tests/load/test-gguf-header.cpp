@@ -160,7 +160,12 @@ using namespace builder; // NOLINT: keeps the cases below short
 static const char * const UP = "blk.0.ffn_up.weight"; // F16, delta_bits 4, 16 columns, 32 rows
 static const char * const Q  = "blk.0.attn_q.weight";
 
-static void test_false_magic_or_version_is_refused() {
+TEST(valid_file_is_accepted) {
+    lie("the valid file", S(OK), [](file &) {});
+    lie("a dense file", S(OK), [](file & f) { f = base_model().dense; });
+}
+
+TEST(false_magic_or_version_is_refused) {
     patch_lie("magic", S(BAD_MAGIC), [](bytes & b, const layout &) { b[0] = 'X'; });
     patch_lie("magic GGML", S(BAD_MAGIC), [](bytes & b, const layout &) { memcpy(b.data(), "GGML", 4); });
     patch_lie("magic reversed", S(BAD_MAGIC), [](bytes & b, const layout &) { memcpy(b.data(), "FUGG", 4); });
@@ -172,7 +177,7 @@ static void test_false_magic_or_version_is_refused() {
     lie("big-endian", S(BAD_GGUF_VERSION), [](file & f) { f.version = 3u << 24; });
 }
 
-static void test_false_count_of_tensors_or_keys_is_refused() {
+TEST(false_count_of_tensors_or_keys_is_refused) {
     patch_lie("n_tensors 2^63", S(LIMIT),
               [](bytes & b, const layout & l) { patch<uint64_t>(&b, l.n_tensors_at, uint64_t(1) << 63); });
     patch_lie("n_tensors 2^64-1", S(LIMIT),
@@ -193,7 +198,7 @@ static void test_false_count_of_tensors_or_keys_is_refused() {
     });
 }
 
-static void test_false_key_name_is_refused() {
+TEST(false_key_name_is_refused) {
     patch_lie("key name 2^40 bytes", S(LIMIT),
               [](bytes & b, const layout & l) { patch<uint64_t>(&b, l.key_at[1], uint64_t(1) << 40); });
     patch_lie("key name 2^64-1 bytes", S(LIMIT),
@@ -214,7 +219,7 @@ static void test_false_key_name_is_refused() {
         [](file & f) { f.keys.push_back(scalar<uint32_t>("macko.version", U32, 1)); });
 }
 
-static void test_false_key_value_is_refused() {
+TEST(false_key_value_is_refused) {
     lie("value type 13", S(BAD_KEY), [](file & f) { f.find("general.name")->type = 13; });
     lie("value type 2^32-1", S(BAD_KEY), [](file & f) { f.find("general.name")->type = UINT32_MAX; });
     lie("element type 13", S(BAD_KEY),
@@ -243,7 +248,7 @@ static void test_false_key_value_is_refused() {
         [](file & f) { f.keys.push_back(array<uint8_t>("x.flags", BOOL, { 0, 1, 255 })); });
 }
 
-static void test_false_alignment_is_refused() {
+TEST(false_alignment_is_refused) {
     for (uint32_t a : { 0u, 1u, 4u, 7u, 24u, 33u, 1u << 21, 0x80000000u, UINT32_MAX }) {
         lie("alignment", S(BAD_ALIGNMENT), [a](file & f) { f.set(scalar<uint32_t>("general.alignment", U32, a)); });
     }
@@ -254,7 +259,7 @@ static void test_false_alignment_is_refused() {
         [](file & f) { f.set(scalar<uint32_t>("general.alignment", U32, 64)); });
 }
 
-static void test_false_tensor_is_refused() {
+TEST(false_tensor_is_refused) {
     patch_lie("tensor name 2^64-1", S(LIMIT),
               [](bytes & b, const layout & l) { patch<uint64_t>(&b, l.tensor_at[1], UINT64_MAX); });
     patch_lie("tensor name empty", S(BAD_NAME),
@@ -320,7 +325,7 @@ static void test_false_tensor_is_refused() {
     });
 }
 
-static void test_false_format_version_is_refused() {
+TEST(false_format_version_is_refused) {
     lie("reader too old", S(FORMAT_VERSION), [](file & f) {
         f.set(scalar<uint32_t>("macko.version", U32, 8));
         f.set(scalar<uint32_t>("macko.min_reader_version", U32, 7));
@@ -343,7 +348,7 @@ static void lie_of_activations(const char * what, int expected, const file_lie &
     });
 }
 
-static void test_false_activation_keys_are_refused() {
+TEST(false_activation_keys_are_refused) {
     lie("activation keys", S(OK), [](file & f) { set_activation_keys(&f); });
     for (const char * name : { "macko.act.kind", "macko.act.share", "macko.act.allocation", "macko.act.text",
                                "macko.act.chunks", "macko.act.n_ctx", "macko.act.part.down", "macko.act.part.share",
@@ -408,7 +413,7 @@ static void test_false_activation_keys_are_refused() {
 }
 
 // Of the downs that the keys name; of anything else, and without the keys, none are known.
-static void test_zeros_of_a_down_are_read() {
+TEST(zeros_of_a_down_are_read) {
     const builder::model m         = builder::tiny_llama(512, 2, 31);
     file                 with_keys = builder::sparse_file(m);
     set_activation_keys(&with_keys);
@@ -427,7 +432,7 @@ static void test_zeros_of_a_down_are_read() {
     }
 }
 
-static void test_false_sparse_keys_are_refused() {
+TEST(false_sparse_keys_are_refused) {
     for (const char * name :
          { "macko.min_reader_version", "macko.tensor.name", "macko.tensor.format", "macko.tensor.type",
            "macko.tensor.ne", "macko.tensor.delta_bits", "macko.tensor.nnz" }) {
@@ -475,7 +480,7 @@ static file_lie u64_at(const char * key, size_t i, uint64_t value) {
     return [=](file & f) { patch<uint64_t>(&f.find(key)->value, 12 + 8 * i, value); };
 }
 
-static void test_false_sparse_format_is_refused() {
+TEST(false_sparse_format_is_refused) {
     lie("format ec-csr", S(BAD_FORMAT), [](file & f) {
         std::vector<std::string> v(12, "macko");
         v[4] = "ec-csr";
@@ -503,7 +508,7 @@ static void test_false_sparse_format_is_refused() {
     lie("2 bits for 4", S(BAD_COMPONENT), u32_at("macko.tensor.delta_bits", 4, 2));
 }
 
-static void test_false_sparse_shape_is_refused() {
+TEST(false_sparse_shape_is_refused) {
     lie("cols 0", S(BAD_SHAPE), u64_at("macko.tensor.ne", 16, 0));
     lie("rows 0", S(BAD_SHAPE), u64_at("macko.tensor.ne", 17, 0));
     lie("ne3 0", S(BAD_SHAPE), u64_at("macko.tensor.ne", 19, 0));
@@ -530,7 +535,7 @@ static void test_false_sparse_shape_is_refused() {
     lie("cols 1: more entries than elements", S(BAD_NNZ), u64_at("macko.tensor.ne", 0, 1));
 }
 
-static void test_false_nnz_is_refused() {
+TEST(false_nnz_is_refused) {
     lie("nnz 2^63", S(BAD_NNZ), u64_at("macko.tensor.nnz", 4, uint64_t(1) << 63));
     lie("nnz 2^64-1", S(BAD_NNZ), u64_at("macko.tensor.nnz", 4, UINT64_MAX));
     lie("nnz more than elements", S(BAD_NNZ), u64_at("macko.tensor.nnz", 4, 16 * 32 + 1));
@@ -551,7 +556,7 @@ static file_lie rename_sparse(size_t i, const std::string & name) {
     };
 }
 
-static void test_false_sparse_name_is_refused() {
+TEST(false_sparse_name_is_refused) {
     lie("sparse name unknown", S(MISSING_COMPONENT), rename_sparse(4, "blk.0.nonesuch.weight"));
     lie("sparse name empty", S(BAD_NAME), rename_sparse(4, ""));
     lie("sparse name 56 bytes", S(BAD_NAME), rename_sparse(4, std::string(56, 'x')));
@@ -572,7 +577,7 @@ static void test_false_sparse_name_is_refused() {
     });
 }
 
-static void test_false_component_is_refused() {
+TEST(false_component_is_refused) {
     for (const char * component : { ".values", ".deltas", ".row_ptr" }) {
         const std::string name = std::string(UP) + component;
         lie("component missing", S(MISSING_COMPONENT),
@@ -604,7 +609,7 @@ static void test_false_component_is_refused() {
     }
 }
 
-static void test_false_order_of_components_is_refused() {
+TEST(false_order_of_components_is_refused) {
     lie("components swapped", S(BAD_COMPONENT), [](file & f) {
         const size_t i = f.tensor_index(std::string(UP) + ".values");
         std::swap(f.tensors[i], f.tensors[i + 1]);
@@ -624,7 +629,7 @@ static void test_false_order_of_components_is_refused() {
     lie("component of nothing", S(BAD_COMPONENT), [](file & f) { f.at("output_norm.weight").name = "nobody.values"; });
 }
 
-static void test_false_length_of_values_is_refused() {
+TEST(false_length_of_values_is_refused) {
     lie("values 8 more, zero", S(BAD_COMPONENT), [](file & f) {
         tensor & t = f.at(std::string(UP) + ".values");
         t.ne[0] += 8;
@@ -659,7 +664,7 @@ static file_lie deltas(const data_lie & change) {
     return [=](file & f) { change(f.at(std::string(UP) + ".deltas").data); };
 }
 
-static void test_false_row_ptr_is_refused() {
+TEST(false_row_ptr_is_refused) {
     lie("row_ptr[0] is 1", S(BAD_ROW_PTR), row_ptr([](bytes & d) { patch<int32_t>(&d, 0, 1); }));
     lie("row_ptr[0] is -1", S(BAD_ROW_PTR), row_ptr([](bytes & d) { patch<int32_t>(&d, 0, -1); }));
     lie("row_ptr negative", S(BAD_ROW_PTR), row_ptr([](bytes & d) { patch<int32_t>(&d, 4 * 5, -5); }));
@@ -683,7 +688,7 @@ static void test_false_row_ptr_is_refused() {
         }));
 }
 
-static void test_column_past_the_last_is_refused() {
+TEST(column_past_the_last_is_refused) {
     lie("all in one row", S(BAD_COLUMN), row_ptr([](bytes & d) {
             for (size_t r = 1; r < 32; r++) {
                 patch<int32_t>(&d, 4 * r, row_ptr_get(d, 32));
@@ -697,7 +702,7 @@ static void test_column_past_the_last_is_refused() {
         }));
 }
 
-static void test_payload_that_is_not_canonical_is_refused() {
+TEST(payload_that_is_not_canonical_is_refused) {
     lie("value zero, code 0", S(NOT_CANONICAL), [](file & f) { // the first entry of a row with two or more
         const bytes & rp = f.at(std::string(UP) + ".row_ptr").data;
         size_t        r  = 0;
@@ -736,7 +741,7 @@ static void test_payload_that_is_not_canonical_is_refused() {
     });
 }
 
-static void test_value_that_is_not_finite_is_refused() {
+TEST(value_that_is_not_finite_is_refused) {
     lie("F16 infinity", S(NOT_FINITE), values([](bytes & d) { patch<uint16_t>(&d, 0, 0x7c00); }));
     lie("F16 NaN", S(NOT_FINITE), values([](bytes & d) { patch<uint16_t>(&d, 0, 0xfe01); }));
     lie("BF16 NaN", S(NOT_FINITE),
@@ -765,7 +770,7 @@ static std::unique_ptr<macko::model_file> open_or_die(const memory_file & f) {
 
 // ---- packed: faults of the header, and some of the payload; test-packed.cpp has all faults of the payload ----
 
-static void test_false_packed_is_refused() {
+TEST(false_packed_is_refused) {
     const auto packed_lie = [](const char * name, int expected, const file_lie & change) {
         builder::file f = builder::sparse_file(base_model(), false, true);
         change(f);
@@ -875,7 +880,7 @@ static file_lie ec_resize(const char * component, int64_t n) {
     };
 }
 
-static void test_false_ec_csr_component_is_refused() {
+TEST(false_ec_csr_component_is_refused) {
     ec_lie("a valid ec-csr file", S(OK), [](file &) {});
     ec_lie("ec-csr for old readers", S(BAD_FORMAT),
            [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, 1)); });
@@ -915,7 +920,7 @@ static void test_false_ec_csr_component_is_refused() {
     ec_lie("nine sets", S(BAD_COMPONENT), ec_resize(".sets", 32));
 }
 
-static void test_false_ec_csr_payload_is_refused() {
+TEST(false_ec_csr_payload_is_refused) {
     ec_lie("two sets", S(BAD_BLOCK), ec_resize(".sets", 4));
     ec_lie("granularity 3", S(BAD_BLOCK), ec_i32(".sets", 0, 3));
     ec_lie("one block more", S(BAD_COMPONENT), [](file & f) {
@@ -957,7 +962,7 @@ static void test_false_ec_csr_payload_is_refused() {
     });
 }
 
-static void test_ec_csr_files_round_trip() {
+TEST(ec_csr_files_round_trip) {
     for (uint64_t seed : { 1, 2, 3 }) {
         const builder::model               m = builder::tiny_llama(seed == 3 ? 64 : 16, 2, seed);
         const memory_file                  f(builder::serialize(builder::sparse_file(m, true)));
@@ -989,7 +994,7 @@ static file_lie set_text(const char * key, const std::string & v) {
 }
 
 // llama-cpp-python 0.3.36 aborts at seven of these changes of one key, and computes NaN with the other two.
-static void test_key_that_breaks_llama_cpp_is_refused() {
+TEST(key_that_breaks_llama_cpp_is_refused) {
     lie("block_count 0", S(BAD_KEY_VALUE), set_u32("llama.block_count", 0));
     lie("block_count 513", S(BAD_KEY_VALUE), set_u32("llama.block_count", 513));
     lie("expert_count 2^31", S(BAD_KEY_VALUE), set_u32("llama.expert_count", 1u << 31));
@@ -1001,7 +1006,7 @@ static void test_key_that_breaks_llama_cpp_is_refused() {
     lie("rope.freq_base NaN", S(BAD_KEY_VALUE), set_f32("llama.rope.freq_base", nan_f32));
 }
 
-static void test_false_general_key_is_refused() {
+TEST(false_general_key_is_refused) {
     lie("general.architecture missing", S(MISSING_KEY), [](file & f) { f.drop("general.architecture"); });
     lie("general.architecture is u32", S(BAD_KEY_TYPE), set_u32("general.architecture", 1));
     for (const char * arch : { "falcon", "mamba", "clip", "llama4", "LLAMA", "", "llama\n", "(unknown)" }) {
@@ -1016,7 +1021,7 @@ static void test_false_general_key_is_refused() {
     lie("split.count is u32", S(BAD_KEY_TYPE), set_u32("split.count", 2));
 }
 
-static void test_false_dimension_of_the_model_is_refused() {
+TEST(false_dimension_of_the_model_is_refused) {
     for (const char * key : { "block_count", "context_length", "embedding_length", "feed_forward_length",
                               "attention.head_count", "attention.layer_norm_rms_epsilon" }) {
         const std::string name = std::string("llama.") + key;
@@ -1032,7 +1037,7 @@ static void test_false_dimension_of_the_model_is_refused() {
     lie("feed_forward_length 0", S(BAD_KEY_VALUE), set_u32("llama.feed_forward_length", 0));
 }
 
-static void test_false_head_count_is_refused() {
+TEST(false_head_count_is_refused) {
     lie("head_count 0", S(BAD_KEY_VALUE), set_u32("llama.attention.head_count", 0));
     lie("head_count 3", S(BAD_KEY_VALUE), set_u32("llama.attention.head_count", 3));
     lie("head_count > embedding", S(BAD_KEY_VALUE), set_u32("llama.attention.head_count", 32));
@@ -1055,7 +1060,7 @@ static void test_false_head_count_is_refused() {
         [](file & f) { f.set(array<uint32_t>("llama.context_length", U32, { 2, 2 })); });
 }
 
-static void test_false_head_dimension_or_rope_is_refused() {
+TEST(false_head_dimension_or_rope_is_refused) {
     lie("key_length 0", S(BAD_KEY_VALUE), set_u32("llama.attention.key_length", 0));
     lie("key_length 8", S(BAD_KEY_VALUE), set_u32("llama.attention.key_length", 8));
     lie("value_length 8", S(BAD_KEY_VALUE), set_u32("llama.attention.value_length", 8));
@@ -1075,7 +1080,7 @@ static void test_false_head_dimension_or_rope_is_refused() {
     lie("rope.scaling.finetuned u32", S(BAD_KEY_TYPE), set_u32("llama.rope.scaling.finetuned", 1));
 }
 
-static void test_false_attention_or_pooling_is_refused() {
+TEST(false_attention_or_pooling_is_refused) {
     lie("rms epsilon 0", S(BAD_KEY_VALUE), set_f32("llama.attention.layer_norm_rms_epsilon", 0));
     lie("rms epsilon -1e-5", S(BAD_KEY_VALUE), set_f32("llama.attention.layer_norm_rms_epsilon", -1e-5f));
     lie("rms epsilon inf", S(BAD_KEY_VALUE), set_f32("llama.attention.layer_norm_rms_epsilon", inf_f32));
@@ -1087,7 +1092,7 @@ static void test_false_attention_or_pooling_is_refused() {
     lie("pooling_type 2^32-1", S(BAD_KEY_VALUE), set_u32("llama.pooling_type", UINT32_MAX));
 }
 
-static void test_false_expert_count_is_refused() {
+TEST(false_expert_count_is_refused) {
     lie("expert_used_count without experts", S(BAD_KEY_VALUE), set_u32("llama.expert_used_count", 2));
     lie("experts, none used", S(BAD_KEY_VALUE), set_u32("llama.expert_count", 4));
     lie("expert groups", S(BAD_KEY_VALUE), set_u32("llama.expert_group_count", 2));
@@ -1101,7 +1106,7 @@ static void test_false_expert_count_is_refused() {
     });
 }
 
-static void test_only_keys_that_llama_cpp_reads_are_checked() {
+TEST(only_keys_that_llama_cpp_reads_are_checked) {
     lie("vocab_size 0", S(BAD_KEY_VALUE), set_u32("llama.vocab_size", 0));
     lie("labels are u32", S(BAD_KEY_TYPE),
         [](file & f) { f.set(array<uint32_t>("llama.classifier.output_labels", U32, { 1 })); });
@@ -1115,7 +1120,7 @@ static file_lie tokens_with(size_t i, const std::string & token) {
     return [t](file & f) { f.set(texts("tokenizer.ggml.tokens", t)); };
 }
 
-static void test_false_tokenizer_model_is_refused() {
+TEST(false_tokenizer_model_is_refused) {
     lie("tokenizer model missing", S(MISSING_KEY), [](file & f) { f.drop("tokenizer.ggml.model"); });
     for (const char * model :
          { "no_vocab", "none", "bert", "t5", "rwkv", "plamo2", "test", "hybriddna", "gemma4", "" }) {
@@ -1125,7 +1130,7 @@ static void test_false_tokenizer_model_is_refused() {
         [](file & f) { f.set(scalar<uint32_t>("tokenizer.ggml.model", U32, 1)); });
 }
 
-static void test_false_tokens_are_refused() {
+TEST(false_tokens_are_refused) {
     const std::vector<std::string> good = builder::spm_tokens();
     lie("tokens missing", S(MISSING_KEY), [](file & f) { f.drop("tokenizer.ggml.tokens"); });
     lie("tokens are u32", S(BAD_KEY_TYPE),
@@ -1153,7 +1158,7 @@ static void test_false_tokens_are_refused() {
     });
 }
 
-static void test_false_token_types_or_scores_are_refused() {
+TEST(false_token_types_or_scores_are_refused) {
     const std::vector<std::string> good = builder::spm_tokens();
     lie("token types too few", S(BAD_KEY_VALUE), [&](file & f) {
         f.set(array<int32_t>("tokenizer.ggml.token_type", I32, std::vector<int32_t>(good.size() - 1, 1)));
@@ -1179,7 +1184,7 @@ static void test_false_token_types_or_scores_are_refused() {
         [](file & f) { patch<uint32_t>(&f.find("tokenizer.ggml.scores")->value, 12 + 4 * 7, 0xff800000); });
 }
 
-static void test_false_special_token_is_refused() {
+TEST(false_special_token_is_refused) {
     const std::vector<std::string> good = builder::spm_tokens();
     for (const char * name :
          { "bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask", "fim_pre", "fim_rep", "prefix" }) {
@@ -1193,7 +1198,7 @@ static void test_false_special_token_is_refused() {
     }
 }
 
-static void test_false_type_of_a_tokenizer_key_is_refused() {
+TEST(false_type_of_a_tokenizer_key_is_refused) {
     lie("add_bos_token is u32", S(BAD_KEY_TYPE),
         [](file & f) { f.set(scalar<uint32_t>("tokenizer.ggml.add_bos_token", U32, 1)); });
     lie("chat template is u32", S(BAD_KEY_TYPE),
@@ -1206,7 +1211,7 @@ static void test_false_type_of_a_tokenizer_key_is_refused() {
         [](file & f) { f.set(array<uint8_t>("tokenizer.ggml.suppress_tokens", U8, { 1 })); });
 }
 
-static void test_bpe_needs_merges_and_its_default_tokens() {
+TEST(bpe_needs_merges_and_its_default_tokens) {
     lie("BPE without merges", S(MISSING_KEY), set_text("tokenizer.ggml.model", "gpt2"));
     lie("BPE with merges", S(OK), [](file & f) {
         f.set(text("tokenizer.ggml.model", "gpt2"));
@@ -1224,7 +1229,7 @@ static void test_bpe_needs_merges_and_its_default_tokens() {
     });
 }
 
-static void test_false_type_of_a_model_tensor_is_refused() {
+TEST(false_type_of_a_model_tensor_is_refused) {
     lie("F16 norm", S(BAD_TYPE), [](file & f) {
         tensor & t = f.at("output_norm.weight");
         t.type     = TYPE_F16;
@@ -1316,7 +1321,7 @@ static void arch_lie(const arch_case & a, const char * name, int expected, const
     expect((std::string(a.name) + ": " + name).c_str(), expected, status);
 }
 
-static void test_experts_of_an_architecture(const arch_case & a) {
+static void check_experts_of_an_architecture(const arch_case & a) {
     const std::string arch       = a.name;
     const bool        dense_only = !a.experts && arch != "llama" && arch != "mistral3";
     arch_lie(a, "experts where there are none", dense_only ? S(BAD_KEY_VALUE) : S(OK), [&](builder::file & x) {
@@ -1332,7 +1337,7 @@ static void test_experts_of_an_architecture(const arch_case & a) {
     }
 }
 
-static void test_sliding_window_of_an_architecture(const arch_case & a) {
+static void check_sliding_window_of_an_architecture(const arch_case & a) {
     const std::string arch = a.name;
     arch_lie(a, "no layer with a window", S(BAD_KEY_VALUE), [&](builder::file & x) {
         x.set(array<uint8_t>(arch + ".attention.sliding_window_pattern", BOOL, std::vector<uint8_t>(6, 0)));
@@ -1353,7 +1358,7 @@ static void test_sliding_window_of_an_architecture(const arch_case & a) {
     });
 }
 
-static void test_heads_and_rope_of_an_architecture(const arch_case & a) {
+static void check_heads_and_rope_of_an_architecture(const arch_case & a) {
     const std::string arch = a.name;
     arch_lie(a, "window of 2^32-1",
              arch == "gemma2" || arch == "gemma3" || arch == "phi3" || arch == "gpt-oss" ? S(BAD_KEY_VALUE) : S(OK),
@@ -1377,7 +1382,7 @@ static void test_heads_and_rope_of_an_architecture(const arch_case & a) {
     }
 }
 
-static void test_architectures() {
+TEST(architectures) {
     const arch_case cases[] = {
         { "llama", false, false }, { "llama", true, false },    { "mistral3", false, false }, { "qwen2", false, false },
         { "qwen3", false, false }, { "qwen3moe", true, false }, { "gemma2", false, true },    { "gemma3", false, true },
@@ -1385,11 +1390,11 @@ static void test_architectures() {
     };
     for (const arch_case & a : cases) {
         arch_lie(a, "as converted", S(OK), [](file &) {});
-        test_experts_of_an_architecture(a);
+        check_experts_of_an_architecture(a);
         if (a.window) {
-            test_sliding_window_of_an_architecture(a);
+            check_sliding_window_of_an_architecture(a);
         }
-        test_heads_and_rope_of_an_architecture(a);
+        check_heads_and_rope_of_an_architecture(a);
     }
 }
 
@@ -1403,7 +1408,7 @@ static file_lie set_other(const std::string & key, float value) {
     return [=](file & f) { f.set(scalar<float>("falcon." + key, F32, value)); };
 }
 
-static void test_general_keys_of_an_architecture_without_rules_are_checked() {
+TEST(general_keys_of_an_architecture_without_rules_are_checked) {
     const arch_case falcon   = { "falcon", false, false };
     const auto      with_two = [](uint32_t n, uint32_t used) {
         return [=](file & f) {
@@ -1461,7 +1466,7 @@ static void test_general_keys_of_an_architecture_without_rules_are_checked() {
     arch_lie(falcon, "a key of its own", S(OK), set_other("residual_scale", 2.0f));
 }
 
-static void test_tokenizers_of_an_architecture_without_rules_are_checked() {
+TEST(tokenizers_of_an_architecture_without_rules_are_checked) {
     const arch_case falcon    = { "falcon", false, false };
     const auto      tokenizer = [](const char * model) {
         return [=](file & f) { f.set(text("tokenizer.ggml.model", model)); };
@@ -1497,7 +1502,7 @@ static void test_tokenizers_of_an_architecture_without_rules_are_checked() {
     arch_lie(falcon, "plamo2 without bytes", S(BAD_KEY_VALUE), cut("plamo2", 300));
 }
 
-static void test_use_of_a_weight_follows_from_its_name() {
+TEST(use_of_a_weight_follows_from_its_name) {
     const struct {
         const char * name;
         int          n_dims, use;
@@ -1541,7 +1546,7 @@ static void test_use_of_a_weight_follows_from_its_name() {
 
 // ---- limits: the largest accepted value and the smallest refused one ----
 
-static void test_limits_of_keys_and_tensors_are_enforced() {
+TEST(limits_of_keys_and_tensors_are_enforced) {
     auto keys = [](size_t n) {
         builder::file f;
         for (size_t i = 0; i < n; i++) {
@@ -1586,7 +1591,7 @@ static void test_limits_of_keys_and_tensors_are_enforced() {
     expect("string of 64 MiB + 1", S(LIMIT), check_header(with_key(text("k", std::string((64 << 20) + 1, 's')))));
 }
 
-static void test_valid_alignment_and_padding_are_accepted() {
+TEST(valid_alignment_and_padding_are_accepted) {
     for (uint32_t a : { 8u, 16u, 1u << 20 }) {
         builder::file f = builder::sparse_file(base_model());
         f.set(scalar<uint32_t>("general.alignment", U32, a));
@@ -1628,7 +1633,7 @@ static builder::file empty_sparse_file(size_t n, uint64_t cols, uint64_t rows, u
     return f;
 }
 
-static void test_limits_of_sparse_tensors_are_enforced() {
+TEST(limits_of_sparse_tensors_are_enforced) {
     const uint64_t MiB = 1 << 20;
     const uint64_t GiB = 1 << 30;
     expect("cols 2^24", S(OK), check_header(empty_sparse_file(1, 1 << 24, 1, 8, MiB)));
@@ -1662,7 +1667,7 @@ static void test_limits_of_sparse_tensors_are_enforced() {
 
 // ---- truncation ----
 
-static void test_truncated_file_is_refused() {
+TEST(truncated_file_is_refused) {
     builder::model  small; // one matrix and no vocabulary, about 4 KB
     std::mt19937_64 rng(3);
     small.sparse.push_back({ "m", { 64, 80 }, TYPE_F16, builder::random_data(rng, TYPE_F16, 64 * 80, 64, 0.3) });
@@ -1690,7 +1695,7 @@ static void test_truncated_file_is_refused() {
 
 // Blocks that several threads read give the same bytes as the dense matrix, and first_value is the number of non-zeros
 // before each block.
-static void test_payload_blocks() {
+TEST(payload_blocks) {
     std::mt19937_64 rng(5);
     for (uint32_t type : { TYPE_F16, TYPE_F32 }) {
         for (uint32_t bits : { 1, 2, 4, 8 }) {
@@ -1758,7 +1763,7 @@ static builder::model model_of_several_blocks(uint64_t seed) {
     return m;
 }
 
-static void test_consumers_of_a_matrix_work_side_by_side() {
+TEST(consumers_of_a_matrix_work_side_by_side) {
     const builder::model               m = model_of_several_blocks(6);
     const memory_file                  f(builder::serialize(builder::sparse_file(m)));
     std::unique_ptr<macko::model_file> file;
@@ -1784,7 +1789,7 @@ struct repeating_consumer : collector {
     }
 };
 
-static void test_a_consumer_may_ask_for_groups_of_rows_and_for_everything_again() {
+TEST(a_consumer_may_ask_for_groups_of_rows_and_for_everything_again) {
     const builder::model               m = model_of_several_blocks(8);
     const memory_file                  f(builder::serialize(builder::sparse_file(m)));
     std::unique_ptr<macko::model_file> file;
@@ -1802,7 +1807,7 @@ struct throwing_consumer : macko::payload_consumer {
     int consume(const macko::macko_view &, int64_t) override { throw std::bad_alloc(); }
 };
 
-static void test_out_of_memory_in_a_thread_is_a_status() {
+TEST(out_of_memory_in_a_thread_is_a_status) {
     const memory_file f(builder::serialize(builder::sparse_file(base_model())));
     const auto        file = open_or_die(f);
     throwing_consumer c;
@@ -1816,7 +1821,7 @@ static void claim_all(macko::dense_stream & stream, const macko::model_file & fi
 }
 
 // of sparse tensors that a device has claimed, and of those that none has
-static void test_dense_stream_is_the_dense_file() {
+TEST(dense_stream_is_the_dense_file) {
     for (uint64_t seed : { 1, 2, 3 }) {
         const builder::model                 m = builder::tiny_llama(seed == 3 ? 64 : 16, 2, seed);
         const memory_file                    f(builder::serialize(builder::sparse_file(m, seed == 2)));
@@ -1912,7 +1917,7 @@ struct served_model {
 };
 
 // Dense tensors are read in full; of a sparse tensor that a device has claimed only the placeholder is read.
-static void test_zeros_of_claimed_tensors_are_not_read() {
+TEST(zeros_of_claimed_tensors_are_not_read) {
     for (uint64_t seed : { 1, 2, 3, 4 }) {
         const served_model                           served(seed);
         const builder::model &                       m    = served.m;
@@ -1946,7 +1951,7 @@ static void test_zeros_of_claimed_tensors_are_not_read() {
 }
 
 // Some tensors claimed, others not, read as llama.cpp reads them: in any order, whole or in pieces.
-static void test_unclaimed_tensors_are_read_as_dense_elements() {
+TEST(unclaimed_tensors_are_read_as_dense_elements) {
     for (uint64_t seed : { 1, 2, 3, 4 }) {
         const served_model                           served(seed);
         const builder::model &                       m      = served.m;
@@ -1994,7 +1999,7 @@ static void test_unclaimed_tensors_are_read_as_dense_elements() {
     }
 }
 
-static void test_damage_of_an_unclaimed_tensor_is_an_error_of_the_stream() {
+TEST(damage_of_an_unclaimed_tensor_is_an_error_of_the_stream) {
     const builder::model m       = base_model();
     bytes                content = builder::serialize(builder::sparse_file(m));
     {
@@ -2016,7 +2021,7 @@ static void test_damage_of_an_unclaimed_tensor_is_an_error_of_the_stream() {
     fclose(stream);
 }
 
-static void test_forged_placeholders_do_not_match() {
+TEST(forged_placeholders_do_not_match) {
     const builder::model                 m = base_model();
     const memory_file                    f(builder::serialize(builder::sparse_file(m)));
     const auto                           file = open_or_die(f);
@@ -2046,7 +2051,7 @@ static void test_forged_placeholders_do_not_match() {
     CHECK(a->match_placeholder(&zero, sizeof(zero)) == -1, "zeros");
 }
 
-static void test_unservable_matrix_is_refused() {
+TEST(unservable_matrix_is_refused) {
     const memory_file dense(builder::serialize(base_model().dense));
     const auto        file = open_or_die(dense);
     CHECK(!file->is_sparse, "a dense file is not sparse");
@@ -2068,7 +2073,7 @@ static void test_unservable_matrix_is_refused() {
 
 // ---- the file system ----
 
-static void test_file_system() {
+TEST(file_system) {
     char dir[] = "/tmp/macko-test-XXXXXX";
     CHECK(mkdtemp(dir) != nullptr, "mkdtemp");
     const std::string base      = dir;
@@ -2131,7 +2136,7 @@ static void test_file_system() {
 }
 
 // Which files the plugin opens, and which it leaves to llama.cpp with NOT_SPARSE.
-static void test_open_sparse() {
+TEST(open_sparse) {
     auto open_content = [](const bytes & content) {
         const memory_file                  f(content);
         std::unique_ptr<macko::model_file> file;
@@ -2169,7 +2174,7 @@ static void test_open_sparse() {
 
 // A consumer that copies whole bytes, like the one for GPUs, must not overwrite the codes of a neighbouring block with
 // zeros.
-static void test_compressed_blocks_are_not_the_sparse_file() {
+TEST(compressed_blocks_are_not_the_sparse_file) {
     struct copier : macko::payload_consumer {
         bytes values, deltas;
         int   n_blocks = 0;
@@ -2211,8 +2216,8 @@ static void test_compressed_blocks_are_not_the_sparse_file() {
           file->sparse.size());
 }
 
-// The tests above have produced each status that a file can cause.
-static void test_every_status_was_seen() {
+// All tests together have produced each status that a file can cause.
+static void check_every_status_was_seen() {
     for (int code : { S(IO), S(NOT_A_FILE), S(TRUNCATED), S(FILE_CHANGED) }) {
         CHECK(seen.count(code), "no test file produced %s", ggml_macko_status_name(code));
     }
@@ -2222,72 +2227,14 @@ static void test_every_status_was_seen() {
     }
 }
 
-int main() {
-    lie("the valid file", S(OK), [](file &) {});
-    lie("a dense file", S(OK), [](file & f) { f = base_model().dense; });
-    test_false_magic_or_version_is_refused();
-    test_false_count_of_tensors_or_keys_is_refused();
-    test_false_key_name_is_refused();
-    test_false_key_value_is_refused();
-    test_false_alignment_is_refused();
-    test_false_tensor_is_refused();
-    test_false_format_version_is_refused();
-    test_false_activation_keys_are_refused();
-    test_zeros_of_a_down_are_read();
-    test_false_sparse_keys_are_refused();
-    test_false_sparse_format_is_refused();
-    test_false_sparse_shape_is_refused();
-    test_false_nnz_is_refused();
-    test_false_sparse_name_is_refused();
-    test_false_component_is_refused();
-    test_false_order_of_components_is_refused();
-    test_false_length_of_values_is_refused();
-    test_false_row_ptr_is_refused();
-    test_column_past_the_last_is_refused();
-    test_payload_that_is_not_canonical_is_refused();
-    test_value_that_is_not_finite_is_refused();
-    test_false_ec_csr_component_is_refused();
-    test_false_ec_csr_payload_is_refused();
-    test_false_packed_is_refused();
-    test_ec_csr_files_round_trip();
-    test_key_that_breaks_llama_cpp_is_refused();
-    test_false_general_key_is_refused();
-    test_false_dimension_of_the_model_is_refused();
-    test_false_head_count_is_refused();
-    test_false_head_dimension_or_rope_is_refused();
-    test_false_attention_or_pooling_is_refused();
-    test_false_expert_count_is_refused();
-    test_only_keys_that_llama_cpp_reads_are_checked();
-    test_false_tokenizer_model_is_refused();
-    test_false_tokens_are_refused();
-    test_false_token_types_or_scores_are_refused();
-    test_false_special_token_is_refused();
-    test_false_type_of_a_tokenizer_key_is_refused();
-    test_bpe_needs_merges_and_its_default_tokens();
-    test_false_type_of_a_model_tensor_is_refused();
-    test_architectures();
-    test_general_keys_of_an_architecture_without_rules_are_checked();
-    test_tokenizers_of_an_architecture_without_rules_are_checked();
-    test_use_of_a_weight_follows_from_its_name();
-    const int n_handmade = n_cases;
-    test_limits_of_keys_and_tensors_are_enforced();
-    test_valid_alignment_and_padding_are_accepted();
-    test_limits_of_sparse_tensors_are_enforced();
-    test_truncated_file_is_refused();
-    test_payload_blocks();
-    test_consumers_of_a_matrix_work_side_by_side();
-    test_a_consumer_may_ask_for_groups_of_rows_and_for_everything_again();
-    test_out_of_memory_in_a_thread_is_a_status();
-    test_dense_stream_is_the_dense_file();
-    test_zeros_of_claimed_tensors_are_not_read();
-    test_unclaimed_tensors_are_read_as_dense_elements();
-    test_damage_of_an_unclaimed_tensor_is_an_error_of_the_stream();
-    test_forged_placeholders_do_not_match();
-    test_unservable_matrix_is_refused();
-    test_file_system();
-    test_open_sparse();
-    test_compressed_blocks_are_not_the_sparse_file();
-    test_every_status_was_seen();
-    printf("%d handmade files, %d cases in all\n", n_handmade, n_cases);
+int main(int argc, char ** argv) {
+    if (const int code = begin_tests(argc, argv); code >= 0) {
+        return code;
+    }
+    run_tests();
+    if (all_tests_run()) {
+        check_every_status_was_seen();
+    }
+    printf("%d cases\n", n_cases);
     return test_summary("test-gguf-header");
 }

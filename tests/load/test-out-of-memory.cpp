@@ -54,7 +54,7 @@ static bool read_with_failing_allocation(const std::string & path, long n) {
     return failed;
 }
 
-int main() {
+TEST(each_failed_allocation_is_a_status) {
     std::string path = "/tmp/test-out-of-memory.XXXXXX";
     const int   fd   = mkstemp(path.data());
     CHECK(fd >= 0, "no temporary file");
@@ -69,5 +69,6 @@ int main() {
     }
     CHECK(n > 0 && n < 10000, "%ld allocations failed", n);
     unlink(path.c_str());
-    return test_summary("test-out-of-memory");
 }
+
+int main(int argc, char ** argv) { return test_main("test-out-of-memory", argc, argv); }

@@ -160,7 +160,8 @@ template <typename F> static void on_all_threads(F && f) {
     }
 }
 
-static void test_concurrent_loads_give_what_one_gives(const models & m) {
+TEST(concurrent_loads_give_what_one_gives) {
+    const models         m;
     std::array<bytes, 3> want;
     for (size_t i = 0; i < 3; i++) {
         want[i] = load(m.files[i], i == 1);
@@ -172,9 +173,11 @@ static void test_concurrent_loads_give_what_one_gives(const models & m) {
             expect(load(m.files[file], file == 1) == want[file], "a concurrent load gives the same weights");
         }
     });
+    CHECK(n_broken == 0, "%d rules broken on threads", n_broken.load());
 }
 
-static void test_concurrent_codecs_and_products_give_what_one_gives(const models & m) {
+TEST(concurrent_codecs_and_products_give_what_one_gives) {
+    const models                  m;
     const builder::dense_matrix * dense = nullptr;
     for (const builder::dense_matrix & d : m.model.sparse) {
         dense = d.type == builder::TYPE_F16 ? &d : dense;
@@ -194,12 +197,7 @@ static void test_concurrent_codecs_and_products_give_what_one_gives(const models
     });
     ggml_macko_cpu_matrix_free(shared);
     ggml_macko_encoded_free(e);
+    CHECK(n_broken == 0, "%d rules broken on threads", n_broken.load());
 }
 
-int main() {
-    const models m;
-    test_concurrent_loads_give_what_one_gives(m);
-    test_concurrent_codecs_and_products_give_what_one_gives(m);
-    CHECK(n_broken == 0, "%d rules broken on threads", n_broken.load());
-    return test_summary("test-threads");
-}
+int main(int argc, char ** argv) { return test_main("test-threads", argc, argv); }

@@ -143,7 +143,7 @@ struct client {
 
 // ---- weights ----
 
-void test_weight_is_read_and_its_place_is_left_alone() {
+TEST(weight_is_read_and_its_place_is_left_alone) {
     client c;
     CHECK(c.send(512) == GGML_MACKO_STATUS_OK, "refused: %s", ggml_macko_last_error());
     CHECK(c.memory->weights.size() == 1, "%zu weights", c.memory->weights.size());
@@ -152,7 +152,7 @@ void test_weight_is_read_and_its_place_is_left_alone() {
     CHECK(c.read(512 + DENSE - 2, 4) == std::string("ww\0\0", 4), "not what lies behind it");
 }
 
-void test_what_overwrites_a_weight_drops_it() {
+TEST(what_overwrites_a_weight_drops_it) {
     const char byte = 'x';
     for (const size_t at : { size_t(512), 512 + DENSE - 1 }) {
         for (int how = 0; how < 4; how++) {
@@ -171,7 +171,7 @@ void test_what_overwrites_a_weight_drops_it() {
     }
 }
 
-void test_what_lies_beside_a_weight_does_not() {
+TEST(what_lies_beside_a_weight_does_not) {
     client c;
     CHECK(c.send(512) == GGML_MACKO_STATUS_OK, "refused");
     c.buffer->iface.set_tensor(c.buffer, c.bytes(511, 1), "x", 0, 1);
@@ -179,14 +179,14 @@ void test_what_lies_beside_a_weight_does_not() {
     CHECK(c.memory->weights.size() == 1 && c.result(512) == GGML_MACKO_STATUS_OK, "the weight is gone");
 }
 
-void test_sparse_and_foreign_sources_are_not_copied() {
+TEST(sparse_and_foreign_sources_are_not_copied) {
     client c, other(&other_type);
     CHECK(c.send(512) == GGML_MACKO_STATUS_OK, "refused");
     CHECK(!c.buffer->iface.cpy_tensor(c.buffer, c.weight(512), c.weight(8192)), "a weight was copied");
     CHECK(!c.buffer->iface.cpy_tensor(c.buffer, other.bytes(0, 1), c.bytes(0, 1)), "a foreign buffer was read");
 }
 
-void test_refused_weight_is_no_weight() {
+TEST(refused_weight_is_no_weight) {
     client c;
     c.memory->full = true;
     CHECK(c.send(512) == GGML_MACKO_STATUS_OUT_OF_MEMORY, "status %d", c.result(512));
@@ -198,7 +198,7 @@ void test_refused_weight_is_no_weight() {
     CHECK(c.send(512, file) != GGML_MACKO_STATUS_OK && c.memory->weights.empty(), "a truncated file is a weight");
 }
 
-void test_weights_lie_in_the_buffer_and_apart() {
+TEST(weights_lie_in_the_buffer_and_apart) {
     client c;
     CHECK(c.send(NBYTES - DENSE) == GGML_MACKO_STATUS_OK, "refused at the end");
     CHECK(c.send(NBYTES - DENSE - 64) != GGML_MACKO_STATUS_OK, "overlaps the next one");
@@ -208,7 +208,7 @@ void test_weights_lie_in_the_buffer_and_apart() {
 
 // ---- graphs ----
 
-void test_only_the_exact_product_is_computed() {
+TEST(only_the_exact_product_is_computed) {
     client c;
     CHECK(c.send(512) == GGML_MACKO_STATUS_OK && c.send(4096) == GGML_MACKO_STATUS_OK, "refused");
     CHECK(rpc_vet(c.product(c.weight(512))) == rpc_verdict::PRODUCT, "the product is refused");
@@ -232,7 +232,7 @@ void test_only_the_exact_product_is_computed() {
     CHECK(rpc_vet(y) == rpc_verdict::REFUSED, "strides overflow");
 }
 
-void test_strange_nodes_are_vetted() {
+TEST(strange_nodes_are_vetted) {
     client c;
     CHECK(c.send(512) == GGML_MACKO_STATUS_OK, "refused");
     CHECK(rpc_vet(nullptr) == rpc_verdict::ABSENT, "there is no node");
@@ -254,7 +254,7 @@ void test_strange_nodes_are_vetted() {
           "the function of a client is called");
 }
 
-void test_refused_results_are_nan_and_nothing_else_is() {
+TEST(refused_results_are_nan_and_nothing_else_is) {
     client c;
     c.buffer->iface.clear(c.buffer, 0);
     ggml_tensor * y = c.floats(Y_AT, 4, 3);
@@ -269,20 +269,15 @@ void test_refused_results_are_nan_and_nothing_else_is() {
 
 } // namespace
 
-int main() {
+int main(int argc, char ** argv) {
+    if (const int code = begin_tests(argc, argv); code >= 0) {
+        return code;
+    }
     int last = 0;
     if (find_last_op(&last) || resolve_ops(last)) {
         fprintf(stderr, "%s\n", ggml_macko_last_error());
         return 1;
     }
-    test_weight_is_read_and_its_place_is_left_alone();
-    test_what_overwrites_a_weight_drops_it();
-    test_what_lies_beside_a_weight_does_not();
-    test_sparse_and_foreign_sources_are_not_copied();
-    test_refused_weight_is_no_weight();
-    test_weights_lie_in_the_buffer_and_apart();
-    test_only_the_exact_product_is_computed();
-    test_strange_nodes_are_vetted();
-    test_refused_results_are_nan_and_nothing_else_is();
+    run_tests();
     return test_summary("test-rpc-server");
 }

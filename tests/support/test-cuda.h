@@ -41,6 +41,31 @@ inline void print_code_path(const char * name) {
     CUDA_CHECK(op_compute_capability(&cc));
     printf("%s: code for compute capability %d\n", name, cc);
 }
+// A test on the GPU: `uploader` is that of device 0.
+inline cuda_sparse_uploader * uploader_of_tests = nullptr;
+
+#define GPU_TEST(name)                                                               \
+    static void                        test_##name(cuda_sparse_uploader & uploader); \
+    [[maybe_unused]] static const bool name##_is_listed =                            \
+        list_test(#name, [] { test_##name(*uploader_of_tests); }, true);             \
+    static void test_##name([[maybe_unused]] cuda_sparse_uploader & uploader)
+
+inline int gpu_test_main(const char * program, int argc, char ** argv) {
+    if (const int code = begin_tests(argc, argv); code >= 0) {
+        return code;
+    }
+    int                                   n_devices = 0;
+    const bool                            has_gpu   = cudaGetDeviceCount(&n_devices) == cudaSuccess && n_devices > 0;
+    std::unique_ptr<cuda_sparse_uploader> uploader;
+    if (has_gpu) {
+        print_code_path(program);
+        STATUS_CHECK(cuda_sparse_uploader::create(0, &uploader));
+        uploader_of_tests = uploader.get();
+    }
+    run_tests(has_gpu);
+    return test_summary(program);
+}
+
 // Programmatic dependent launches need a kernel that waits: code for older GPUs has none.
 inline bool has_programmatic_launch() {
     int cc = 0;

@@ -9,7 +9,7 @@
 
 using namespace macko;
 
-static void test_every_index_is_visited_once() {
+TEST(every_index_is_visited_once) {
     for (const int n_threads : { 1, 2, 5 }) {
         for (const int64_t n : { 0, 1, 7, 64, 1000 }) {
             for (const int64_t part : { 1, 3, 2000 }) {
@@ -30,7 +30,7 @@ static void test_every_index_is_visited_once() {
     }
 }
 
-static void test_ranges_cover_everything() {
+TEST(ranges_cover_everything) {
     std::atomic<int64_t> sum{ 0 };
     parallel_ranges(3, 100, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i++) {
@@ -40,7 +40,7 @@ static void test_ranges_cover_everything() {
     CHECK(sum == 4950, "%lld", static_cast<long long>(sum));
 }
 
-static void test_exception_reaches_the_caller() {
+TEST(exception_reaches_the_caller) {
     for (const int n_threads : { 1, 4 }) {
         bool caught = false;
         try {
@@ -56,7 +56,7 @@ static void test_exception_reaches_the_caller() {
     }
 }
 
-static void test_loop_inside_a_loop_has_one_thread() {
+TEST(loop_inside_a_loop_has_one_thread) {
     std::atomic<int> n_inner{ 0 }, beyond_one{ 0 };
     parallel_parts(4, 16, 1, [&](int64_t, int64_t, int) {
         parallel_parts(4, 16, 1, [&](int64_t, int64_t, int thread) {
@@ -67,7 +67,7 @@ static void test_loop_inside_a_loop_has_one_thread() {
     CHECK(n_inner == 256 && beyond_one == 0, "%d calls, %d of other threads", n_inner.load(), beyond_one.load());
 }
 
-static void test_barrier_separates_rounds() {
+TEST(barrier_separates_rounds) {
     for (const int n_threads : { 1, 4 }) {
         std::vector<int> values(static_cast<size_t>(n_threads), 0);
         std::atomic<int> bad{ 0 };
@@ -86,11 +86,4 @@ static void test_barrier_separates_rounds() {
     }
 }
 
-int main() {
-    test_every_index_is_visited_once();
-    test_ranges_cover_everything();
-    test_exception_reaches_the_caller();
-    test_loop_inside_a_loop_has_one_thread();
-    test_barrier_separates_rounds();
-    return test_summary("test-team");
-}
+int main(int argc, char ** argv) { return test_main("test-team", argc, argv); }

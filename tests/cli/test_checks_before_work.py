@@ -82,7 +82,7 @@ def test_sparsity_in_per_cent_gets_the_number_that_was_meant(tmp_path, tiny, mac
 # ---- a size to reach ----
 
 
-def test_target_that_cannot_be_reached_is_refused_before_a_scale_is_searched(tmp_path, macko, monkeypatch):
+def test_unreachable_target_is_refused_before_the_search(tmp_path, macko, monkeypatch):
     def searched(*unused, **more):
         raise AssertionError("types were tried")
 

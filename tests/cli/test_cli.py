@@ -82,7 +82,7 @@ def test_run_tells_the_plugin_of_an_rpc_server(monkeypatch, program, serves):
 
 
 @pytest.mark.parametrize("option", ["-hx", "-cnv", "-t4x", "-ngll", "--thread", "-Version"])
-def test_option_that_does_not_exist_is_never_another_one_with_a_value(macko, option):
+def test_unknown_option_is_no_abbreviation_of_another(macko, option):
     """argparse takes -hx for -h -x, and -cnv for -c nv."""
     for args in ((option,), ("generate", "-m", "x.gguf", "-p", "hi", option), ("convert", option, "a", "b")):
         done = macko(*args)
@@ -96,7 +96,7 @@ def test_values_may_begin_with_a_dash_or_be_glued_numbers(macko, tmp_path):
         assert done.code == 1 and "does not exist" in done.err, done.err
 
 
-def test_version_says_when_the_installed_llama_cpp_python_does_not_fit(macko, monkeypatch):
+def test_version_names_an_unsupported_llama_cpp_python(macko, monkeypatch):
     import llama_cpp
 
     oldest, newest = bindings.llama_cpp_python_range()

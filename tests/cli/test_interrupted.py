@@ -205,7 +205,7 @@ def test_lock_on_a_file_that_was_renamed_is_not_used(tmp_path, monkeypatch):
     assert len(calls) == 2 and out.read_bytes() == b"GGUFcomplete" and not partials(out)
 
 
-def test_partial_file_that_another_run_took_for_a_stale_one_is_made_again(tmp_path, monkeypatch):
+def test_partial_file_removed_by_another_run_is_made_again(tmp_path, monkeypatch):
     """Another run looks at our new partial file before we have locked it."""
     out = tmp_path / "out.gguf"
     lock = fcntl.flock

@@ -196,7 +196,7 @@ def test_allocation_is_the_best_of_all():
         assert at["a"] + at["b"] <= best * 1.05 + 1e-9
 
 
-def test_part_whose_first_neurons_cost_most_is_skipped_whole_or_not_at_all():
+def test_costly_part_is_skipped_whole_or_not_at_all():
     """Where the loss is concave, half of one part costs more than half of what the whole costs."""
     losses = {part: [0.5, 0.6, 0.65, 0.68, 0.7] for part in "abc"}
     found = skipping.allocate(losses, dict.fromkeys("abc", 100), 2 / 3)

@@ -244,7 +244,7 @@ static void set_code(encoded & e, int64_t k, int c) {
     byte = (uint8_t)((byte & ~(mask << shift)) | c << shift);
 }
 
-static void check_false_row_ptr_is_refused(const faults & f) {
+static void check_malformed_row_ptr_is_refused(const faults & f) {
     const int64_t n = f.good.m.n_stored;
     f.refused("row_ptr[0] not 0", GGML_MACKO_STATUS_BAD_ROW_PTR, [&](encoded & e) { e.row_ptr[0] = 1; });
     f.refused("row_ptr decreases", GGML_MACKO_STATUS_BAD_ROW_PTR, [&](encoded & e) { e.row_ptr[1] = (int32_t)n + 1; });
@@ -288,7 +288,7 @@ static void check_column_past_the_last_is_refused(const faults & f) {
     });
 }
 
-static void check_false_description_is_refused(const faults & f) {
+static void check_malformed_description_is_refused(const faults & f) {
     f.refused("nnz too small", GGML_MACKO_STATUS_BAD_NNZ, [&](encoded & e) { e.m.nnz--; });
     f.refused("nnz more than the matrix has", GGML_MACKO_STATUS_BAD_NNZ, [&](encoded & e) { e.m.nnz = 3 * 600 + 1; });
     f.refused("rows 0", GGML_MACKO_STATUS_BAD_SHAPE, [&](encoded & e) { e.m.rows = 0; });
@@ -318,11 +318,11 @@ TEST(each_fault_is_refused) {
         for (const int n_threads : { 1, 2 }) {
             const faults f = { encode(dense.data(), GGML_MACKO_TYPE_F16, 3, 600, bits, n_threads), bits, n_threads };
             CHECK(f.good.m.n_stored % 8 != 0, "b=%d: no padding to change", bits);
-            check_false_row_ptr_is_refused(f);
+            check_malformed_row_ptr_is_refused(f);
             check_non_finite_value_is_refused(f);
             check_payload_that_is_not_canonical_is_refused(f);
             check_column_past_the_last_is_refused(f);
-            check_false_description_is_refused(f);
+            check_malformed_description_is_refused(f);
             check_counts_of_another_matrix_are_refused(f, dense);
         }
     }

@@ -468,7 +468,7 @@ static size_t value_of(size_t set) {
 static void set_base(ec_csr_matrix & m, size_t i, uint16_t v) { memcpy(m.bases.data() + 2 * i, &v, 2); }
 static void set_value(ec_csr_matrix & m, size_t i, uint16_t v) { memcpy(m.values.data() + 2 * i, &v, 2); }
 
-TEST(false_set_table_is_refused) {
+TEST(malformed_set_table_is_refused) {
     fault("nothing", GGML_MACKO_STATUS_OK, [](ec_csr_matrix &) {});
     fault("no sets", BLOCK, [](ec_csr_matrix & m) { m.sets.clear(); });
     fault("nine sets", BLOCK, [](ec_csr_matrix & m) { m.sets.resize(9, m.sets[0]); });
@@ -501,7 +501,7 @@ TEST(counts_that_do_not_match_are_refused) {
     fault("delta_bits 2", GGML_MACKO_STATUS_BAD_FORMAT, [](ec_csr_matrix & m) { m.desc.delta_bits = 2; });
 }
 
-TEST(false_blk_ptr_is_refused) {
+TEST(malformed_blk_ptr_is_refused) {
     fault("blk_ptr[0]", BLOCK, [](ec_csr_matrix & m) { m.blk_ptr[0] = 128; });
     fault("blk_ptr of set 2", BLOCK, [](ec_csr_matrix & m) { m.blk_ptr[ptr_of(2)] = -128; });
     fault("blk_ptr decreases", BLOCK, [](ec_csr_matrix & m) { m.blk_ptr[1] = -128; });
@@ -511,7 +511,7 @@ TEST(false_blk_ptr_is_refused) {
     fault("long short block", BLOCK, [](ec_csr_matrix & m) { m.blk_ptr[ptr_of(3) + 1] = 160; });
 }
 
-TEST(false_row_of_a_block_is_refused) {
+TEST(malformed_row_of_a_block_is_refused) {
     fault("row past the last", BLOCK, [](ec_csr_matrix & m) { m.rows[3] = 40; });
     fault("negative row", BLOCK, [](ec_csr_matrix & m) { m.rows[0] = -1; });
     fault("row twice in a block", BLOCK, [](ec_csr_matrix & m) { m.rows[1] = m.rows[0]; });
@@ -528,7 +528,7 @@ TEST(false_row_of_a_block_is_refused) {
     });
 }
 
-TEST(false_column_is_refused) {
+TEST(malformed_column_is_refused) {
     fault("two blocks over one element", GGML_MACKO_STATUS_OVERLAP, [](ec_csr_matrix & m) {
         ec_csr_blocks blocks;
         const bytes   dense = take_apart(m, &blocks);

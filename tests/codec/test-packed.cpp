@@ -344,7 +344,7 @@ static void fault(const char * what, int want, int32_t value_type, int32_t index
 constexpr int32_t F16 = GGML_MACKO_TYPE_F16, Q8 = GGML_MACKO_TYPE_Q8_0, Q5 = GGML_MACKO_TYPE_Q5_0,
                   Q4 = GGML_MACKO_TYPE_Q4_0, NL = GGML_MACKO_TYPE_Q4_NL;
 
-TEST(false_type_or_length_is_refused) {
+TEST(wrong_type_or_length_is_refused) {
     fault("unchanged", 0, Q8, 0, [](P &, A &) {});
     fault("value type", GGML_MACKO_STATUS_BAD_FORMAT, Q8, 0, [](P &, A & a) { a.desc.value_type = 3; });
     fault("another dense type", GGML_MACKO_STATUS_BAD_FORMAT, F16, 0,
@@ -363,7 +363,7 @@ TEST(false_type_or_length_is_refused) {
     });
 }
 
-TEST(false_row_ptr_or_index_is_refused) {
+TEST(malformed_row_ptr_or_index_is_refused) {
     fault("rows decrease", GGML_MACKO_STATUS_BAD_ROW_PTR, Q8, 0, [](P & p, A &) { p.row_ptr[3] = -1; });
     fault("rows from 1", GGML_MACKO_STATUS_BAD_ROW_PTR, Q8, 0, [](P & p, A &) { p.row_ptr[0] = 1; });
     fault("a bit more", GGML_MACKO_STATUS_BAD_ROW_PTR, Q8, 0, [](P & p, A &) { p.index[8] ^= 1; });
@@ -514,7 +514,7 @@ static size_t coded_block(const P & p, int64_t i) {
     return static_cast<size_t>(8 + (n_blocks + i) * 4 * (p.values[0] + p.values[1] + 1));
 }
 
-TEST(false_coded_values_are_refused) {
+TEST(malformed_coded_values_are_refused) {
     constexpr int BAD = GGML_MACKO_STATUS_BAD_FORMAT, LENGTH = GGML_MACKO_STATUS_BAD_COMPONENT,
                   NOT = GGML_MACKO_STATUS_NOT_CANONICAL;
     fault("unchanged", 0, CODED, 0, [](P &, A &) {});

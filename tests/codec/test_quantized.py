@@ -130,7 +130,7 @@ def is_zen4():
 
 
 @pytest.mark.parametrize("type_id", [TYPE_F16, TYPE_BF16, TYPE_F32])
-def test_values_stay_coded_in_the_memory_of_a_cpu_that_multiplies_with_them(type_id):
+def test_values_stay_coded_where_kernels_read_them(type_id):
     """With AVX-512 VBMI2: no more than 5 % above the file. Elsewhere they are expanded, and on Zen 4 those of 16 bits.
     The products are those of the dense matrix in either case."""
     rng = np.random.default_rng(23)

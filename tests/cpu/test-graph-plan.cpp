@@ -380,7 +380,7 @@ TEST(inputs_below_the_threshold_count_as_zero) {
     }
 }
 
-TEST(nothing_is_skipped_of_several_tokens_and_of_what_are_no_neurons) {
+TEST(only_neurons_of_one_token_are_skipped) {
     check_threshold("two tokens", neurons::swiglu, 2, 0.7, false, false);
     check_threshold("two tokens", neurons::squared, 2, 0.7, true, false);
     check_threshold("no neurons", neurons::others, 1, 0.7, false, false);

@@ -316,7 +316,7 @@ def test_hostile_keys_are_refused_in_one_line(calibrated, tmp_path, monkeypatch,
     assert message in str(e.value) and str(path) in str(e.value) and "\n" not in str(e.value)
 
 
-def test_part_that_is_no_matrix_of_the_model_is_refused_in_one_line(calibrated, tmp_path, monkeypatch):
+def test_part_that_is_no_matrix_is_refused_in_one_line(calibrated, tmp_path, monkeypatch):
     path = tmp_path / "bad.gguf"
     for other in (b"blk.9.ffn_down.weight", b"blk.0.attn_norm.weight", b"\x1b[2J\n"):
         file = gb.read(calibrated("docs-4m").read_bytes())
@@ -374,7 +374,7 @@ def test_cached_weights_skip_as_those_that_were_read(calibrated, tmp_path, monke
         monkeypatch.delenv("GGML_MACKO_SKIP", raising=False)
 
 
-def test_weights_that_are_compressed_on_load_skip_as_those_of_a_sparse_file(calibrated, monkeypatch):
+def test_compressed_weights_skip_like_a_sparse_file(calibrated, monkeypatch):
     monkeypatch.setenv("GGML_MACKO_SKIP", "1")
     path = calibrated("docs-4m")
     dense = path.with_name(path.name.replace("macko", "dense"))
@@ -388,7 +388,7 @@ def test_weights_that_are_compressed_on_load_skip_as_those_of_a_sparse_file(cali
 # ---- the tool ----
 
 
-def test_table_has_each_model_and_share_and_is_drawn_again_from_what_was_kept(tmp_path):
+def test_table_is_complete_and_resumes(tmp_path):
     """tools/lab/skip_speed.py; a model without zeros has no shares, and nobody measures it twice."""
     pytest.importorskip("matplotlib", reason="matplotlib is optional")
     dense, sparse = tmp_path / "dense.gguf", generators.DEMO

@@ -80,7 +80,7 @@ def test_closed_model_is_an_error(llama):
             use()
 
 
-def test_model_that_is_closed_while_it_streams_is_freed_after_its_token(llama):
+def test_model_closed_while_it_streams_is_freed_later(llama):
     stream = llama("The", max_tokens=100, stream=True)
     next(stream)
     llama.close()

@@ -151,7 +151,7 @@ def test_tune_prints_and_writes_the_report(macko, records, tmp_path):
     assert written["tuning"] == RECORDS and written["summary"] == tuning.summary(RECORDS)
 
 
-def test_tune_replaces_a_file_with_force_only_and_measures_nothing_before(macko, records, tmp_path):
+def test_tune_needs_force_to_replace_a_file(macko, records, tmp_path):
     path = tmp_path / "report.md"
     path.write_text("mine")
     done = macko("bench", "--gpu", "--tune", "-o", path)

@@ -165,7 +165,7 @@ TEST(valid_file_is_accepted) {
     lie("a dense file", S(OK), [](file & f) { f = base_model().dense; });
 }
 
-TEST(false_magic_or_version_is_refused) {
+TEST(malformed_magic_or_version_is_refused) {
     patch_lie("magic", S(BAD_MAGIC), [](bytes & b, const layout &) { b[0] = 'X'; });
     patch_lie("magic GGML", S(BAD_MAGIC), [](bytes & b, const layout &) { memcpy(b.data(), "GGML", 4); });
     patch_lie("magic reversed", S(BAD_MAGIC), [](bytes & b, const layout &) { memcpy(b.data(), "FUGG", 4); });
@@ -177,7 +177,7 @@ TEST(false_magic_or_version_is_refused) {
     lie("big-endian", S(BAD_GGUF_VERSION), [](file & f) { f.version = 3u << 24; });
 }
 
-TEST(false_count_of_tensors_or_keys_is_refused) {
+TEST(wrong_count_of_tensors_or_keys_is_refused) {
     patch_lie("n_tensors 2^63", S(LIMIT),
               [](bytes & b, const layout & l) { patch<uint64_t>(&b, l.n_tensors_at, uint64_t(1) << 63); });
     patch_lie("n_tensors 2^64-1", S(LIMIT),
@@ -198,7 +198,7 @@ TEST(false_count_of_tensors_or_keys_is_refused) {
     });
 }
 
-TEST(false_key_name_is_refused) {
+TEST(malformed_key_name_is_refused) {
     patch_lie("key name 2^40 bytes", S(LIMIT),
               [](bytes & b, const layout & l) { patch<uint64_t>(&b, l.key_at[1], uint64_t(1) << 40); });
     patch_lie("key name 2^64-1 bytes", S(LIMIT),
@@ -219,7 +219,7 @@ TEST(false_key_name_is_refused) {
         [](file & f) { f.keys.push_back(scalar<uint32_t>("macko.version", U32, 1)); });
 }
 
-TEST(false_key_value_is_refused) {
+TEST(malformed_key_value_is_refused) {
     lie("value type 13", S(BAD_KEY), [](file & f) { f.find("general.name")->type = 13; });
     lie("value type 2^32-1", S(BAD_KEY), [](file & f) { f.find("general.name")->type = UINT32_MAX; });
     lie("element type 13", S(BAD_KEY),
@@ -248,7 +248,7 @@ TEST(false_key_value_is_refused) {
         [](file & f) { f.keys.push_back(array<uint8_t>("x.flags", BOOL, { 0, 1, 255 })); });
 }
 
-TEST(false_alignment_is_refused) {
+TEST(malformed_alignment_is_refused) {
     for (uint32_t a : { 0u, 1u, 4u, 7u, 24u, 33u, 1u << 21, 0x80000000u, UINT32_MAX }) {
         lie("alignment", S(BAD_ALIGNMENT), [a](file & f) { f.set(scalar<uint32_t>("general.alignment", U32, a)); });
     }
@@ -259,7 +259,7 @@ TEST(false_alignment_is_refused) {
         [](file & f) { f.set(scalar<uint32_t>("general.alignment", U32, 64)); });
 }
 
-TEST(false_tensor_is_refused) {
+TEST(malformed_tensor_is_refused) {
     patch_lie("tensor name 2^64-1", S(LIMIT),
               [](bytes & b, const layout & l) { patch<uint64_t>(&b, l.tensor_at[1], UINT64_MAX); });
     patch_lie("tensor name empty", S(BAD_NAME),
@@ -325,7 +325,7 @@ TEST(false_tensor_is_refused) {
     });
 }
 
-TEST(false_format_version_is_refused) {
+TEST(malformed_format_version_is_refused) {
     lie("reader too old", S(FORMAT_VERSION), [](file & f) {
         f.set(scalar<uint32_t>("macko.version", U32, 8));
         f.set(scalar<uint32_t>("macko.min_reader_version", U32, 7));
@@ -348,7 +348,7 @@ static void lie_of_activations(const char * what, int expected, const file_lie &
     });
 }
 
-TEST(false_activation_keys_are_refused) {
+TEST(malformed_activation_keys_are_refused) {
     lie("activation keys", S(OK), [](file & f) { set_activation_keys(&f); });
     for (const char * name : { "macko.act.kind", "macko.act.share", "macko.act.allocation", "macko.act.text",
                                "macko.act.chunks", "macko.act.n_ctx", "macko.act.part.down", "macko.act.part.share",
@@ -432,7 +432,7 @@ TEST(zeros_of_a_down_are_read) {
     }
 }
 
-TEST(false_sparse_keys_are_refused) {
+TEST(malformed_sparse_keys_are_refused) {
     for (const char * name :
          { "macko.min_reader_version", "macko.tensor.name", "macko.tensor.format", "macko.tensor.type",
            "macko.tensor.ne", "macko.tensor.delta_bits", "macko.tensor.nnz" }) {
@@ -480,7 +480,7 @@ static file_lie u64_at(const char * key, size_t i, uint64_t value) {
     return [=](file & f) { patch<uint64_t>(&f.find(key)->value, 12 + 8 * i, value); };
 }
 
-TEST(false_sparse_format_is_refused) {
+TEST(malformed_sparse_format_is_refused) {
     lie("format ec-csr", S(BAD_FORMAT), [](file & f) {
         std::vector<std::string> v(12, "macko");
         v[4] = "ec-csr";
@@ -508,7 +508,7 @@ TEST(false_sparse_format_is_refused) {
     lie("2 bits for 4", S(BAD_COMPONENT), u32_at("macko.tensor.delta_bits", 4, 2));
 }
 
-TEST(false_sparse_shape_is_refused) {
+TEST(malformed_sparse_shape_is_refused) {
     lie("cols 0", S(BAD_SHAPE), u64_at("macko.tensor.ne", 16, 0));
     lie("rows 0", S(BAD_SHAPE), u64_at("macko.tensor.ne", 17, 0));
     lie("ne3 0", S(BAD_SHAPE), u64_at("macko.tensor.ne", 19, 0));
@@ -535,7 +535,7 @@ TEST(false_sparse_shape_is_refused) {
     lie("cols 1: more entries than elements", S(BAD_NNZ), u64_at("macko.tensor.ne", 0, 1));
 }
 
-TEST(false_nnz_is_refused) {
+TEST(wrong_nnz_is_refused) {
     lie("nnz 2^63", S(BAD_NNZ), u64_at("macko.tensor.nnz", 4, uint64_t(1) << 63));
     lie("nnz 2^64-1", S(BAD_NNZ), u64_at("macko.tensor.nnz", 4, UINT64_MAX));
     lie("nnz more than elements", S(BAD_NNZ), u64_at("macko.tensor.nnz", 4, 16 * 32 + 1));
@@ -556,7 +556,7 @@ static file_lie rename_sparse(size_t i, const std::string & name) {
     };
 }
 
-TEST(false_sparse_name_is_refused) {
+TEST(malformed_sparse_name_is_refused) {
     lie("sparse name unknown", S(MISSING_COMPONENT), rename_sparse(4, "blk.0.nonesuch.weight"));
     lie("sparse name empty", S(BAD_NAME), rename_sparse(4, ""));
     lie("sparse name 56 bytes", S(BAD_NAME), rename_sparse(4, std::string(56, 'x')));
@@ -577,7 +577,7 @@ TEST(false_sparse_name_is_refused) {
     });
 }
 
-TEST(false_component_is_refused) {
+TEST(malformed_component_is_refused) {
     for (const char * component : { ".values", ".deltas", ".row_ptr" }) {
         const std::string name = std::string(UP) + component;
         lie("component missing", S(MISSING_COMPONENT),
@@ -609,7 +609,7 @@ TEST(false_component_is_refused) {
     }
 }
 
-TEST(false_order_of_components_is_refused) {
+TEST(wrong_order_of_components_is_refused) {
     lie("components swapped", S(BAD_COMPONENT), [](file & f) {
         const size_t i = f.tensor_index(std::string(UP) + ".values");
         std::swap(f.tensors[i], f.tensors[i + 1]);
@@ -629,7 +629,7 @@ TEST(false_order_of_components_is_refused) {
     lie("component of nothing", S(BAD_COMPONENT), [](file & f) { f.at("output_norm.weight").name = "nobody.values"; });
 }
 
-TEST(false_length_of_values_is_refused) {
+TEST(wrong_length_of_values_is_refused) {
     lie("values 8 more, zero", S(BAD_COMPONENT), [](file & f) {
         tensor & t = f.at(std::string(UP) + ".values");
         t.ne[0] += 8;
@@ -664,7 +664,7 @@ static file_lie deltas(const data_lie & change) {
     return [=](file & f) { change(f.at(std::string(UP) + ".deltas").data); };
 }
 
-TEST(false_row_ptr_is_refused) {
+TEST(malformed_row_ptr_is_refused) {
     lie("row_ptr[0] is 1", S(BAD_ROW_PTR), row_ptr([](bytes & d) { patch<int32_t>(&d, 0, 1); }));
     lie("row_ptr[0] is -1", S(BAD_ROW_PTR), row_ptr([](bytes & d) { patch<int32_t>(&d, 0, -1); }));
     lie("row_ptr negative", S(BAD_ROW_PTR), row_ptr([](bytes & d) { patch<int32_t>(&d, 4 * 5, -5); }));
@@ -770,7 +770,7 @@ static std::unique_ptr<macko::model_file> open_or_die(const memory_file & f) {
 
 // ---- packed: faults of the header, and some of the payload; test-packed.cpp has all faults of the payload ----
 
-TEST(false_packed_is_refused) {
+TEST(malformed_packed_is_refused) {
     const auto packed_lie = [](const char * name, int expected, const file_lie & change) {
         builder::file f = builder::sparse_file(base_model(), false, true);
         change(f);
@@ -880,7 +880,7 @@ static file_lie ec_resize(const char * component, int64_t n) {
     };
 }
 
-TEST(false_ec_csr_component_is_refused) {
+TEST(malformed_ec_csr_component_is_refused) {
     ec_lie("a valid ec-csr file", S(OK), [](file &) {});
     ec_lie("ec-csr for old readers", S(BAD_FORMAT),
            [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, 1)); });
@@ -920,7 +920,7 @@ TEST(false_ec_csr_component_is_refused) {
     ec_lie("nine sets", S(BAD_COMPONENT), ec_resize(".sets", 32));
 }
 
-TEST(false_ec_csr_payload_is_refused) {
+TEST(malformed_ec_csr_payload_is_refused) {
     ec_lie("two sets", S(BAD_BLOCK), ec_resize(".sets", 4));
     ec_lie("granularity 3", S(BAD_BLOCK), ec_i32(".sets", 0, 3));
     ec_lie("one block more", S(BAD_COMPONENT), [](file & f) {
@@ -1006,7 +1006,7 @@ TEST(key_that_breaks_llama_cpp_is_refused) {
     lie("rope.freq_base NaN", S(BAD_KEY_VALUE), set_f32("llama.rope.freq_base", nan_f32));
 }
 
-TEST(false_general_key_is_refused) {
+TEST(malformed_general_key_is_refused) {
     lie("general.architecture missing", S(MISSING_KEY), [](file & f) { f.drop("general.architecture"); });
     lie("general.architecture is u32", S(BAD_KEY_TYPE), set_u32("general.architecture", 1));
     for (const char * arch : { "falcon", "mamba", "clip", "llama4", "LLAMA", "", "llama\n", "(unknown)" }) {
@@ -1021,7 +1021,7 @@ TEST(false_general_key_is_refused) {
     lie("split.count is u32", S(BAD_KEY_TYPE), set_u32("split.count", 2));
 }
 
-TEST(false_dimension_of_the_model_is_refused) {
+TEST(wrong_dimension_of_the_model_is_refused) {
     for (const char * key : { "block_count", "context_length", "embedding_length", "feed_forward_length",
                               "attention.head_count", "attention.layer_norm_rms_epsilon" }) {
         const std::string name = std::string("llama.") + key;
@@ -1037,7 +1037,7 @@ TEST(false_dimension_of_the_model_is_refused) {
     lie("feed_forward_length 0", S(BAD_KEY_VALUE), set_u32("llama.feed_forward_length", 0));
 }
 
-TEST(false_head_count_is_refused) {
+TEST(wrong_head_count_is_refused) {
     lie("head_count 0", S(BAD_KEY_VALUE), set_u32("llama.attention.head_count", 0));
     lie("head_count 3", S(BAD_KEY_VALUE), set_u32("llama.attention.head_count", 3));
     lie("head_count > embedding", S(BAD_KEY_VALUE), set_u32("llama.attention.head_count", 32));
@@ -1060,7 +1060,7 @@ TEST(false_head_count_is_refused) {
         [](file & f) { f.set(array<uint32_t>("llama.context_length", U32, { 2, 2 })); });
 }
 
-TEST(false_head_dimension_or_rope_is_refused) {
+TEST(wrong_head_dimension_or_rope_is_refused) {
     lie("key_length 0", S(BAD_KEY_VALUE), set_u32("llama.attention.key_length", 0));
     lie("key_length 8", S(BAD_KEY_VALUE), set_u32("llama.attention.key_length", 8));
     lie("value_length 8", S(BAD_KEY_VALUE), set_u32("llama.attention.value_length", 8));
@@ -1080,7 +1080,7 @@ TEST(false_head_dimension_or_rope_is_refused) {
     lie("rope.scaling.finetuned u32", S(BAD_KEY_TYPE), set_u32("llama.rope.scaling.finetuned", 1));
 }
 
-TEST(false_attention_or_pooling_is_refused) {
+TEST(malformed_attention_or_pooling_is_refused) {
     lie("rms epsilon 0", S(BAD_KEY_VALUE), set_f32("llama.attention.layer_norm_rms_epsilon", 0));
     lie("rms epsilon -1e-5", S(BAD_KEY_VALUE), set_f32("llama.attention.layer_norm_rms_epsilon", -1e-5f));
     lie("rms epsilon inf", S(BAD_KEY_VALUE), set_f32("llama.attention.layer_norm_rms_epsilon", inf_f32));
@@ -1092,7 +1092,7 @@ TEST(false_attention_or_pooling_is_refused) {
     lie("pooling_type 2^32-1", S(BAD_KEY_VALUE), set_u32("llama.pooling_type", UINT32_MAX));
 }
 
-TEST(false_expert_count_is_refused) {
+TEST(wrong_expert_count_is_refused) {
     lie("expert_used_count without experts", S(BAD_KEY_VALUE), set_u32("llama.expert_used_count", 2));
     lie("experts, none used", S(BAD_KEY_VALUE), set_u32("llama.expert_count", 4));
     lie("expert groups", S(BAD_KEY_VALUE), set_u32("llama.expert_group_count", 2));
@@ -1120,7 +1120,7 @@ static file_lie tokens_with(size_t i, const std::string & token) {
     return [t](file & f) { f.set(texts("tokenizer.ggml.tokens", t)); };
 }
 
-TEST(false_tokenizer_model_is_refused) {
+TEST(malformed_tokenizer_model_is_refused) {
     lie("tokenizer model missing", S(MISSING_KEY), [](file & f) { f.drop("tokenizer.ggml.model"); });
     for (const char * model :
          { "no_vocab", "none", "bert", "t5", "rwkv", "plamo2", "test", "hybriddna", "gemma4", "" }) {
@@ -1130,7 +1130,7 @@ TEST(false_tokenizer_model_is_refused) {
         [](file & f) { f.set(scalar<uint32_t>("tokenizer.ggml.model", U32, 1)); });
 }
 
-TEST(false_tokens_are_refused) {
+TEST(malformed_tokens_are_refused) {
     const std::vector<std::string> good = builder::spm_tokens();
     lie("tokens missing", S(MISSING_KEY), [](file & f) { f.drop("tokenizer.ggml.tokens"); });
     lie("tokens are u32", S(BAD_KEY_TYPE),
@@ -1158,7 +1158,7 @@ TEST(false_tokens_are_refused) {
     });
 }
 
-TEST(false_token_types_or_scores_are_refused) {
+TEST(malformed_token_types_or_scores_are_refused) {
     const std::vector<std::string> good = builder::spm_tokens();
     lie("token types too few", S(BAD_KEY_VALUE), [&](file & f) {
         f.set(array<int32_t>("tokenizer.ggml.token_type", I32, std::vector<int32_t>(good.size() - 1, 1)));
@@ -1184,7 +1184,7 @@ TEST(false_token_types_or_scores_are_refused) {
         [](file & f) { patch<uint32_t>(&f.find("tokenizer.ggml.scores")->value, 12 + 4 * 7, 0xff800000); });
 }
 
-TEST(false_special_token_is_refused) {
+TEST(malformed_special_token_is_refused) {
     const std::vector<std::string> good = builder::spm_tokens();
     for (const char * name :
          { "bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask", "fim_pre", "fim_rep", "prefix" }) {
@@ -1198,7 +1198,7 @@ TEST(false_special_token_is_refused) {
     }
 }
 
-TEST(false_type_of_a_tokenizer_key_is_refused) {
+TEST(wrong_type_of_a_tokenizer_key_is_refused) {
     lie("add_bos_token is u32", S(BAD_KEY_TYPE),
         [](file & f) { f.set(scalar<uint32_t>("tokenizer.ggml.add_bos_token", U32, 1)); });
     lie("chat template is u32", S(BAD_KEY_TYPE),
@@ -1229,7 +1229,7 @@ TEST(bpe_needs_merges_and_its_default_tokens) {
     });
 }
 
-TEST(false_type_of_a_model_tensor_is_refused) {
+TEST(wrong_type_of_a_model_tensor_is_refused) {
     lie("F16 norm", S(BAD_TYPE), [](file & f) {
         tensor & t = f.at("output_norm.weight");
         t.type     = TYPE_F16;
@@ -1408,7 +1408,7 @@ static file_lie set_other(const std::string & key, float value) {
     return [=](file & f) { f.set(scalar<float>("falcon." + key, F32, value)); };
 }
 
-TEST(general_keys_of_an_architecture_without_rules_are_checked) {
+TEST(general_keys_without_rules_are_checked) {
     const arch_case falcon   = { "falcon", false, false };
     const auto      with_two = [](uint32_t n, uint32_t used) {
         return [=](file & f) {
@@ -1466,7 +1466,7 @@ TEST(general_keys_of_an_architecture_without_rules_are_checked) {
     arch_lie(falcon, "a key of its own", S(OK), set_other("residual_scale", 2.0f));
 }
 
-TEST(tokenizers_of_an_architecture_without_rules_are_checked) {
+TEST(tokenizers_without_rules_are_checked) {
     const arch_case falcon    = { "falcon", false, false };
     const auto      tokenizer = [](const char * model) {
         return [=](file & f) { f.set(text("tokenizer.ggml.model", model)); };
@@ -1789,7 +1789,7 @@ struct repeating_consumer : collector {
     }
 };
 
-TEST(a_consumer_may_ask_for_groups_of_rows_and_for_everything_again) {
+TEST(a_consumer_may_ask_for_groups_and_for_a_second_pass) {
     const builder::model               m = model_of_several_blocks(8);
     const memory_file                  f(builder::serialize(builder::sparse_file(m)));
     std::unique_ptr<macko::model_file> file;
@@ -1999,7 +1999,7 @@ TEST(unclaimed_tensors_are_read_as_dense_elements) {
     }
 }
 
-TEST(damage_of_an_unclaimed_tensor_is_an_error_of_the_stream) {
+TEST(damage_of_an_unclaimed_tensor_is_an_error) {
     const builder::model m       = base_model();
     bytes                content = builder::serialize(builder::sparse_file(m));
     {

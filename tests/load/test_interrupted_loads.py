@@ -94,7 +94,7 @@ def test_a_dense_model_after_an_exception_is_not_compressed(models):
         event += 1
 
 
-def test_register_after_an_exception_at_any_line_lists_the_devices_once(models, monkeypatch):
+def test_interrupted_register_lists_the_devices_once(models, monkeypatch):
     from ggml_macko.native import loader
 
     ggml = ctypes.CDLL("libggml.so.0")

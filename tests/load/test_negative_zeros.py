@@ -81,7 +81,7 @@ def test_negative_zeros_count_as_zeros_unless_they_are_kept(tmp_path, macko, typ
     assert done.code == 0 and "negative zero" not in done.err and kept.stat().st_size > 1.3 * sparse.stat().st_size
 
 
-def test_verify_counts_signs_of_zeros_and_restore_says_which_bits_come_back(tmp_path, macko):
+def test_verify_and_restore_count_signs_of_zeros(tmp_path, macko):
     bits, plain = masked_bits(TYPE_F16)
     n = int((bits == 0x8000).sum())
     path = generators.write_gguf(tmp_path / "masked.gguf", {"blk.0.attn_q.weight": (bits, TYPE_F16)})
@@ -146,7 +146,7 @@ def test_sparse_matrix_says_how_many_and_leaves_its_source_alone():
     np.testing.assert_allclose(s @ x, kept @ x, rtol=1e-5, atol=1e-5)
 
 
-def test_drop_negative_zeros_agrees_with_numpy_for_any_length_and_refuses_bad_arrays():
+def test_drop_negative_zeros_agrees_with_numpy():
     rng = np.random.default_rng(3)
     for type_id in generators.TYPES:
         for n in (0, 1, 15, 16_383, 16_385, 70_000):
@@ -208,7 +208,7 @@ def test_log_of_a_load_says_how_many_negative_zeros_count_as_zeros(demo):
 # ---- a real checkpoint ----
 
 
-def test_trained_checkpoint_is_at_most_half_of_its_dense_size_and_writes_the_same_text(tmp_path, shared_models, macko):
+def test_trained_checkpoint_is_half_as_large_and_writes_the_same_text(tmp_path, shared_models, macko):
     """W * mask leaves -0.0 in half of the pruned places; this test makes them anew."""
     source = shared_models / "docs-23m-s70-f16.gguf"
     masked, sparse = tmp_path / "masked.gguf", tmp_path / "sparse.gguf"

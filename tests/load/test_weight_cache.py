@@ -115,7 +115,7 @@ def test_each_kernel_set_has_its_own_file(sparse, kept, cached, kernels):
     assert len(list(kept.iterdir())) == 2
 
 
-def test_weights_that_are_on_another_device_are_added_when_they_are_here(sparse, kept, cached):
+def test_weights_that_come_from_another_device_are_added(sparse, kept, cached):
     want = load(sparse)
     with other_device.place(r"blk\.[01]\."):
         _, said = cached(sparse)

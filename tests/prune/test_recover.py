@@ -317,7 +317,7 @@ def test_convert_finds_the_trained_values_again(tmp_path, macko, pair, text, met
 
 
 @needs_torch
-def test_values_that_were_trained_are_better_than_rounding_afterwards(tmp_path, macko, pair, text):
+def test_trained_values_are_better_than_rounded_ones(tmp_path, macko, pair, text):
     base, rounded, trained, out = (tmp_path / name for name in ("base.kld", "rounded.gguf", "trained.gguf", "out.gguf"))
     assert macko("perplexity", "-m", pair[1], "-f", text, "-c", 32, "--kl-divergence-base", base).code == 0
     found = []

@@ -1,5 +1,5 @@
-// Tests of the file layer with valid and hostile files, and main(). Each hostile file has one fault, and must be refused
-// with the status of that fault: the tables of lies are in lies/.
+// Tests of the file layer with valid and hostile files. Each hostile file has one fault, and must be refused with the
+// status of that fault: the tables of lies are in lies/.
 #include "lies/lies.h"
 
 TEST(valid_file_is_accepted) {

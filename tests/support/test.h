@@ -1,5 +1,5 @@
-// What the C++ tests share: TEST, which lists a test, CHECK, which prints file, line and values, a seeded random source,
-// and the command line of a test program:
+// What the C++ tests share: TEST, which lists a test, CHECK, which prints file, line and values, a seeded random
+// source, and the command line of a test program:
 //
 //     test-NAME [--list] [--one-thread] [--cases N] [--seed N] [SUBSTRING...]
 //

@@ -198,7 +198,7 @@ def test_debug_build() -> None:
 def test_arm64() -> None:
     """The C++ tests, the kernels for arm64 among them, under emulation where a cross compiler is installed.
 
-    A Neoverse N1 has no FMLAL: kernels-neon-fhm is tested with QEMU_CPU=max (docs/lab/kernels-cpu.md).
+    A Neoverse N1 has no FMLAL: kernels-neon-fhm is tested with QEMU_CPU=max (lab/kernels-cpu.md).
     """
     missing = [name for name in ("aarch64-linux-gnu-g++", "qemu-aarch64") if not shutil.which(name)]
     if missing:

@@ -218,7 +218,7 @@ def test_packed_matrices_multiply_as_what_they_decode_to(data):
     slack = (np.abs(w) @ np.abs(x.astype(np.float64))) * (2 * cols * 2.0**-24 + rounding) + 1e-30
     if format in QUANTIZED and type_id == TYPE_F16:
         slack += 2.0**-25 * np.abs(x).sum(axis=0)  # subnormal numbers
-    if format in QUANTIZED:  # one column: x in 16 bits (docs/lab/quantized.md, numerics)
+    if format in QUANTIZED:  # one column: x in 16 bits (lab/quantized.md, numerics)
         slack += np.abs(w).sum(axis=1, keepdims=True) * np.abs(x).max(axis=0) * (1 / 65534 + (cols / 64 + 8) * 2.0**-23)
     assert np.all(np.abs(s @ x - w @ x.astype(np.float64)) <= slack)
 

@@ -1,4 +1,4 @@
-"""README.md and the pages under docs/: every block of commands runs as it stands, from top to bottom of its page.
+"""README.md and the pages under docs/ and lab/: links lead somewhere; blocks of commands run from top to bottom.
 
 A page runs in a folder of its own, in which the names that the text uses exist: model-f16.gguf, text.txt, held-out.txt,
 models/, tools/. Blocks ```sh run as scripts; in ```console the lines behind "$ " run and the others must be part of
@@ -22,10 +22,10 @@ import pytest
 from support import generators, hf_checkpoint
 
 ROOT = generators.ROOT
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *(page for top in ("docs", "lab") for page in sorted((ROOT / top).rglob("*.md")))]
 GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 BLOCK = re.compile(r"(?:^<!-- (not run|output differs): ([^>]+) -->\n)?^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PAGE_NAME = re.compile(r"\bdocs/[\w./-]+\.(?:md|txt|png|svg)\b")
+PAGE_NAME = re.compile(r"\b(?:docs|lab)/[\w./-]+\.(?:md|txt|png|svg)\b")
 LANGUAGES = {"sh", "console", "python"}
 
 

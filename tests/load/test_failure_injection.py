@@ -1,5 +1,5 @@
 """The N-th allocation, read, write and so on fails: the right result, or one line, and nothing else. A sample; all of
-them take tools/checks/inject_failures.py minutes on many cores (docs/lab/robustness.md).
+them take tools/checks/inject_failures.py minutes on many cores (lab/robustness.md).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ static bool cpu_has_f16c() {
 #endif
 
 // Zen 4, the only CPUs of AMD's family 25 with VBMI2, take 512 bits in two halves: there bundles are faster than
-// expanded rows at all densities that they are for, and than coded values (docs/lab/kernels-cpu.md).
+// expanded rows at all densities that they are for, and than coded values (lab/kernels-cpu.md).
 static bool cpu_is_zen4() {
 #if defined(__x86_64__)
     constexpr unsigned FAMILY_25 = 0xf + 0xa; // base and extended
@@ -252,7 +252,7 @@ static void prepare_with(const kernel_set & set, const mul_mat_params & p, int i
 }
 
 // Whether rows whose gate is closed are left out. Where few are, memory streams them anyway: leaving half of the rows
-// out gained nothing (docs/lab/activation-sparsity.md).
+// out gained nothing (lab/activation-sparsity.md).
 static bool leaves_rows_out(const mul_mat_params & p) {
     const int64_t rows   = p.row_end - p.row_begin;
     const int64_t closed = p.gate ? std::count_if(p.gate, p.gate + rows, [](float g) { return !(g > 0); }) : 0;

@@ -422,7 +422,7 @@ constexpr int64_t PANEL_NBYTES = int64_t(48) << 20;
 constexpr int     GEMM_MIN_N   = VEC_MAX_COLS + 1;
 // Weights in 16 bits need no conversion, and from 3 or 5 columns on mul_mat_vec_kernel is bound by its instructions,
 // where a matrix has at least so many elements: in smaller ones cuBLAS has more to do before and behind the product
-// than it saves (docs/lab/device-gpu.md).
+// than it saves (lab/device-gpu.md).
 constexpr int CUBLAS_MIN_N_16 = 3, CUBLAS_MIN_N_MIDDLE = 5;
 
 constexpr int64_t LARGE_MATRIX = int64_t(1) << 24, MIDDLE_MATRIX = int64_t(1) << 22;

@@ -51,7 +51,7 @@ struct cuda_ec_csr_blocks {
 
 // Whether a matrix is kept in blocks, if they fit its memory; else it becomes MACKO rows. This is the case for F32
 // values: MACKO has no fast layout for them, and blocks take 1.2 to 2 times less time. Of 16-bit values, rows were
-// faster in 153 of 160 cases (docs/lab/ec-csr.md). The kernels need all of x in shared memory, and bases of 16 bits.
+// faster in 153 of 160 cases (lab/ec-csr.md). The kernels need all of x in shared memory, and bases of 16 bits.
 constexpr bool cuda_ec_csr_in_blocks(const macko_desc & desc, int64_t shared_nbytes) {
     return desc.type == GGML_MACKO_TYPE_F32 && desc.cols * 4 <= shared_nbytes && ec_base_nbytes(desc.cols) == 2;
 }

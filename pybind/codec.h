@@ -28,7 +28,6 @@ struct ggml_macko_option {
 
 struct ggml_macko_codec_info {
     const char *             name;
-    int64_t                  version;
     int32_t                  n_arrays;
     const char *             suffixes[8];
     int32_t                  n_options;

@@ -131,7 +131,6 @@ struct ggml_macko_option { // of an encoder
 
 struct ggml_macko_codec_info {
     const char *             name;                            // in macko.tensor.format
-    int64_t                  version;                         // macko.min_reader_version of a file that has it
     int32_t                  n_arrays;                        // components
     const char *             suffixes[GGML_MACKO_MAX_ARRAYS]; // of their names, with the dot
     int32_t                  n_options;

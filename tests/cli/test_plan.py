@@ -339,7 +339,7 @@ def test_advice_of_a_pruned_model(pruned, macko):
 
 
 def test_json_holds_everything(pruned, macko):
-    found = json.loads(macko("plan", pruned, "--json", "-c", 256, "--types", "packed,macko-q8_0").out)
+    found = json.loads(macko("plan", pruned, "--json", "-c", 256, "--types", "packed,sparse-q8_0").out)
     assert [t["type"] for t in found["types"]] == ["packed", "sparse-q8_0", "Q8_0", "Q4_K_M"]
     assert found["context"]["n_ctx"] == 256 and found["advice"] and found["groups"][0]["nbytes_as"]["packed"] > 0
 

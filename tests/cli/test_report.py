@@ -39,7 +39,7 @@ def test_each_conversion_gives_a_row(made, macko, tmp_path):
     _, model, _ = made
     pruned = tmp_path / "pruned.gguf"
     assert macko("prune", model, pruned, "--sparsity", "0.6").code == 0
-    conversions = ("macko", "macko-q8_0 --token-embedding-type q8_0", "macko-q4_0", "auto --target-bpw 8")
+    conversions = ("macko", "sparse-q8_0 --token-embedding-type q8_0", "sparse-q4_0", "auto --target-bpw 8")
     done = run(macko, made, pruned, "--types", "", "--json", *(x for c in conversions for x in ("--convert", c)))
     assert done.code == 0, done.err
     results = json.loads(done.out)["models"]
@@ -48,7 +48,7 @@ def test_each_conversion_gives_a_row(made, macko, tmp_path):
     kinds = ["dense", "sparse", "sparse quantized", "sparse quantized", "sparse quantized"]
     assert [r["kind"] for r in results] == kinds
     assert results[4]["bpw"] <= 8 and results[2]["nbytes"] < results[1]["nbytes"]
-    for bad in ("macko --dry-run", "macko --no-such-option", "macko-q9_0"):
+    for bad in ("macko --dry-run", "macko --no-such-option", "sparse-q9_0"):
         done = run(macko, made, pruned, "--types", "", "--convert", bad)
         assert done.code == 2 and done.err.strip().count("\n") == 0, done.err
 

@@ -88,7 +88,7 @@ public:
 
 class toy_format final : public macko::codec {
 public:
-    toy_format() : codec({ "toy", 1, { ".values", ".cols", ".row_ptr" }, { { "max_nnz", 1000 } }, false }) {}
+    toy_format() : codec({ "toy", { ".values", ".cols", ".row_ptr" }, { { "max_nnz", 1000 } }, false }) {}
 
     int check_desc(const ggml_macko_matrix & m) const override {
         return m.bits == 1 ? macko::check_desc(rows_desc(*this, m))
@@ -175,7 +175,6 @@ static bytes toy_file(const std::vector<uint16_t> & dense, const std::function<v
     builder::file           f;
     f.keys = { builder::text("general.architecture", "llama"),
                builder::scalar<uint32_t>("macko.version", builder::U32, 1),
-               builder::scalar<uint32_t>("macko.min_reader_version", builder::U32, 1),
                builder::texts("macko.tensor.name", { "w.weight" }),
                builder::texts("macko.tensor.format", { "toy" }),
                builder::array<uint32_t>("macko.tensor.type", builder::U32, { GGML_MACKO_TYPE_F16 }),
@@ -409,12 +408,11 @@ TEST(format_beyond_the_limits_is_refused) {
         formats.push_back(std::make_unique<other>(std::move(t)));
         return macko::register_codec(*formats.back()) == GGML_MACKO_STATUS_BAD_ARGUMENT;
     };
-    CHECK(refused({ "macko", 1, { ".values" }, {}, false }), "a name that is taken");
-    CHECK(refused({ "other", 1, {}, {}, false }), "no component");
-    CHECK(refused({ "other", 1, { ".far_too_long" }, {}, false }), "a suffix longer than names allow for");
-    CHECK(refused({ "other", 1, { "values" }, {}, false }), "a suffix without a dot");
-    CHECK(refused({ "other", macko::FORMAT_VERSION + 1, { ".values" }, {}, false }), "a version of the future");
-    CHECK(refused({ "other", 1, std::vector<const char *>(GGML_MACKO_MAX_ARRAYS + 1, ".v"), {}, false }),
+    CHECK(refused({ "macko", { ".values" }, {}, false }), "a name that is taken");
+    CHECK(refused({ "other", {}, {}, false }), "no component");
+    CHECK(refused({ "other", { ".far_too_long" }, {}, false }), "a suffix longer than names allow for");
+    CHECK(refused({ "other", { "values" }, {}, false }), "a suffix without a dot");
+    CHECK(refused({ "other", std::vector<const char *>(GGML_MACKO_MAX_ARRAYS + 1, ".v"), {}, false }),
           "too many components");
 }
 

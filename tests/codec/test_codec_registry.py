@@ -1,4 +1,4 @@
-"""The registry of codecs: what each row must say, older names of types, and a format that only this test knows.
+"""The registry of codecs: what each row must say, and a format that only this test knows.
 
 The toy format stores coordinates and values, encoded and decoded by NumPy alone. The C library of this process does not
 know it, so the header of its file is read by gguf-py in place of the C library; everything else, planning, writing,
@@ -34,9 +34,6 @@ class CoordinateCodec(Codec):
 
     def types(self) -> Mapping[str, tuple[Choice, ...]]:
         return {"coordinates": (Choice(self),)}
-
-    def version(self, value_type: int) -> int:
-        return 99
 
     def storage_name(self, bits: int, value_type: int) -> str:
         return self.name
@@ -154,7 +151,6 @@ def test_new_codec_needs_a_row_of_the_registry_only(coordinates, pruned, tmp_pat
     sparse, dense = tmp_path / "sparse.gguf", tmp_path / "dense.gguf"
     done = ggml_macko.convert(pruned, sparse, "coordinates", keep_negative_zeros=True)
     assert done.n_sparse > 0 and {t.storage for t in done.tensors if t.is_sparse} == {"coordinates"}
-    assert gguf.GGUFReader(sparse).fields["macko.version"].contents() == 99
     assert ggml_macko.verify(pruned, sparse).is_identical
     shown = ggml_macko.inspect(sparse)
     assert shown.n_sparse == done.n_sparse and shown.nbytes == done.nbytes
@@ -189,15 +185,6 @@ def test_default_type_is_lossless_and_takes_no_search():
     assert not any(c.is_lossy or c.codec.note for c in (*choices, *registry.types()["sparse-lossless"]))
     for name in ("macko", "sparse-lossless"):
         assert set(registry.types()[name]) <= set(choices)
-
-
-@pytest.mark.parametrize("alias, name", sorted(registry.aliases().items()))
-def test_older_name_means_the_type_that_replaced_it(alias, name, pruned, tmp_path, macko):
-    assert alias not in registry.types() and registry.type_named(alias.upper()) == name
-    assert SparseMatrix.from_dense(np.eye(32, 64, dtype=np.float16), format=alias).format == name
-    sizes = [macko("convert", pruned, tmp_path / f"{t}.gguf", t).out for t in (alias, name)]
-    assert sizes[0] == sizes[1]
-    assert (tmp_path / f"{alias}.gguf").read_bytes() == (tmp_path / f"{name}.gguf").read_bytes()
 
 
 def test_unknown_format_is_refused():

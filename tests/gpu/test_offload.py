@@ -63,13 +63,13 @@ def make_models(folder, *options, types=("f16",), kinds=()):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    kinds = ("macko-q8_0", "macko-q4_0", "ec-csr-8")
+    kinds = ("sparse-q8_0", "sparse-q4_0", "ec-csr-8")
     return make_models(tmp_path_factory.mktemp("models"), types=("f16", "bf16", "f32"), kinds=kinds)
 
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory):
-    return make_models(tmp_path_factory.mktemp("experts"), "--experts", str(N_EXPERTS), kinds=("macko-q8_0",))
+    return make_models(tmp_path_factory.mktemp("experts"), "--experts", str(N_EXPERTS), kinds=("sparse-q8_0",))
 
 
 def nmse(got, want):
@@ -86,7 +86,7 @@ def logits_of_cpu(monkeypatch, path, tokens, evaluate=logits, **kwargs):
     return out
 
 
-KINDS = ["f16 dense", "f16 sparse", "bf16 dense", "bf16 sparse", "f32 sparse", "macko-q8_0", "macko-q4_0", "ec-csr-8"]
+KINDS = ["f16 dense", "f16 sparse", "bf16 dense", "bf16 sparse", "f32 sparse", "sparse-q8_0", "sparse-q4_0", "ec-csr-8"]
 
 
 @pytest.mark.parametrize("flash", [False, True])
@@ -100,7 +100,7 @@ def test_prompts_have_the_logits_of_the_cpu(models, monkeypatch, kind, flash):
         llama.close()
 
 
-@pytest.mark.parametrize("kind", ["f16 dense", "f16 sparse", "macko-q8_0"])
+@pytest.mark.parametrize("kind", ["f16 dense", "f16 sparse", "sparse-q8_0"])
 def test_experts_have_the_logits_of_the_cpu(experts, monkeypatch, kind):
     # with two experts per token: 40 columns for each, and too few
     want = {n: logits_of_cpu(monkeypatch, experts[kind], TOKENS[:n]) for n in (80, 40)}
@@ -131,7 +131,7 @@ def test_single_tokens_are_not_replayed_with_old_weights(models, monkeypatch, ki
     assert nmse(logits_one_by_one(llama, TOKENS[:24]), want) < NMSE
 
 
-@pytest.mark.parametrize("kind", ["f16 dense", "f16 sparse", "macko-q8_0"])
+@pytest.mark.parametrize("kind", ["f16 dense", "f16 sparse", "sparse-q8_0"])
 def test_threads_do_not_change_a_bit(models, kind):
     out = []
     for n_threads in (1, 2, 5, 1):
@@ -153,7 +153,7 @@ def test_lora_adapter_has_the_logits_of_the_cpu(tmp_path, monkeypatch):
 
 
 def test_two_contexts_share_the_memory(models, monkeypatch):
-    kinds = ("f16 sparse", "macko-q8_0")
+    kinds = ("f16 sparse", "sparse-q8_0")
     want = [logits_of_cpu(monkeypatch, models[kind], TOKENS) for kind in kinds]
     llamas = [open_model(models[kind], n_gpu_layers=1, logits_all=True) for kind in kinds]
     for _ in range(3):
@@ -217,7 +217,7 @@ def places(path, n, **environment):
     return nodes, copies
 
 
-@pytest.mark.parametrize("kind", ["f16 sparse", "macko-q8_0"])
+@pytest.mark.parametrize("kind", ["f16 sparse", "sparse-q8_0"])
 def test_large_batches_with_sparse_weights_of_the_host_are_on_the_gpu(models, kind):
     near = ("attn_norm-0", "Qcur-0", "ffn_norm-0", "ffn_up-0", "ffn_out-0", "l_out-0")
     nodes, copies = places(models[kind], 32)

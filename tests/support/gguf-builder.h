@@ -687,8 +687,7 @@ inline file sparse_file(const model & m, bool with_ec = false, bool with_packed 
         }
         next++;
     }
-    f.keys.push_back(scalar<uint32_t>("macko.version", U32, with_packed ? 6 : with_ec ? 2 : 1));
-    f.keys.push_back(scalar<uint32_t>("macko.min_reader_version", U32, with_packed ? 6 : with_ec ? 2 : 1));
+    f.keys.push_back(scalar<uint32_t>("macko.version", U32, 1));
     f.keys.push_back(texts("macko.tensor.name", names));
     f.keys.push_back(texts("macko.tensor.format", formats));
     f.keys.push_back(array<uint32_t>("macko.tensor.type", U32, types));

@@ -47,7 +47,7 @@ def matrix_file(sparse: gb.GGUF, name: str) -> gb.GGUF:
         if key.name.startswith(b"macko.tensor."):
             n = 4 if key.name.endswith(b".ne") else 1
             out.set(key.name.decode(), key.type, key.value[n * i : n * (i + 1)], key.element_type)
-        elif key.name in (b"macko.version", b"macko.min_reader_version"):
+        elif key.name == b"macko.version":
             out.set(key.name.decode(), key.type, key.value)
     # the components of a tensor whose name goes on behind a dot have its name, too
     out.tensors = [t for t in out.tensors if t.name.count(b".") == name.count(".") + 1]

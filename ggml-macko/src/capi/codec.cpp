@@ -46,7 +46,6 @@ int ggml_macko_codec_at(int32_t i, ggml_macko_codec_info * info) {
     const codec & c = *all_codecs()[static_cast<size_t>(i)];
     *info           = {};
     info->name      = c.name();
-    info->version   = c.version();
     info->n_arrays  = static_cast<int32_t>(c.components().size());
     info->n_options = static_cast<int32_t>(c.options().size());
     std::copy(c.components().begin(), c.components().end(), info->suffixes);

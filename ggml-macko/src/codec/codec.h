@@ -87,7 +87,6 @@ class codec {
 public:
     struct traits {
         const char *                   name;       // in macko.tensor.format
-        int64_t                        version;    // the format version that readers need (macko.min_reader_version)
         std::vector<const char *>      components; // suffixes with their dot, in the order of the tensor table
         std::vector<ggml_macko_option> options;    // of the encoder, with their defaults
         // The components are MACKO's values, deltas and row_ptr: the loader streams them in ranges of rows. Matrices of
@@ -101,7 +100,6 @@ public:
     codec & operator=(const codec &) = delete;
 
     const char *                           name() const { return traits_.name; }
-    int64_t                                version() const { return traits_.version; }
     const std::vector<const char *> &      components() const { return traits_.components; }
     const std::vector<ggml_macko_option> & options() const { return traits_.options; }
     bool                                   streams_rows() const { return traits_.streams_rows; }
@@ -115,11 +113,6 @@ public:
     virtual int32_t value_type_of(int32_t dense_type, int32_t component_type) const {
         (void)component_type;
         return dense_type;
-    }
-    // the format version that readers need where the values have a type, for types that came later than the format
-    virtual int64_t version_of(int32_t value_type) const {
-        (void)value_type;
-        return version();
     }
     // what each component must be; the length of one may follow from that of an earlier one
     virtual void component_rules(const ggml_macko_matrix & m, component_rule * rules) const = 0;

@@ -29,8 +29,7 @@ const codec & rows_codec() { return macko_codec(); }
 int register_codec(const codec & format) {
     const auto & suffixes = format.components();
     const bool   fits     = !suffixes.empty() && suffixes.size() <= GGML_MACKO_MAX_ARRAYS &&
-                      format.options().size() <= GGML_MACKO_MAX_OPTIONS && format.version() >= 1 &&
-                      format.version() <= FORMAT_VERSION &&
+                      format.options().size() <= GGML_MACKO_MAX_OPTIONS &&
                       std::all_of(suffixes.begin(), suffixes.end(), [](const char * s) {
                           return s[0] == '.' && strlen(s) > 1 && strlen(s) <= MAX_SUFFIX;
                       });

@@ -8,8 +8,8 @@
 
 namespace macko {
 
-// the newest format version that this library reads (macko.min_reader_version)
-constexpr int64_t FORMAT_VERSION = 6;
+// the newest format version that this library reads (macko.version)
+constexpr int64_t FORMAT_VERSION = 1;
 // of a component's suffix with its dot; FORMAT.md section 2 derives the longest name of a matrix from it
 constexpr size_t MAX_SUFFIX = 8;
 

@@ -101,7 +101,7 @@ struct dense_stream::impl {
 
 // Whether a key describes how the file stores the model; the dense file must not contain such a key.
 static bool describes_storage(const std::string & key, bool split) {
-    return key == "macko.version" || key == "macko.min_reader_version" || key.compare(0, 13, "macko.tensor.") == 0 ||
+    return key == "macko.version" || key.compare(0, 13, "macko.tensor.") == 0 ||
            (split && key.compare(0, 6, "split.") == 0);
 }
 

@@ -1,4 +1,5 @@
 #include "load/matrix-file.h"
+#include "codec/registry.h"
 #include "gguf/append.h"
 
 #include <algorithm>
@@ -25,11 +26,9 @@ void append_array_key(std::vector<uint8_t> * out, std::string_view name, gguf_ty
     gguf_append<uint64_t>(out, n);
 }
 
-void append_keys(std::vector<uint8_t> * out, const sparse_tensor_info & m, int64_t version, int64_t min_reader) {
+void append_keys(std::vector<uint8_t> * out, const sparse_tensor_info & m) {
     append_key(out, "macko.version", GGUF_U32);
-    gguf_append(out, static_cast<uint32_t>(version));
-    append_key(out, "macko.min_reader_version", GGUF_U32);
-    gguf_append(out, static_cast<uint32_t>(min_reader));
+    gguf_append(out, static_cast<uint32_t>(FORMAT_VERSION));
     append_array_key(out, "macko.tensor.name", GGUF_STRING, 1);
     gguf_append(out, std::string_view(m.name));
     append_array_key(out, "macko.tensor.format", GGUF_STRING, 1);
@@ -45,7 +44,7 @@ void append_keys(std::vector<uint8_t> * out, const sparse_tensor_info & m, int64
     append_array_key(out, "macko.tensor.nnz", GGUF_U64, 1);
     gguf_append(out, static_cast<uint64_t>(m.desc.nnz));
 }
-constexpr uint64_t N_KEYS = 8;
+constexpr uint64_t N_KEYS = 7;
 
 // A header made here, then the components, which are read from the model.
 struct matrix_of_model : model_file {
@@ -88,11 +87,7 @@ struct matrix_of_model : model_file {
 } // namespace
 
 int make_matrix_file(const model_file & of, const sparse_tensor_info & matrix, std::unique_ptr<model_file> * out) {
-    const gguf_key * version_key    = of.header.find("macko.version");
-    const gguf_key * min_reader_key = of.header.find("macko.min_reader_version");
-    int64_t          version = 0, min_reader = 0;
-    if (matrix.is_encoded_on_load() || !version_key || !min_reader_key ||
-        !of.header.get_int(*version_key, 0, &version) || !of.header.get_int(*min_reader_key, 0, &min_reader)) {
+    if (matrix.is_encoded_on_load()) {
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s is not sparse on file", matrix.name.c_str());
     }
     auto                   file = std::make_unique<matrix_of_model>(of);
@@ -101,7 +96,7 @@ int make_matrix_file(const model_file & of, const sparse_tensor_info & matrix, s
     gguf_append<uint32_t>(&head, 3);
     gguf_append<uint64_t>(&head, matrix.n_tensors);
     gguf_append<uint64_t>(&head, N_KEYS);
-    append_keys(&head, matrix, version, min_reader);
+    append_keys(&head, matrix);
     int64_t offset = 0; // in the data section
     for (size_t c = 0; c < matrix.n_tensors; c++) {
         const gguf_tensor & t = of.header.tensors[matrix.first + c];

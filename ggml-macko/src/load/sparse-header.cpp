@@ -32,9 +32,9 @@ ggml_macko_matrix sparse_tensor_info::matrix(const gguf_tensor * component_tenso
 // ---- the macko.* keys ----
 
 static int check_reserved_keys(const gguf_header & header, bool is_sparse) {
-    static const char * const known[] = { "macko.version",           "macko.min_reader_version", "macko.tensor.name",
-                                          "macko.tensor.format",     "macko.tensor.type",        "macko.tensor.ne",
-                                          "macko.tensor.delta_bits", "macko.tensor.nnz" };
+    static const char * const known[] = { "macko.version",     "macko.tensor.name", "macko.tensor.format",
+                                          "macko.tensor.type", "macko.tensor.ne",   "macko.tensor.delta_bits",
+                                          "macko.tensor.nnz" };
     for (const gguf_key & key : header.keys) {
         if (!starts_with(key.name, "macko.") || starts_with(key.name, "macko.prune.") ||
             starts_with(key.name, "macko.x-") || is_activation_key(key.name)) {
@@ -63,25 +63,17 @@ static int find_u32(const gguf_header & header, const char * name, int64_t * val
 }
 
 static int check_version(const gguf_header & header) {
-    int64_t version    = 0;
-    int64_t min_reader = 0;
+    int64_t version = 0;
     if (const int status = find_u32(header, "macko.version", &version)) {
         return status;
     }
-    if (const int status = find_u32(header, "macko.min_reader_version", &min_reader)) {
-        return status;
-    }
-    if (min_reader > FORMAT_VERSION) {
+    if (version > FORMAT_VERSION) {
         return fail(GGML_MACKO_STATUS_FORMAT_VERSION,
-                    "written by format version %" PRId64 " for readers of version %" PRId64
-                    ", this build reads <= %" PRId64 ": upgrade",
-                    version, min_reader, FORMAT_VERSION);
+                    "written in format version %" PRId64 ", this build reads <= %" PRId64 ": upgrade", version,
+                    FORMAT_VERSION);
     }
-    if (version < 1 || min_reader < 1 || min_reader > version) {
-        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "macko.version is %" PRId64 ", macko.min_reader_version %" PRId64,
-                    version, min_reader);
-    }
-    return GGML_MACKO_STATUS_OK;
+    return version >= 1 ? GGML_MACKO_STATUS_OK
+                        : fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "macko.version is %" PRId64, version);
 }
 
 // Finds an array key with n elements of a type; with n = 0, any number of elements but 0 is accepted.
@@ -135,7 +127,6 @@ static int check_name(const std::string & name) {
 // The macko.tensor.* keys, parallel arrays with one entry per matrix (ne: four).
 struct sparse_keys {
     const gguf_key *format, *type, *ne, *delta_bits, *nnz;
-    int64_t         min_reader;
 };
 
 static int read_matrix(const gguf_header & header, const sparse_keys & keys, uint64_t i, const std::string & format,
@@ -147,10 +138,6 @@ static int read_matrix(const gguf_header & header, const sparse_keys & keys, uin
     if (m->format == nullptr) {
         return fail(GGML_MACKO_STATUS_BAD_FORMAT, "format '%s' is not known to this build",
                     printable(format.c_str(), format.size()).text);
-    }
-    if (keys.min_reader < m->format->version()) {
-        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "format '%s' in a file for readers of version %" PRId64,
-                    m->format->name(), keys.min_reader);
     }
     int64_t type = 0;
     int64_t bits = 0;
@@ -182,9 +169,6 @@ static int read_matrices(model_file * file) {
     const gguf_header & header = file->header;
     sparse_keys         keys   = {};
     const gguf_key *    name   = nullptr;
-    if (const int status = find_u32(header, "macko.min_reader_version", &keys.min_reader)) {
-        return status;
-    }
     if (const int status = find_array(header, "macko.tensor.name", GGUF_STRING, 0, &name)) {
         return status;
     }
@@ -316,20 +300,6 @@ static int check_not_component(const gguf_tensor & t, const name_index & sparse_
     return GGML_MACKO_STATUS_OK;
 }
 
-static int check_value_versions(const model_file & file) {
-    int64_t min_reader = 0;
-    if (const int status = find_u32(file.header, "macko.min_reader_version", &min_reader)) {
-        return status;
-    }
-    for (const sparse_tensor_info & m : file.sparse) {
-        if (min_reader < m.format->version_of(m.value_type)) {
-            return fail(GGML_MACKO_STATUS_BAD_FORMAT, "%s: values of type %d in a file for readers of version %" PRId64,
-                        m.name.c_str(), m.value_type, min_reader);
-        }
-    }
-    return GGML_MACKO_STATUS_OK;
-}
-
 static int check_components(model_file * file) {
     const auto & tensors = file->header.tensors;
     name_index   sparse_names, tensor_names;
@@ -370,7 +340,7 @@ static int check_components(model_file * file) {
         }
     }
     // Here next is the number of matrices: all components exist, and each was bound or refused.
-    return check_value_versions(*file);
+    return GGML_MACKO_STATUS_OK;
 }
 
 static int check_dense_size(const model_file & file) {

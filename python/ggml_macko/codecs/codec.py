@@ -184,9 +184,6 @@ class Codec(ABC):
     mixed_types: ClassVar[tuple[str, ...]] = ()
     """The TYPEs that `--target-bpw` chooses from."""
 
-    aliases: ClassVar[Mapping[str, str]] = {}
-    """Older names of TYPEs."""
-
     # ---- what it offers ----
 
     @abstractmethod
@@ -196,10 +193,6 @@ class Codec(ABC):
     def automatic(self) -> tuple[Choice, ...]:
         """Its part in TYPE auto: lossless choices that take no search."""
         return ()
-
-    @abstractmethod
-    def version(self, value_type: int) -> int:
-        """`macko.version` of a file that holds such a matrix."""
 
     @abstractmethod
     def storage_name(self, bits: int, value_type: int) -> str:

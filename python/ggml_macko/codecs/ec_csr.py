@@ -322,9 +322,6 @@ class EcCsrCodec(DeltaCodec):
     note: ClassVar[str | None] = "looking for blocks .."
     widths: ClassVar[tuple[int, ...]] = DELTA_BITS
 
-    def version(self, value_type: int) -> int:
-        return 2
-
     def break_even_density(self, cols: int, type_id: int, bits: int | None, value_type: int) -> float:
         """Blocks of one row cost about as much as MACKO; random non-zeros have few of several rows."""
         return max(break_even_density(cols, b, value_bits(type_id)) for b in ((bits,) if bits else DELTA_BITS))

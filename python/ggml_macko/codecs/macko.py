@@ -218,9 +218,6 @@ class MackoCodec(DeltaCodec):
     def automatic(self) -> tuple[Choice, ...]:
         return self.each_width()
 
-    def version(self, value_type: int) -> int:
-        return 1
-
     def break_even_density(self, cols: int, type_id: int, bits: int | None, value_type: int) -> float:
         widths = (bits,) if bits else DELTA_BITS
         return max(break_even_density(cols, b, value_bits(type_id)) for b in widths)

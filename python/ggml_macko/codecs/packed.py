@@ -438,7 +438,6 @@ class PackedCodec(Codec):
     components: ClassVar[tuple[str, ...]] = ARRAYS
     # sparse-q4_0 is left out: sparse-q4_nl falls back to Q4_0 where that is nearer
     mixed_types: ClassVar[tuple[str, ...]] = (LOSSLESS, "sparse-q8_0", "sparse-q5_0", "sparse-q4_nl")
-    aliases: ClassVar[Mapping[str, str]] = {f"macko-{name}": f"sparse-{name}" for name in QUANT_NAMES.values()}
 
     def types(self) -> Mapping[str, tuple[Choice, ...]]:
         lossy = {f"sparse-{name}": (Choice(self, None, value_type),) for value_type, name in QUANT_NAMES.items()}
@@ -446,9 +445,6 @@ class PackedCodec(Codec):
 
     def automatic(self) -> tuple[Choice, ...]:
         return (Choice(self, None, TYPE_CODED),)
-
-    def version(self, value_type: int) -> int:
-        return {TYPE_Q5_0: 4, TYPE_Q4_NL: 5, TYPE_CODED: 6}.get(value_type, 3)
 
     def storage_name(self, bits: int, value_type: int) -> str:
         return f"{self.type_name(value_type)}-gaps{bits}" if bits else f"{self.type_name(value_type)}-bitmap"

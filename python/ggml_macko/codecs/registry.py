@@ -44,15 +44,9 @@ def break_even_density(cols: int, type_id: int) -> float:
     return max(c.codec.break_even_density(cols, type_id, c.bits, c.value_type or type_id) for c in choices)
 
 
-def aliases() -> dict[str, str]:
-    """Older name of a TYPE -> its name. They are accepted wherever a TYPE is."""
-    return {alias: name for c in CODECS for alias, name in c.aliases.items()}
-
-
 def type_named(name: str) -> str | None:
-    """The TYPE that a user means, or None: upper case and older names are accepted."""
-    name = aliases().get(name.lower(), name.lower())
-    return name if name in types() else None
+    """The TYPE that a user means, or None; upper case is accepted."""
+    return name.lower() if name.lower() in types() else None
 
 
 def mixed_types() -> tuple[str, ...]:

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "it takes seconds per tensor, so that auto leaves it out. sparse-q8_0, sparse-q5_0, "
         "sparse-q4_nl, sparse-q4_0: packed, with the non-zeros quantized (lossy), or dense in that type where there "
         "are next to no zeros; q4_nl is as large as q4_0, and loses less where zeros were pruned; elsewhere it is "
-        "q4_0. The older names macko-q8_0 ... macko-q4_0 are accepted too",
+        "q4_0",
     )
     parser.add_argument("nthreads", nargs="?", type=int, default=0, help="threads (default: all cores)")
     add_hub(parser, "in place of IN: a GGUF or a checkpoint of a repository on the Hugging Face hub")

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ARGUMENTS",
-        help="how dense files with zeros are converted: arguments of `macko convert`, for example 'macko-q4_0 "
+        help="how dense files with zeros are converted: arguments of `macko convert`, for example 'sparse-q4_0 "
         f"--imatrix imatrix.gguf --output-tensor-type q6_k'; may be repeated (default: {DEFAULT_CONVERSION})",
     )
     parser.add_argument("-o", "--output", metavar="STEM", help="write STEM.png and STEM.svg")

@@ -37,6 +37,9 @@ sparse type with as many bits, the widest from 0.654 on.
 DENSE = "dense"
 """The override that leaves a tensor as it is."""
 
+_FORMAT_VERSION = 1
+"""`macko.version` of the files that convert writes (FORMAT.md section 2)."""
+
 
 @dataclass(frozen=True)
 class Override:
@@ -454,10 +457,8 @@ def sparse_keys(plans: Sequence[TensorPlan]) -> list[Key]:
     if not sparse:
         return []
     ne = [x for t, _, _ in sparse for x in (*t.ne, 1, 1, 1)[:4]]
-    version = max(c.codec.version(c.value_type) for _, c, _ in sparse)
     return [
-        make_key("macko.version", "u32", version),
-        make_key("macko.min_reader_version", "u32", version),
+        make_key("macko.version", "u32", _FORMAT_VERSION),
         make_key("macko.tensor.name", "[str", [t.name for t, _, _ in sparse]),
         make_key("macko.tensor.format", "[str", [c.codec.name for _, c, _ in sparse]),
         make_key("macko.tensor.type", "[u32", [t.type for t, _, _ in sparse]),

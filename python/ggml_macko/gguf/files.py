@@ -326,7 +326,7 @@ class Tensor:
 
 def _is_format_key(name: str) -> bool:
     """The key describes how this file is stored, not the model."""
-    return name.startswith(("split.", "macko.tensor.")) or name in ("macko.version", "macko.min_reader_version")
+    return name.startswith(("split.", "macko.tensor.")) or name == "macko.version"
 
 
 class Model:

@@ -31,7 +31,6 @@ class Codec:
     """A format that the library knows."""
 
     name: str  # in macko.tensor.format
-    version: int  # macko.min_reader_version of a file that has it
     suffixes: tuple[str, ...]  # of its component tensors, with the dot, in the order of the tensor table
     options: dict[str, int]  # of its encoder, with their defaults; ggml-macko.h says what they mean
 
@@ -44,7 +43,7 @@ def codecs() -> tuple[Codec, ...]:
         check(lib().ggml_macko_codec_at(i, info))
         suffixes = tuple(text(info.suffixes[k]) for k in range(info.n_arrays))
         options = {text(info.options[k].name): int(info.options[k].value) for k in range(info.n_options)}
-        found.append(Codec(text(info.name), int(info.version), suffixes, options))
+        found.append(Codec(text(info.name), suffixes, options))
     return tuple(found)
 
 

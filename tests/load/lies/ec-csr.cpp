@@ -23,8 +23,6 @@ static file_lie ec_resize(const char * component, int64_t n) {
 
 TEST(malformed_ec_csr_component_is_refused) {
     ec_lie("a valid ec-csr file", S(OK), [](file &) {});
-    ec_lie("ec-csr for old readers", S(BAD_FORMAT),
-           [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, 1)); });
     ec_lie("ec-csr with 2 bits", S(BAD_FORMAT), [](file & f) {
         std::vector<uint32_t> v(12, 2);
         f.set(array<uint32_t>("macko.tensor.delta_bits", U32, v));

@@ -162,17 +162,15 @@ TEST(malformed_tensor_is_refused) {
 }
 
 TEST(malformed_format_version_is_refused) {
-    lie("reader too old", S(FORMAT_VERSION), [](file & f) {
-        f.set(scalar<uint32_t>("macko.version", U32, 8));
-        f.set(scalar<uint32_t>("macko.min_reader_version", U32, 7));
-    });
+    lie("reader too old", S(FORMAT_VERSION), [](file & f) { f.set(scalar<uint32_t>("macko.version", U32, 2)); });
     lie("reader much too old", S(FORMAT_VERSION),
-        [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, UINT32_MAX)); });
+        [](file & f) { f.set(scalar<uint32_t>("macko.version", U32, UINT32_MAX)); });
+    lie("reader too old for a key", S(FORMAT_VERSION), [](file & f) {
+        f.set(scalar<uint32_t>("macko.version", U32, 2));
+        f.keys.push_back(text("macko.tensor.checksum", "x"));
+    });
     lie("version 0", S(BAD_KEY_VALUE), [](file & f) { f.set(scalar<uint32_t>("macko.version", U32, 0)); });
-    lie("min_reader_version 0", S(BAD_KEY_VALUE),
-        [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, 0)); });
     lie("version is a string", S(BAD_KEY_TYPE), [](file & f) { f.set(text("macko.version", "1")); });
     lie("version is u64", S(BAD_KEY_TYPE), [](file & f) { f.set(scalar<uint64_t>("macko.version", U64, 1)); });
-    lie("min_reader_version is i32", S(BAD_KEY_TYPE),
-        [](file & f) { f.set(scalar<int32_t>("macko.min_reader_version", I32, 1)); });
+    lie("version is i32", S(BAD_KEY_TYPE), [](file & f) { f.set(scalar<int32_t>("macko.version", I32, 1)); });
 }

@@ -245,7 +245,6 @@ inline builder::file empty_sparse_file(size_t n, uint64_t cols, uint64_t rows, u
         dense -= nb;
     }
     f.keys = { scalar<uint32_t>("macko.version", U32, 1),
-               scalar<uint32_t>("macko.min_reader_version", U32, 1),
                texts("macko.tensor.name", names),
                texts("macko.tensor.format", formats),
                array<uint32_t>("macko.tensor.type", U32, std::vector<uint32_t>(n, 1)),

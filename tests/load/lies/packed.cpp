@@ -19,14 +19,6 @@ TEST(malformed_packed_is_refused) {
         };
     };
     packed_lie("a valid packed file", S(OK), [](file &) {});
-    packed_lie("packed for old readers", S(BAD_FORMAT),
-               [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, 2)); });
-    packed_lie("Q5_0 values for old readers", S(BAD_FORMAT),
-               [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, 3)); });
-    packed_lie("Q4_NL values for old readers", S(BAD_FORMAT),
-               [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, 4)); });
-    packed_lie("coded values for old readers", S(BAD_FORMAT),
-               [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, 5)); });
     packed_lie("packed with 3 bits", S(BAD_FORMAT), [](file & f) {
         f.set(array<uint32_t>("macko.tensor.delta_bits", U32, std::vector<uint32_t>(base_model().sparse.size(), 3)));
     });

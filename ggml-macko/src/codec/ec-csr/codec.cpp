@@ -46,7 +46,6 @@ public:
     ec_csr_format()
         : codec(
               { "ec-csr",
-                2,
                 { ".values", ".deltas", ".bases", ".blk_ptr", ".rows", ".sets" },
                 { { "delta_bits", 8 }, { "max_granularity", 16 }, { "min_columns", 0 }, { "clip", 1 }, { "seed", 0 } },
                 false }) {}

@@ -131,8 +131,7 @@ public:
 
 class macko_format final : public codec {
 public:
-    macko_format()
-        : codec({ "macko", 1, { ".values", ".deltas", ".row_ptr" }, { { "delta_bits", SMALLEST } }, true }) {}
+    macko_format() : codec({ "macko", { ".values", ".deltas", ".row_ptr" }, { { "delta_bits", SMALLEST } }, true }) {}
 
     int check_desc(const ggml_macko_matrix & m) const override { return macko::check_desc(rows_desc(*this, m)); }
 

@@ -41,7 +41,6 @@ class packed_format final : public codec {
 public:
     packed_format()
         : codec({ "packed",
-                  3,
                   { ".values", ".index", ".row_ptr" },
                   { { "value_type", DENSE_TYPE },
                     { "index_bits", SMALLEST },
@@ -57,13 +56,6 @@ public:
                : component_type == GGML_MACKO_TYPE_I32 ? GGML_MACKO_TYPE_CODED
                : is_quant_type(component_type)         ? component_type
                                                        : dense_type;
-    }
-
-    int64_t version_of(int32_t value_type) const override {
-        return value_type == GGML_MACKO_TYPE_Q5_0    ? 4
-               : value_type == GGML_MACKO_TYPE_Q4_NL ? 5
-               : value_type == GGML_MACKO_TYPE_CODED ? 6
-                                                     : version();
     }
 
     // the exact lengths of gap codes and of coded values follow from themselves

@@ -5,12 +5,11 @@ options, and -hf REPO[:FILE] for a GGUF of the Hugging Face hub.
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import llama_cpp
 
-from . import errors
-from .errors import ArgumentError, one_line
+from . import errors, guards
+from .errors import one_line
 from .huggingface.hub import download
 from .llama import Llama
 from .native.loader import register
@@ -27,20 +26,6 @@ def with_download(arguments: list[str]) -> list[str]:
     return [*arguments[:at], "--model", str(download(arguments[at + 1])), *arguments[at + 2 :]]
 
 
-def _answer_bad_arguments() -> None:
-    """Requests that Llama refuses are answered with status 400; llama_cpp.server knows two such errors."""
-    from llama_cpp.server.errors import RouteErrorHandler
-
-    answer = RouteErrorHandler.error_message_wrapper
-
-    def error_message_wrapper(self: RouteErrorHandler, error: Exception, body: Any = None) -> Any:
-        if isinstance(error, ArgumentError):
-            return 400, {"message": one_line(error), "type": "invalid_request_error", "param": None, "code": None}
-        return answer(self, error, body)
-
-    setattr(RouteErrorHandler, "error_message_wrapper", error_message_wrapper)  # noqa: B010  mypy: a method
-
-
 def main() -> int:
     try:
         register()
@@ -48,7 +33,7 @@ def main() -> int:
         setattr(llama_cpp, "Llama", Llama)  # noqa: B010  what the server makes: its checks hold for all requests
         from llama_cpp.server.__main__ import main as serve
 
-        _answer_bad_arguments()
+        guards.install("llama_cpp.server")
         # It answers requests that fail; what it raises kept it from starting.
         serve()  # type: ignore[no-untyped-call]
         return 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pkgutil
 import threading
 
 import llama_cpp
 import pytest
 
-from ggml_macko import Llama, errors
-from ggml_macko.native import grammar
+from ggml_macko import Llama, errors, grammar, guards
+from ggml_macko.native import bindings
 from support import generators
 
 REFUSED = {
@@ -50,6 +51,23 @@ def test_grammars_of_llama_cpp_python_are_accepted():
     assert len(known) > 5
     for text in known.values():
         grammar.check(text)
+
+
+@pytest.mark.parametrize("guard", guards.GUARDS, ids=lambda guard: guard.function)
+def test_guard_names_a_function_and_a_report_that_exist(guard):
+    reports = (generators.ROOT / "lab" / "upstream-reports.md").read_text()
+    assert guard.report is None or f"### {guard.report}\n" in reports
+    module, _, name = guard.function.rpartition(":")
+    if module.startswith("llama_cpp.server"):
+        pytest.importorskip("llama_cpp.server.app")
+    if guard.versions[1] == guards.NEWEST:
+        assert pkgutil.resolve_name(f"{module or 'llama_cpp'}:{name}") is not None
+    if not module:
+        assert name.partition(".")[2] in vars(guards.GuardedLlama)
+
+
+def test_guards_are_for_the_versions_that_the_plugin_is_for():
+    assert bindings.llama_cpp_python_range() == (guards.OLDEST, guards.NEWEST)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import jinja2
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ggml_macko.native import chat_template
+from ggml_macko import guards
 from support import gguf_bytes as gb
 from support import tiny_models
 
@@ -170,7 +170,7 @@ def test_autoescape_of_an_expression_and_a_huge_template_are_refused(bases, tmp_
     f = gb.read(bases["llama"])
     f.set("tokenizer.chat_template", gb.STRING, b"x" * ((1 << 18) + 1))
     assert load(gb.write(f), tmp_path) == "22 chat template: 262145 characters; the limit is 262144"
-    environment = chat_template.Environment()
+    environment = guards.TemplateEnvironment()
     assert environment.from_string("{% autoescape true %}{{ a }}{% endautoescape %}").render(a="<") == "&lt;"
     with pytest.raises(jinja2.TemplateSyntaxError, match="true or false"):
         environment.from_string("{% autoescape 7**(7**9) %}{% endautoescape %}")
@@ -193,6 +193,6 @@ def test_templates_render_as_without_the_check():
         options = {"trim_blocks": True, "lstrip_blocks": True}
         results = [
             environment(**options).from_string(template).render(raise_exception=str, **values)
-            for environment in (ImmutableSandboxedEnvironment, chat_template.Environment)
+            for environment in (ImmutableSandboxedEnvironment, guards.TemplateEnvironment)
         ]
         assert results[0] == results[1], template

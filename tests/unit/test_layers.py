@@ -25,10 +25,12 @@ PYTHON = {
     "values": set(),
     "regular_files": set(),
     "_ffi": set(),
-    "native": {"_ffi"},
+    "grammar": set(),
+    "guards": {"grammar"},
+    "native": {"_ffi", "guards"},
     "codecs": {"native"},
     "gguf": {"native", "codecs"},
-    "llama": {"native"},
+    "llama": {"guards", "native"},
     "sparse_matrix": {"native", "codecs"},
     "huggingface": {"native", "codecs", "gguf"},
     "conversion": {"native", "codecs", "gguf"},
@@ -36,7 +38,7 @@ PYTHON = {
     "pruning": {"native", "codecs", "gguf", "evaluation"},
     "recovery": {"native", "codecs", "gguf", "evaluation", "pruning"},
     "benchmark": {"native", "codecs", "gguf", "llama", "sparse_matrix", "conversion", "evaluation", "pruning"},
-    "server": {"native", "llama", "huggingface"},
+    "server": {"guards", "native", "llama", "huggingface"},
 }
 ANYTHING = {"commands", "__init__", "__main__"}  # the top: imported by none but the entry points
 

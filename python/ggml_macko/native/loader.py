@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import errors, system
-from ..native import bindings, chat_template
+from ..native import bindings
 
 _lock = threading.RLock()
 _registered = False
@@ -52,7 +52,9 @@ def register() -> None:
         _check_versions()
         _load_plugin()
         _replace_load_function()
-        chat_template.install()
+        from .. import guards  # here, since it imports llama_cpp
+
+        guards.install("llama_cpp")
         _registered = True
 
 
@@ -101,7 +103,6 @@ def _load_plugin() -> None:
 def _replace_load_function() -> None:
     import llama_cpp
     import llama_cpp.llama_cpp as api
-    from llama_cpp._internals import LlamaModel
 
     load_from_file = _address(_llama_load_function(api))
 
@@ -117,7 +118,6 @@ def _replace_load_function() -> None:
 
     api.llama_model_load_from_file = llama_model_load_from_file
     llama_cpp.llama_model_load_from_file = llama_model_load_from_file
-    LlamaModel.sampler = None  # 0.3.21 asks for it when it closes a model that did not load, and prints an exception
 
 
 @functools.cache

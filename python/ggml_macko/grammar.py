@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from .. import errors
+from . import errors
 
 MAX_NBYTES = 1 << 20  # of the text
 MAX_DEPTH = 500  # of parentheses

@@ -17,6 +17,7 @@ from ggml_macko.conversion import plan
 from ggml_macko.gguf.files import Model
 from ggml_macko.native import bindings
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32, bits_dtype
+from reference import macko as macko_reference
 from support import generators
 
 SPARSE = {  # of tiny; attn_output is too dense
@@ -68,12 +69,12 @@ def test_file_is_what_the_specification_says(tmp_path, tiny, macko):
         assert ne == (dense[name][1] + [1, 1, 1])[:4]
         values, deltas, row_ptr = (parts[f"{name}.{c}"].data for c in ("values", "deltas", "row_ptr"))
         rows = int(np.prod(ne[1:]))
-        m = macko_codec.MackoMatrix(
+        m = macko_reference.MackoMatrix(
             rows, ne[0], type_id, keys["macko.tensor.delta_bits"][i], keys["macko.tensor.nnz"][i], int(row_ptr[-1]),
             np.ascontiguousarray(values).reshape(-1).view(bits_dtype(type_id)),
             np.ascontiguousarray(deltas).view(np.uint8), np.ascontiguousarray(row_ptr),
         )  # fmt: skip
-        assert macko_codec.decode(m).tobytes() == dense[name][2], name
+        assert macko_reference.decode(m).tobytes() == dense[name][2], name
 
 
 @pytest.mark.parametrize("kind", ["macko", "auto"])

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ggml_macko import errors
-from ggml_macko.codecs import macko as macko_codec
 from ggml_macko.codecs.macko import DELTA_BITS
 from ggml_macko.native import bindings
 from ggml_macko.values import TYPE_F16
+from reference import macko as macko_codec
 from support import c_codecs, generators
 
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ggml_macko import SparseMatrix, errors, values
-from ggml_macko.codecs import ec_csr
 from ggml_macko.codecs.ec_csr import DELTA_BITS
 from ggml_macko.native import bindings
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
+from reference import ec_csr
 from reference.products import assert_close_to_float64
 from support import c_codecs, generators
 from support import gguf_bytes as gb

@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ggml_macko import SparseMatrix, errors, values
-from ggml_macko.codecs import coded, packed
-from ggml_macko.codecs.packed import TYPE_CODED, TYPE_Q4_0, TYPE_Q4_NL, TYPE_Q5_0, TYPE_Q8_0
+from ggml_macko.codecs import coded, value_types
+from ggml_macko.codecs.packed import TYPE_CODED
+from ggml_macko.codecs.value_types import TYPE_Q4_0, TYPE_Q4_NL, TYPE_Q5_0, TYPE_Q8_0
 from ggml_macko.conversion import bit_allocation
 from ggml_macko.gguf import imatrix
 from ggml_macko.gguf.files import Model
@@ -29,6 +30,8 @@ from ggml_macko.native import bindings
 from ggml_macko.native import codec as native_codec
 from ggml_macko.native.cpu import CpuMatrix, cpu_kernels
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
+from reference import coded as coded_values
+from reference import packed
 from support import c_codecs, generators, llama_logits
 from support.generators import DEMO
 from support.llama_logits import greedy, open_model
@@ -84,7 +87,7 @@ def test_coded_matrices_are_restored_and_canonical(data, matrix):
     dense, type_id = matrix
     n_threads = data.draw(st.integers(1, 3))
     sizes = {}
-    for m, e in coded.widths_of_type(type_id):
+    for m, e in coded_values.widths_of_type(type_id):
         found = coded_matrix(dense, type_id, m, e, n_threads)
         generators.assert_same(packed.encode(dense, type_id, TYPE_CODED, found.index_bits, m, e), found)
         assert packed.decode(found).tobytes() == c_codecs.decode(found, n_threads).tobytes() == dense.tobytes()
@@ -318,7 +321,7 @@ def test_rounding_to_scales_is_that_of_numpy(value_type):
     rng = np.random.default_rng(4)
     x = (rng.standard_normal(3200) * np.exp(2 * rng.standard_normal(3200))).astype(np.float32)
     scales = (np.abs(x).reshape(-1, 32).max(axis=1) / 20 * rng.choice([1, -1, 0], 100, p=[0.5, 0.4, 0.1])).astype("f2")
-    want = packed.pack_blocks(
+    want = value_types.pack_blocks(
         scales[:, None], packed.nearest_q(x.reshape(-1, 32), scales[:, None].astype(np.float32), value_type), value_type
     )
     for n_threads in (1, 3):
@@ -345,8 +348,8 @@ def test_search_and_weights_lower_the_error(value_type):
     weights = np.exp(rng.standard_normal((2, cols)) * 1.5).astype(np.float32)  # of two experts
     of_all = np.repeat(weights, rows // 2, axis=0)
     forms = {
-        "weighted": packed.quantize_non_zeros(dense, TYPE_F16, value_type, weights, 2),
-        "searched": packed.quantize_non_zeros(dense, TYPE_F16, value_type, None),
+        "weighted": c_codecs.quantized(dense, TYPE_F16, value_type, weights, 2),
+        "searched": c_codecs.quantized(dense, TYPE_F16, value_type, None),
         "rounded": c_codecs.packed(dense, TYPE_F16, value_type),
     }
     error, weighted = {}, {}
@@ -393,11 +396,11 @@ def test_levels_lose_less_than_q4_0(density):
     dense = pruned(rng, 64, 1024, density)
     weights = np.exp(rng.standard_normal((1, 1024))).astype(np.float32)
     for w in (None, weights):
-        nl, q4 = (packed.quantize_non_zeros(dense, TYPE_F16, t, w) for t in (TYPE_Q4_NL, TYPE_Q4_0))
+        nl, q4 = (c_codecs.quantized(dense, TYPE_F16, t, w) for t in (TYPE_Q4_NL, TYPE_Q4_0))
         assert nl.nbytes == q4.nbytes
         lost = [relative_error(dense, m, w) for m in (nl, q4)]
         assert lost[0] < 0.9 * lost[1]
-    searched = packed.quantize_non_zeros(dense, TYPE_F16, TYPE_Q4_NL, None)
+    searched = c_codecs.quantized(dense, TYPE_F16, TYPE_Q4_NL, None)
     assert relative_error(dense, nl, weights) < relative_error(dense, searched, weights)
 
 
@@ -474,7 +477,7 @@ def test_columns_without_input_keep_their_weights():
     sums = np.zeros((1, 64), np.float32)
     sums[0, 40:] = 1
     found = imatrix.Imatrix("x", {"x": imatrix.Statistics(sums, np.array([1]))})
-    m = packed.quantize_non_zeros(dense, TYPE_F16, TYPE_Q4_0, found.column_weights(t))
+    m = c_codecs.quantized(dense, TYPE_F16, TYPE_Q4_0, found.column_weights(t))
     assert np.all(np.abs(generators.to_float64(c_codecs.decode(m), TYPE_F16) - 1) < 0.01)
 
 
@@ -720,7 +723,7 @@ def test_file_is_what_the_specification_says(tmp_path, macko):
             )[:nnz]
             assert not np.any(n.reshape(-1)[nnz:])
         elif is_coded:
-            numbers = coded.decode(m.values, TYPE_F16, nnz).view(np.float16).astype(np.float32)
+            numbers = coded_values.decode(m.values, TYPE_F16, nnz).view(np.float16).astype(np.float32)
         else:
             numbers = gguf.quants.dequantize(values.data, values.tensor_type).reshape(-1)[:nnz]
         got = np.zeros((rows, cols), np.float32)

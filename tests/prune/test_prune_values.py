@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ggml_macko import values
-from ggml_macko.codecs import exact_blocks, packed
+from ggml_macko.codecs import exact_blocks
 from ggml_macko.codecs.value_types import BLOCK, LEVELS, TYPE_Q4_NL, pack_blocks, pack_nibbles
 from ggml_macko.pruning import array_backend, quantized
 from ggml_macko.pruning.options import VALUES
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
+from reference import packed
 from support import generators
 from support.pruning import damped64, interrupted, moments, problem_of, pruned_tensors, tiny_model
 

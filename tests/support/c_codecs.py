@@ -1,4 +1,4 @@
-"""The C library's codecs on the matrices of the NumPy twins, so that tests can compare the two."""
+"""The C library's codecs on the matrices of the reference, so that tests can compare the two."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any, Union
 
 import numpy as np
 
-from ggml_macko.codecs.ec_csr import EcCsrMatrix
-from ggml_macko.codecs.macko import MackoMatrix
-from ggml_macko.codecs.packed import PackedMatrix
+from ggml_macko.codecs import packed as packed_codec
 from ggml_macko.native import codec as native_codec
 from ggml_macko.native.cpu import CpuMatrix
+from reference.ec_csr import EcCsrMatrix
+from reference.macko import MackoMatrix
+from reference.packed import PackedMatrix
 
 Matrix = Union[MackoMatrix, EcCsrMatrix, PackedMatrix]
 
@@ -32,6 +33,13 @@ def ec_csr(
 def packed(dense: np.ndarray, type_id: int, value_type: int, index_bits: int = -1, n_threads: int = 0) -> PackedMatrix:
     options = {"value_type": value_type, "index_bits": index_bits}
     return PackedMatrix.from_encoded(native_codec.encode("packed", dense, type_id, options, n_threads))
+
+
+def quantized(
+    dense: np.ndarray, type_id: int, value_type: int, weights: np.ndarray | None, n_threads: int = 0
+) -> PackedMatrix:
+    """With the scales that convert searches."""
+    return PackedMatrix.from_encoded(packed_codec.quantize_non_zeros(dense, type_id, value_type, weights, n_threads))
 
 
 def validate(m: Matrix, n_threads: int = 0) -> None:

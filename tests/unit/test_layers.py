@@ -95,6 +95,17 @@ def test_every_package_has_a_layer():
     assert packages - ANYTHING <= set(PYTHON)
 
 
+def test_architecture_page_lists_packages_above_those_that_they_import():
+    page = (generators.ROOT / "docs" / "design" / "architecture.md").read_text(encoding="utf-8")
+    block = re.search(r"^## Python\n.*?^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    rows = [set(re.findall(r"\w+", line)) for line in block[1].splitlines()]
+    assert rows[-1] == BASE
+    assert set().union(*rows) == {*PYTHON, "commands"} - {"_ffi"}
+    for i, row in enumerate(rows):
+        for package in row - {"commands"}:
+            assert PYTHON[package] - {"_ffi"} <= set().union(*rows[i + 1 :])
+
+
 @pytest.mark.parametrize("room", sorted(CPLUSPLUS))
 def test_room_includes_only_rooms_below_its_own(room):
     for path in sorted((SOURCES / room).rglob("*")):

@@ -10,7 +10,6 @@
 // BF16.
 //
 //   --tune [--shapes ...] [--densities ...] [--columns ...] [--values ...] [--json FILE]: see bench-tune-gpu.cuh
-//   --zeros .5,.9 [--shapes ...] [--densities ...] [--values ...]: see bench-columns-gpu.cuh
 //
 // A time is the median over replays of a graph that runs the product once per copy of the matrix; there are enough
 // copies that none is in the L2 cache when its turn comes. "chained": each launch may start before the one ahead of it
@@ -22,7 +21,6 @@
 #include "cuda/lib/common.cuh"
 #include "cuda/lib/cublas.h"
 #include "cuda/ops/ops.h"
-#include "cuda/sparse/columns.cuh"
 #include "cuda/sparse/mul-mat.cuh"
 
 #include <algorithm>
@@ -781,7 +779,6 @@ struct bench_options {
     std::vector<double>     densities = { 0.5, 0.3, 0.1 };
     std::vector<int64_t>    columns   = { 1 };
     std::vector<value_type> types     = { VALUE_TYPES[0] };
-    std::vector<double>     zeros;
     bool                    csr = false, densify = false, layer = false, tune = false;
     FILE *                  json = nullptr;
 
@@ -811,11 +808,10 @@ struct bench_options {
         const auto is = [&](const char * option) { return !strcmp(name, option); };
         if (is("--shapes")) {
             set_shapes(value);
-        } else if (is("--densities") || is("--zeros")) {
-            std::vector<double> & shares = is("--zeros") ? zeros : densities;
-            shares.clear();
+        } else if (is("--densities")) {
+            densities.clear();
             for (const std::string & s : split(value)) {
-                shares.push_back(atof(s.c_str()));
+                densities.push_back(atof(s.c_str()));
             }
         } else if (is("--columns")) {
             columns.clear();
@@ -881,7 +877,7 @@ struct spmv_bench {
         strftime(date, sizeof(date), "%Y-%m-%d", gmtime(&now));
         printf("%s, driver %s, toolkit %s, %s, read bandwidth %.2f TB/s\n", device.name, driver.c_str(),
                runtime.c_str(), date, bandwidth * 1e-6);
-        if (!options.tune && options.zeros.empty()) {
+        if (!options.tune) {
             print_headers();
         }
         check_status(cuda_sparse_uploader::create(0, &uploader));
@@ -945,15 +941,11 @@ struct spmv_bench {
         void *              x16 = nullptr;
         reference           want;
 
-        // zeros: their share in x
-        operands(const file_matrix & f, int64_t n, double zeros = 0)
-            : file(f), rows(f.m.desc.rows), cols(f.m.desc.cols), n(n), want(0) {
+        operands(const file_matrix & f, int64_t n) : file(f), rows(f.m.desc.rows), cols(f.m.desc.cols), n(n), want(0) {
             std::vector<float> host(static_cast<size_t>(cols * n));
-            std::mt19937_64    random(1);
             for (size_t i = 0; i < host.size(); i++) {
-                const bool is_zero = std::uniform_real_distribution<double>(0, 1)(random) < zeros;
-                const int  steps   = static_cast<int>((i * 2654435761u & 0xffffffffu) >> 24) - 128;
-                host[i]            = is_zero ? 0.0f : static_cast<float>(steps) / 64.0f;
+                const int steps = static_cast<int>((i * 2654435761u & 0xffffffffu) >> 24) - 128;
+                host[i]         = static_cast<float>(steps) / 64.0f;
             }
             want = file.product(host.data() + (n - 1) * cols);
             CHECKED(cudaMalloc(&x16, CUDA_SPARSE_X16_NBYTES));
@@ -1039,9 +1031,7 @@ struct spmv_bench {
 
     // a product with n columns of x, checked and timed
     product_times time_product(const copies & m, int64_t n, double dense_us) {
-        return time_products(m, operands(m.file, n), dense_us);
-    }
-    product_times time_products(const copies & m, const operands & o, double dense_us) {
+        const operands             o(m.file, n);
         cuda_sparse_mul_mat_params p   = o.params();
         const auto                 run = [&](int i) {
             p.w[0] = &m.w[static_cast<size_t>(i)];
@@ -1089,7 +1079,6 @@ struct spmv_bench {
     }
 };
 
-#include "bench-columns-gpu.cuh"
 #include "bench-tune-gpu.cuh"
 
 // ---- entry ----
@@ -1099,15 +1088,13 @@ int bench_spmv_gpu(int argc, char ** argv) {
     if (!options.parse(argc, argv)) {
         fprintf(stderr, "usage: bench-spmv-gpu [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] "
                         "[--columns 1,4] [--values f16,pruned,pruned-8,q8_0,q4_0] [--csr] [--unpack] [--layer] "
-                        "[--tune] [--zeros .5,.9] [--json FILE]\n");
+                        "[--tune] [--json FILE]\n");
         return 2;
     }
 
     spmv_bench bench(options);
     if (options.tune) {
         tune_bench(bench).run();
-    } else if (!options.zeros.empty()) {
-        columns_bench(bench).run();
     } else if (options.layer) {
         for (const double d : options.densities) {
             for (const value_type & t : options.types) {

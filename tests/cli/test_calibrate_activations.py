@@ -39,7 +39,6 @@ NAMES = (
     "part.down",
     "part.share",
     "part.threshold",
-    "part.zeros",
 )
 KEYS = {"macko.act." + name for name in NAMES}
 
@@ -189,14 +188,13 @@ def test_commands_write_show_and_measure(tmp_path, macko):
 
     shown = macko("inspect", out).out
     assert "score product, uniform shares, 50.00% of the neurons" in shown
-    assert f"thresholds and zeros from 3 chunks of 64 tokens of {SAMPLE.name!r}" in shown
-    rows = [line.split("|")[1:-1] for line in shown.splitlines() if line.startswith("| blk.") and line.count("|") == 6]
+    assert f"thresholds from 3 chunks of 64 tokens of {SAMPLE.name!r}" in shown
+    rows = [line.split("|")[1:-1] for line in shown.splitlines() if line.startswith("| blk.") and line.count("|") == 5]
     assert [row[0].strip() for row in rows] == DOWNS
     assert [float(row[3]) for row in rows] == pytest.approx([part.threshold for part in rule.parts], rel=1e-3)
     assert "macko.act." not in shown
     metadata = json.loads(macko("inspect", "--json", out).out)["metadata"]
     assert metadata["macko.act.part.threshold"] == [part.threshold for part in rule.parts]
-    assert metadata["macko.act.part.zeros"] == [part.zeros for part in rule.parts]
     assert "may be skipped" not in macko("inspect", DEMO).out
 
     done = macko("perplexity", *args, "-m", out, "--chunks", 2, "--skip", "file")
@@ -206,36 +204,6 @@ def test_commands_write_show_and_measure(tmp_path, macko):
     skip = json.loads(done.out)["skip"]
     assert (skip["share"], skip["score"], skip["text"], skip["n_chunks"]) == (0.5, "product", SAMPLE.name, 3)
     assert [part["threshold"] for part in skip["parts"]] == [part.threshold for part in rule.parts]
-    assert [part["zeros"] for part in skip["parts"]] == [part.zeros for part in rule.parts]
-
-
-def test_zeros_on_file_are_those_of_the_inputs_of_down(tmp_path, macko, monkeypatch):
-    """Of a model with a ReLU: counted in the inputs of one chunk, and what --json says of the same text."""
-    taps = []
-
-    def make_tap():
-        taps.append(Recorder())
-        return taps[-1]
-
-    path, out, stored = (tmp_path / f"{name}.gguf" for name in ("arcee", "out", "sparse"))
-    path.write_bytes(gb.write(tiny_models.make("arcee")))
-    with monkeypatch.context() as patch:
-        patch.setattr(skipping, "FeedForwardTap", make_tap)
-        rule = calibrate_activations(
-            path, out, SkipOptions(0.5, SAMPLE, "product", n_chunks=1), n_batch=64, **OPTIONS
-        ).rule
-    zeros = gguf.GGUFReader(out).fields["macko.act.part.zeros"].contents()
-    assert zeros == [np.float32((taps[0].products[part.down][0] == 0).mean()) for part in rule.parts]
-    assert len(zeros) >= 2 and all(0.3 < share < 0.6 for share in zeros)
-
-    assert macko("convert", out, stored, "macko").code == 0
-    rows = [line.split("|")[1:-1] for line in macko("inspect", stored).out.splitlines() if line.count("|") == 6]
-    assert [float(row[4]) for row in rows[2:]] == pytest.approx(zeros, abs=1e-3)
-    args = ["-f", SAMPLE, "-ngl", 0, "-t", 2, "-c", 64, "--chunks", 2, "--json"]
-    options = ["--skip", 0.5, "--skip-score", "product", "--skip-text", SAMPLE, "--skip-chunks", 1]
-    for model, skip in ((path, options), (out, ["--skip", "file"]), (stored, ["--skip", "file"])):
-        parts = json.loads(macko("perplexity", "-m", model, *args, *skip).out)["skip"]["parts"]
-        assert [np.float32(part["zeros"]) for part in parts] == zeros
 
 
 def test_bad_options_are_refused_in_one_line(tmp_path, macko):
@@ -326,7 +294,7 @@ def test_part_that_is_none_of_the_model_is_refused(calibrated, tmp_path, macko):
 
 def test_parts_that_are_not_named_are_not_skipped(calibrated, tmp_path):
     file = gb.read(calibrated.read_bytes())
-    for name in ("down", "share", "threshold", "zeros"):
+    for name in ("down", "share", "threshold"):
         del file.key(f"macko.act.part.{name}").value[1:3]
     path = tmp_path / "two.gguf"
     path.write_bytes(gb.write(file))

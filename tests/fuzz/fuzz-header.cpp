@@ -1,7 +1,6 @@
 // Headers of model files: structure, keys, and the description of sparse tensors. An input is a header, and the number
 // of bytes of its data, which are not stored, in its last four bytes.
 #include "gguf.h"
-#include "load/activation-keys.h"
 #include "load/thresholds.h"
 #include "model-check.h"
 
@@ -29,10 +28,6 @@ static bool run(const uint8_t * data, size_t size) {
         return false;
     }
     check_dense_header(file);
-    for (const macko::sparse_tensor_info & m : file.sparse) {
-        const float zeros = macko::activation_zeros(file.header, m.name);
-        FUZZ_CHECK(zeros >= 0 && zeros <= 1, "%s: %g zeros", m.name.c_str(), static_cast<double>(zeros));
-    }
     const char * none = nullptr;
     const int    set  = macko::set_thresholds(&file, &none);
     FUZZ_CHECK(set == GGML_MACKO_STATUS_OK || set == GGML_MACKO_STATUS_BAD_KEY_VALUE, "thresholds: %d", set);

@@ -109,33 +109,6 @@ TEST(a_computed_norm_weight_is_not_read_early) {
     check_launches("computed norm weight", b.graph, { "unary", "rms_norm+mul", "sparse q" });
 }
 
-// RELU and SQR in front of a weight that is kept by columns, for one token
-TEST(a_squared_relu_is_part_of_a_product_by_columns) {
-    struct {
-        const char *             name;
-        bool                     by_columns;
-        int64_t                  n_tokens;
-        std::vector<std::string> launches;
-    } const cases[] = {
-        { "by columns", true, 1, { "sparse up", "sparse down bias square_relu" } },
-        { "by rows", false, 1, { "sparse up", "unary", "unary", "sparse down bias" } },
-        { "two tokens", true, 2, { "sparse up", "unary", "unary", "sparse down residual" } },
-    };
-    for (const auto & c : cases) {
-        graph_builder b;
-        cuda_columns  columns = {};
-        ggml_tensor * x       = b.input(GGML_TYPE_F32, 256, c.n_tokens);
-        ggml_tensor * down    = b.sparse_weight("down", 512, 256);
-        if (c.by_columns) {
-            const_cast<stored_matrix *>(stored(down))->matrix.columns = &columns;
-        }
-        ggml_tensor * up = ggml_mul_mat(b.ctx, b.sparse_weight("up", 256, 512), x);
-        ggml_tensor * y  = ggml_mul_mat(b.ctx, down, ggml_sqr(b.ctx, ggml_relu(b.ctx, up)));
-        finish(b, ggml_add(b.ctx, y, x));
-        check_launches(c.name, b.graph, c.launches);
-    }
-}
-
 TEST(a_part_in_another_layout_takes_no_norm) {
     graph_builder b;
     projections   p(b);

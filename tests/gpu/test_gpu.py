@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 
 from ggml_macko.benchmark import bench_gpu, tuning
-from ggml_macko.evaluation.calibrate_activations import calibrate_activations
-from ggml_macko.evaluation.skipping import SkipOptions
 from ggml_macko.native import devices
 from support import generators, gguf_bytes, lora_files, relu_models, tiny_models
 from support.commands import run_macko
@@ -480,45 +478,9 @@ def test_bench_writes_a_tuning_report(tmp_path, macko):
     assert "lanes per row" in " ".join(report["summary"]) and tuning.report(report["tuning"], "0").startswith("# Tu")
 
 
-def test_columns_that_meet_zeros_are_left_out_without_a_change(squared_relu, monkeypatch):
+def test_a_squared_relu_has_the_logits_of_the_cpu(squared_relu):
     dense, sparse = squared_relu
-    monkeypatch.setenv("GGML_MACKO_COLUMNS", "1")
     tokens = [int(t) for t in np.random.default_rng(8).integers(3, 900, 24)]
-    skipping = logits_one_by_one(open_model(sparse), tokens)
-    monkeypatch.setenv("GGML_MACKO_NO_SKIP", "1")
-    np.testing.assert_array_equal(logits_one_by_one(open_model(sparse), tokens), skipping)
-    monkeypatch.setenv("GGML_MACKO_NO_COLUMNS", "1")
-    by_rows = logits_one_by_one(open_model(sparse), tokens)
-    assert (by_rows != skipping).any()  # sums in another order: columns were read
-    assert nmse(skipping, by_rows) < 1e-9
-    assert nmse(skipping, logits_one_by_one(open_model(dense, 0), tokens)) < NMSE
-    whole_prompt = logits(open_model(sparse, logits_all=True), tokens)
-    assert nmse(skipping, whole_prompt) < NMSE
-
-
-def test_a_models_keys_tell_which_weights_are_kept_by_columns(squared_relu, tmp_path, monkeypatch):
-    _, sparse = squared_relu
-    keyed = tmp_path / "keyed.gguf"
-    skip = SkipOptions(0.5, str(generators.SAMPLE), "product", n_chunks=2)
-    found = calibrate_activations(sparse, keyed, skip, n_ctx=64, n_gpu_layers=0)
-    assert all(part.zeros > 0.9 for part in found.rule.parts)
-    tokens = [int(t) for t in np.random.default_rng(9).integers(3, 900, 8)]
-    with_keys = logits_one_by_one(open_model(keyed), tokens)
-    by_rows = logits_one_by_one(open_model(sparse), tokens)
-    monkeypatch.setenv("GGML_MACKO_COLUMNS", "1")
-    np.testing.assert_array_equal(with_keys, logits_one_by_one(open_model(sparse), tokens))
-    assert (with_keys != by_rows).any()
-
-
-@pytest.mark.parametrize("kind", ["macko", "sparse-q8_0"])
-def test_experts_behind_a_relu_leave_columns_out_without_a_change(tmp_path, monkeypatch, kind):
-    path = tmp_path / "sparse.gguf"
-    run_macko("convert", relu_models.relu_model("smallthinker", tmp_path / "dense.gguf", 0.01), path, kind)
-    monkeypatch.setenv("GGML_MACKO_COLUMNS", "1")
-    skipping = logits_one_by_one(open_model(path), relu_models.TOKENS)
-    monkeypatch.setenv("GGML_MACKO_NO_SKIP", "1")
-    np.testing.assert_array_equal(logits_one_by_one(open_model(path), relu_models.TOKENS), skipping)
-    monkeypatch.setenv("GGML_MACKO_NO_COLUMNS", "1")
-    by_rows = logits_one_by_one(open_model(path), relu_models.TOKENS)
-    assert (by_rows != skipping).any() == (kind == "macko")  # quantized values are read by rows
-    assert nmse(skipping, by_rows) < 1e-9
+    found = logits_one_by_one(open_model(sparse), tokens)
+    assert nmse(found, logits_one_by_one(open_model(dense, 0), tokens)) < NMSE
+    assert nmse(found, logits(open_model(sparse, logits_all=True), tokens)) < NMSE

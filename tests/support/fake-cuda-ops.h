@@ -119,7 +119,7 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & p, cudaStream
                   fake::text_of(static_cast<const void *>(p.residual[i])) + fake::text_of(p.row_begin[i]) +
                   fake::text_of(p.row_end[i]);
     }
-    name += (p.norm_weight ? " norm" : "") + std::string(p.silu_mul ? " silu" : p.square_relu ? " square_relu" : "");
+    name += (p.norm_weight ? " norm" : "") + std::string(p.silu_mul ? " silu" : "");
     cudaError_t error =
         add(std::move(name), static_cast<const void *>(p.x), p.ldx, p.n, static_cast<const void *>(p.x16),
             static_cast<const void *>(p.norm_weight), p.norm_eps, static_cast<const void *>(p.expert_ids),

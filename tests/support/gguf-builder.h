@@ -562,7 +562,6 @@ inline void set_activation_keys(file * f) {
     f->set(texts("macko.act.part.down", { "blk.0.ffn_down.weight", "blk.1.ffn_down.weight" }));
     f->set(array<float>("macko.act.part.share", F32, { 0.25f, 0.75f }));
     f->set(array<float>("macko.act.part.threshold", F32, { 0.0f, FLT_MAX }));
-    f->set(array<float>("macko.act.part.zeros", F32, { 0.125f, 1.0f }));
 }
 
 // The components of a packed matrix with a bitmap as its index.

@@ -1,6 +1,5 @@
 #include "backend/load-session.h"
 #include "backend/log.h"
-#include "load/activation-keys.h"
 #include "load/compress.h"
 #include "load/matrix-file.h"
 #include "load/thresholds.h"
@@ -145,11 +144,7 @@ static int choose_columns(model_file * file, bool logs) {
         }
     }
     for (sparse_tensor_info & m : file->sparse) {
-        const bool meets_zeros = has_zero_inputs(file->arch, m.name);
-        m.by_columns           = has_columns && (meets_zeros || m.threshold > 0);
-        if (meets_zeros) { // GGML_MACKO_COLUMNS: to test and to measure
-            m.zeros = getenv("GGML_MACKO_COLUMNS") ? 1.0f : activation_zeros(file->header, m.name);
-        }
+        m.by_columns = has_columns && (has_zero_inputs(file->arch, m.name) || m.threshold > 0);
     }
     return GGML_MACKO_STATUS_OK;
 }

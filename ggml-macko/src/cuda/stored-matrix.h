@@ -1,7 +1,6 @@
 // A sparse weight in the memory of a GPU. The buffers (cuda/device) make it, the graph (cuda/graph) multiplies by it.
 #pragma once
 
-#include "cuda/sparse/columns.h"
 #include "cuda/sparse/mul-mat.cuh"
 
 #include "ggml.h"
@@ -15,7 +14,6 @@ struct stored_matrix {
     cuda_sparse_matrix           matrix;
     int64_t                      rows_per_matrix; // ne1; experts and other stacked matrices follow each other
     std::unique_ptr<matrix_part> part;            // owns matrix.part; null: the matrix has none
-    cuda_columns                 columns;         // if matrix.columns is not null
     cuda_memory                  outgrown;        // memory of a matrix that did not fit the reserved bytes, else null
 };
 

@@ -523,17 +523,4 @@ bool gguf_header::get_strings(const gguf_key & key, std::vector<std::string> * o
     return true;
 }
 
-bool gguf_header::find_string(const gguf_key & key, std::string_view text, uint64_t * i) const {
-    if (key.element_type != GGUF_STRING) {
-        return false;
-    }
-    size_t pos = key.value;
-    for (*i = 0; *i < key.n; ++*i) {
-        if (string_at(bytes, pos, &pos) == text) {
-            return true;
-        }
-    }
-    return false;
-}
-
 } // namespace macko

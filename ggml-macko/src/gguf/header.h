@@ -62,7 +62,6 @@ struct gguf_header {
     bool get_float(const gguf_key & key, uint64_t i, double * out) const; // F32 and F64
     bool get_string(const gguf_key & key, uint64_t i, std::string * out) const;
     bool get_strings(const gguf_key & key, std::vector<std::string> * out) const;
-    bool find_string(const gguf_key & key, std::string_view text, uint64_t * i) const; // false: none is equal to text
 };
 
 // The source of the bytes. read copies n bytes at an offset to dst; it fails with GGML_MACKO_STATUS_TRUNCATED or

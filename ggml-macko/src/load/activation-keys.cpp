@@ -18,7 +18,7 @@ static const struct {
     { "macko.act.allocation", GGUF_STRING, false }, { "macko.act.text", GGUF_STRING, false },
     { "macko.act.chunks", GGUF_U32, false },        { "macko.act.n_ctx", GGUF_U32, false },
     { "macko.act.part.down", GGUF_STRING, true },   { "macko.act.part.share", GGUF_F32, true },
-    { "macko.act.part.threshold", GGUF_F32, true }, { "macko.act.part.zeros", GGUF_F32, true },
+    { "macko.act.part.threshold", GGUF_F32, true },
 };
 
 constexpr uint64_t MAX_TEXT_NAME = 1024; // bytes: 255 of a file's name, those that are not UTF-8 replaced by three
@@ -122,7 +122,7 @@ int check_activation_keys(const gguf_header & header) {
     if (const int status = check_one_of(header, "macko.act.allocation", { "uniform", "greedy" })) {
         return status;
     }
-    for (const char * name : { "macko.act.share", "macko.act.part.share", "macko.act.part.zeros" }) {
+    for (const char * name : { "macko.act.share", "macko.act.part.share" }) {
         if (const int status = check_numbers(header, name, 1.0)) {
             return status;
         }
@@ -136,17 +136,6 @@ int check_activation_keys(const gguf_header & header) {
         }
     }
     return check_names(header);
-}
-
-float activation_zeros(const gguf_header & header, std::string_view down) {
-    const gguf_key * names = header.find("macko.act.part.down");
-    uint64_t         i     = 0;
-    double           zeros = 0;
-    if (names == nullptr || !header.find_string(*names, down, &i)) {
-        return 0;
-    }
-    header.get_float(*header.find("macko.act.part.zeros"), i, &zeros); // cannot fail, because the header was checked
-    return static_cast<float>(zeros);
 }
 
 } // namespace macko

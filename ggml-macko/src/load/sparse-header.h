@@ -26,8 +26,7 @@ struct sparse_tensor_info {
     int64_t nbytes_values = 0; // of its first component on file; 0 if it is encoded on load
     // A model is loaded, and multiplies this by vectors with many zeros (zero-inputs.h): a device is to keep it by
     // columns, too. Never with GGML_MACKO_NO_COLUMNS, for whom memory matters more.
-    bool  by_columns = false;
-    float zeros      = 0; // their share in those vectors, as macko.act.part.zeros says; 0 if nothing says it
+    bool by_columns = false;
     // A model is loaded with GGML_MACKO_SKIP=1: an input of one token counts as zero if its magnitude, or its magnitude
     // times the norm of its column, is less than this (thresholds.h). 0: none does.
     float threshold         = 0;

@@ -28,9 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "there, also with another number of --chunks. "
         "With --activations it writes, instead, a copy of the model that also says which of its feed-forward neurons "
         "may be skipped for a token: thresholds, taken from the text on the CPU, at which a share of them is. The copy "
-        "gives the same results; `macko perplexity --skip file` measures what skipping costs. The copy also says how "
-        "many inputs of each down are zero: on a model with a ReLU, `macko calibrate --activations ... --skip-score "
-        "product` tells the GPU which weights to keep by columns."
+        "gives the same results; `macko perplexity --skip file` measures what skipping costs."
     )
     add_text_arguments(parser, N_BATCH, n_chunks=N_CALIBRATION_CHUNKS)
     parser.add_argument(

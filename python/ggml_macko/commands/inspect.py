@@ -24,8 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "density: from there on random non-zeros would take as much room as dense. Of EC-CSR tensors also the block "
         "sets, with the share of stored values that each covers; of sparse-lossless ones the bits of a value, the "
         "mantissa bits and exponents that have a code, the share of values that they cover, and the outliers; of a "
-        "file with thresholds of neurons (macko calibrate --activations) these, and the zeros in the inputs "
-        "of down; then totals of the file."
+        "file with thresholds of neurons (macko calibrate --activations) these; then totals of the file."
     )
     parser.add_argument("model", metavar="MODEL", help="GGUF model; the first file of a split one")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -139,11 +138,11 @@ def print_report(report: ModelReport) -> None:
     rule = report.skip_rule
     if rule is not None:
         neurons = {t.name: t.shape[0] for t in report.tensors}
-        rows = [[p.down, neurons[p.down], round(p.share, 4), p.threshold, round(p.zeros, 4)] for p in rule.parts]
-        headers = ["neurons that may be skipped, by down", "neurons", "share", "threshold", "zeros in its input"]
+        rows = [[p.down, neurons[p.down], round(p.share, 4), p.threshold] for p in rule.parts]
+        headers = ["neurons that may be skipped, by down", "neurons", "share", "threshold"]
         print(console.table(rows, headers))
         print(
-            f"score {rule.score}, {rule.allocation} shares, {rule.share:.2%} of the neurons; thresholds and zeros from "
+            f"score {rule.score}, {rule.allocation} shares, {rule.share:.2%} of the neurons; thresholds from "
             f"{rule.n_chunks} chunks of {rule.n_ctx} tokens of {rule.text!r}"
         )
         print()

@@ -269,7 +269,6 @@ class SkippedPart:
     threshold: float
     wanted: float  # share of the neurons
     measured: float  # share of the neurons of all tokens that were evaluated
-    zeros: float  # share of the input of down that is exactly 0 on the calibration text, with nothing skipped
 
 
 def skipped_share(parts: Sequence[SkippedPart]) -> float:
@@ -290,11 +289,9 @@ class SkippingModel:
         self._collects = False
         self._shares: dict[str, float] = {}  # node -> share; neurons of other parts are not skipped
         self._thresholds: dict[str, float] = {}
-        self._n_zeros: dict[str, int] = {}
         self._n_scored: dict[str, int] = {}
         self._n_skipped: dict[str, int] = {}
         self.distributions: dict[str, Distribution] = {}  # by node
-        self._zeros: dict[str, float] = {}  # node -> share of the input of down that is 0 on the calibration text
 
     @property
     def parts(self) -> list[FeedForwardPart]:
@@ -315,19 +312,17 @@ class SkippingModel:
         tap.on_part = self._on_part
 
     def calibrate(self, chunks: Chunks) -> None:
-        """Finds the feed-forward parts, takes the distributions of their scores on chunks (chunks, n_ctx) of a text,
-        and counts the zeros in the inputs of their downs.
+        """Finds the feed-forward parts, and takes the distributions of their scores on chunks (chunks, n_ctx) of a
+        text.
         """
         self.find_parts(chunks[:1])
         self.distributions = {part.node: Distribution() for part in self.parts}
-        self._n_zeros = dict.fromkeys(self.distributions, 0)
         self._collects = True
         try:
             for _, batch in self.model.batches(chunks):
                 self.model.evaluate(batch)
         finally:
             self._collects = False
-        self._zeros = {node: n / self.distributions[node].n for node, n in self._n_zeros.items()}
 
     def skip(self, shares: Mapping[str, float]) -> None:
         """Skips these shares of parts (node -> share) from now on. Counting starts anew."""
@@ -347,7 +342,6 @@ class SkippingModel:
             {node_of[part.down]: part.share for part in rule.parts},
             {node_of[part.down]: part.threshold for part in rule.parts},
         )
-        self._zeros = {node_of[part.down]: part.zeros for part in rule.parts}
 
     def _skip(self, shares: Mapping[str, float], thresholds: Mapping[str, float]) -> None:
         self._shares, self._thresholds = dict(shares), dict(thresholds)
@@ -368,7 +362,6 @@ class SkippingModel:
                     part.down,
                     share=_as_float32(self._shares[part.node]),
                     threshold=self._thresholds[part.node],
-                    zeros=_as_float32(self._zeros[part.node]),
                 )
                 for part in self.parts
             ),
@@ -383,7 +376,6 @@ class SkippingModel:
                 threshold=self._thresholds[part.node],
                 wanted=self._shares[part.node],
                 measured=self._n_skipped[part.node] / max(1, self._n_scored[part.node]),
-                zeros=self._zeros[part.node],
             )
             for part in self.parts
             if part.node in self._shares
@@ -429,7 +421,6 @@ class SkippingModel:
         scores = self._scorer(part, gate, product)
         if self._collects:
             self.distributions[part.node].add(scores)
-            self._n_zeros[part.node] += product.size - int(np.count_nonzero(product))
             return
         mask = scores < np.float32(self._thresholds[part.node])
         product[mask] = 0

@@ -22,7 +22,6 @@ class PartRule:
     down: str  # name of the weight
     share: float  # of the part's neurons, as it was wanted
     threshold: float  # a neuron whose score is less is skipped
-    zeros: float  # share of the input of down that is exactly 0 on the calibration text
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class SkipRule:
             make_key(_PREFIX + "part.down", "[str", [part.down for part in self.parts]),
             make_key(_PREFIX + "part.share", "[f32", [part.share for part in self.parts]),
             make_key(_PREFIX + "part.threshold", "[f32", [part.threshold for part in self.parts]),
-            make_key(_PREFIX + "part.zeros", "[f32", [part.zeros for part in self.parts]),
         ]
 
 
@@ -72,9 +70,7 @@ def read_rule(model: Model) -> SkipRule | None:
         text=found["text"],
         n_chunks=found["chunks"],
         n_ctx=found["n_ctx"],
-        parts=tuple(
-            map(PartRule, found["part.down"], found["part.share"], found["part.threshold"], found["part.zeros"])
-        ),
+        parts=tuple(map(PartRule, found["part.down"], found["part.share"], found["part.threshold"])),
     )
 
 

@@ -12,7 +12,7 @@ TEST(malformed_activation_keys_are_refused) {
     lie("activation keys", S(OK), [](file & f) { set_activation_keys(&f); });
     for (const char * name : { "macko.act.kind", "macko.act.share", "macko.act.allocation", "macko.act.text",
                                "macko.act.chunks", "macko.act.n_ctx", "macko.act.part.down", "macko.act.part.share",
-                               "macko.act.part.threshold", "macko.act.part.zeros" }) {
+                               "macko.act.part.threshold" }) {
         lie_of_activations(name, S(MISSING_KEY), [name](file & f) { f.drop(name); });
         lie_of_activations(name, S(BAD_KEY_TYPE), [name](file & f) { f.set(scalar<int32_t>(name, I32, 1)); });
         lie_of_activations(name, S(BAD_KEY_TYPE), [name](file & f) { f.set(array<uint64_t>(name, U64, { 1, 1 })); });
@@ -27,7 +27,7 @@ TEST(malformed_activation_keys_are_refused) {
     for (const float value : { -FLT_TRUE_MIN, beyond_one, NAN, INFINITY, -INFINITY }) {
         lie_of_activations("share", S(BAD_KEY_VALUE),
                            [&](file & f) { f.set(scalar<float>("macko.act.share", F32, value)); });
-        for (const char * name : { "macko.act.part.share", "macko.act.part.zeros" }) {
+        for (const char * name : { "macko.act.part.share" }) {
             lie_of_activations(name, S(BAD_KEY_VALUE),
                                [&](file & f) { f.set(array<float>(name, F32, { 0.5f, value })); });
         }
@@ -38,7 +38,7 @@ TEST(malformed_activation_keys_are_refused) {
         lie_of_activations(name, S(BAD_KEY_VALUE), [name](file & f) { f.set(scalar<uint32_t>(name, U32, 0)); });
     }
     for (const size_t n : { 0, 1, 3 }) {
-        for (const char * name : { "macko.act.part.share", "macko.act.part.threshold", "macko.act.part.zeros" }) {
+        for (const char * name : { "macko.act.part.share", "macko.act.part.threshold" }) {
             lie_of_activations(name, S(BAD_KEY_VALUE),
                                [&](file & f) { f.set(array<float>(name, F32, std::vector<float>(n, 0.5f))); });
         }
@@ -53,7 +53,7 @@ TEST(malformed_activation_keys_are_refused) {
             names.push_back(std::to_string(i));
         }
         f.set(texts("macko.act.part.down", names));
-        for (const char * name : { "macko.act.part.share", "macko.act.part.threshold", "macko.act.part.zeros" }) {
+        for (const char * name : { "macko.act.part.share", "macko.act.part.threshold" }) {
             f.set(array<float>(name, F32, std::vector<float>(names.size())));
         }
     });
@@ -72,22 +72,3 @@ TEST(malformed_activation_keys_are_refused) {
     }
 }
 
-// Of the downs that the keys name; of anything else, and without the keys, none are known.
-TEST(zeros_of_a_down_are_read) {
-    const builder::model m         = builder::tiny_llama(512, 2, 31);
-    file                 with_keys = builder::sparse_file(m);
-    set_activation_keys(&with_keys);
-    for (const bool has_keys : { true, false }) {
-        const bytes         b = builder::serialize(has_keys ? with_keys : builder::sparse_file(m));
-        macko::model_file   file;
-        const memory_source source(b.data(), b.size());
-        CHECK(macko::read_gguf_header(source, &file.header) == S(OK), "%s", ggml_macko_last_error());
-        CHECK(macko::check_sparse_tensors(&file) == S(OK), "%s", ggml_macko_last_error());
-        const auto zeros = [&](const char * down) { return macko::activation_zeros(file.header, down); };
-        CHECK(zeros("blk.0.ffn_down.weight") == (has_keys ? 0.125f : 0), "%g", zeros("blk.0.ffn_down.weight"));
-        CHECK(zeros("blk.1.ffn_down.weight") == (has_keys ? 1.0f : 0), "%g", zeros("blk.1.ffn_down.weight"));
-        for (const char * other : { "", "blk.0.ffn_down.weigh", "blk.0.ffn_down.weight ", "blk.0.ffn_up.weight" }) {
-            CHECK(zeros(other) == 0, "'%s': %g", other, zeros(other));
-        }
-    }
-}

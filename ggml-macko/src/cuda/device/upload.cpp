@@ -2,12 +2,10 @@
 
 #include "codec/team.h"
 
-#include "cuda/sparse/columns.cuh"
 #include "cuda/sparse/reserved.h"
 #include "cuda/sparse/upload-registry.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 namespace macko::cuda {
 
@@ -57,16 +55,6 @@ cuda_sparse_uploader * uploader_of(load_session & current, gpu & device) {
     return static_cast<cuda_sparse_uploader *>(slot.get());
 }
 
-int make_columns(gpu & device, const sparse_tensor_info & matrix, char * memory, stored_matrix * m) {
-    if (const int status =
-            cuda_columns_make(m->matrix, matrix.desc, m->rows_per_matrix, memory, device.stream, &m->columns)) {
-        return status;
-    }
-    m->columns.skips  = !getenv("GGML_MACKO_NO_SKIP");
-    m->matrix.columns = &m->columns;
-    return GGML_MACKO_STATUS_OK;
-}
-
 } // namespace
 
 size_t matrix_nbytes(const gpu & device, const sparse_tensor_info & matrix) {
@@ -89,12 +77,6 @@ int upload_matrix(gpu & device, cuda_sparse_uploader & uploader, const sparse_te
     }
     if (!consumer.finished) {
         if (const int status = uploader.finish(&m->matrix, &m->outgrown)) {
-            return status;
-        }
-    }
-    if (cuda_keeps_columns(matrix)) {
-        char * const behind = static_cast<char *>(dst) + cuda_by_rows_nbytes(matrix, device.shared_nbytes);
-        if (const int status = make_columns(device, matrix, behind, m.get())) {
             return status;
         }
     }

@@ -13,8 +13,7 @@
 //
 // One launch per kind of matrix computes y_i = W_i * norm(x) + bias_i + residual_i, or silu(W_0 x) * (W_1 x). The
 // normalised x and the bare products are not stored. GET_ROWS is only taken where it chooses the only row there is:
-// llama.cpp chooses so, in its last layer, which tokens give outputs. In front of one product of one token that reads
-// columns (cuda/sparse/columns.h), RELU and SQR may stand in place of the norm.
+// llama.cpp chooses so, in its last layer, which tokens give outputs.
 #include "cuda/graph/fuse.h"
 #include "cuda/graph/panels.h"
 #include "cuda/graph/sparse-products.h"
@@ -74,14 +73,12 @@ private:
     };
     const ggml_tensor * norm_                             = nullptr; // null: x as it is
     const ggml_tensor * norm_weight_                      = nullptr;
-    bool                square_relu_                      = false;
     const ggml_tensor * x_                                = nullptr;
     member              members_[CUDA_SPARSE_MAX_GROUPED] = {};
     int                 n_                                = 0;
     ggml_tensor *       glu_                              = nullptr;
 
     bool     match_norm(const ggml_cgraph * graph, int i, int mul);
-    bool     match_square_relu(const ggml_cgraph * graph, int i, int sqr);
     bool     match_products(const op_context & ctx, const ggml_cgraph * graph, int first, const ggml_tensor * input);
     void     match_sums(const ggml_cgraph * graph);
     bool     match_sum(const ggml_cgraph * graph, int k, const only_rows & chosen);
@@ -109,13 +106,6 @@ bool fused_sparse_products::match(const op_context & ctx, const ggml_cgraph * gr
             !ggml_node_has_n_uses(graph, mul, n_)) {
             return false;
         }
-    } else if (op_of(graph->nodes[i]) == GGML_OP_UNARY) {
-        const int sqr = next_node(graph, i);
-        if (!match_square_relu(graph, i, sqr) ||
-            !match_products(ctx, graph, next_node(graph, sqr), graph->nodes[sqr]) || n_ > 1 ||
-            !stored(members_[0].product->src[0])->matrix.columns) {
-            return false;
-        }
     } else {
         x_ = graph->nodes[i]->src[1];
         if (!match_products(ctx, graph, i, x_)) {
@@ -125,19 +115,6 @@ bool fused_sparse_products::match(const op_context & ctx, const ggml_cgraph * gr
     match_sums(graph);
     match_glu(graph);
     return norm_ || n_ > 1 || glu_ || last_ != i;
-}
-
-// RELU at i, and SQR of it at sqr: one row, which one node reads
-bool fused_sparse_products::match_square_relu(const ggml_cgraph * graph, int i, int sqr) {
-    const ggml_op ops[]   = { running_op(GGML_OP_UNARY), running_op(GGML_OP_SQR) };
-    const int     nodes[] = { i, sqr };
-    if (ggml_get_unary_op(graph->nodes[i]) != GGML_UNARY_OP_RELU || !ggml_can_fuse_ext(graph, nodes, ops, 2) ||
-        !ggml_node_has_n_uses(graph, sqr, 1)) {
-        return false;
-    }
-    square_relu_ = true;
-    x_           = graph->nodes[i]->src[0];
-    return is_row_vector(x_, x_->ne[0]);
 }
 
 // RMS_NORM at i, and the product with its weight at mul
@@ -320,8 +297,7 @@ cuda_sparse_mul_mat_params fused_sparse_products::launch_params(const op_context
         p.norm_weight = f32(norm_weight_);
         p.norm_eps    = ggml_get_op_params_f32(norm_, 0);
     }
-    p.square_relu = square_relu_;
-    p.silu_mul    = glu_ != nullptr;
+    p.silu_mul = glu_ != nullptr;
     return p;
 }
 

@@ -109,8 +109,6 @@ struct cuda_sparse_matrix {
     // The matrix in the layout of another codec (mul-mat.cuh), owned by the owner of this one, which then has no
     // arrays; or null.
     const class matrix_part * part;
-    // The same matrix by columns, too (columns.h), owned likewise; or null.
-    const struct cuda_columns * columns;
 };
 
 // Columns of x per bank of shared memory: column c is at position (c % 32) * W + c / 32, so c = 32 * position mod (32 *

@@ -1,6 +1,5 @@
 // Chooses and launches the kernels of a product, and has the one for layout FILE, which takes any matrix of any type
 // and width.
-#include "cuda/sparse/columns.cuh"
 #include "cuda/sparse/groups.cuh"
 #include "cuda/sparse/mul-mat-params.cuh"
 
@@ -282,12 +281,6 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream
     if (a.n_matrices < 1 || a.n_matrices > CUDA_SPARSE_MAX_GROUPED || (a.silu_mul && a.n_matrices != 2)) {
         return cudaErrorInvalidValue;
     }
-    if (!a.expert_ids && cuda_columns_serve(a)) {
-        return cuda_columns_mul_mat(a, stream);
-    }
-    if (a.square_relu) {
-        return cudaErrorNotSupported;
-    }
     const cuda_sparse_matrix & w     = *a.w[0];
     bool                       alike = true, parts = w.part;
     for (int i = 1; i < a.n_matrices; i++) {
@@ -309,8 +302,7 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream
     constexpr int64_t MAX_GRID_Y = 65535;
     if (a.expert_ids) {
         for (int64_t j = 0; j < a.n; j += MAX_GRID_Y) {
-            const cuda_sparse_mul_mat_params some = a.columns(j, std::min(MAX_GRID_Y, a.n - j));
-            CUDA_TRY(cuda_columns_serve(some) ? cuda_columns_mul_mat(some, stream) : launch_columns(some, 1, stream));
+            CUDA_TRY(launch_columns(a.columns(j, std::min(MAX_GRID_Y, a.n - j)), 1, stream));
         }
         return cudaSuccess;
     }

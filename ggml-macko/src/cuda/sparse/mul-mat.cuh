@@ -54,9 +54,6 @@ struct cuda_sparse_mul_mat_params {
     const float * norm_weight;
     float         norm_eps;
 
-    // Prologue: x is replaced by max(x, 0)^2, element by element. Only products that read columns (columns.h) have it.
-    bool square_relu;
-
     // Epilogue of two matrices with equally many rows (gate, up): y[0] = silu(W_0 x) * (W_1 x); y[1] is not written.
     bool silu_mul;
 

@@ -15,11 +15,7 @@ bool cuda_keeps_own_layout(const sparse_tensor_info & matrix, int64_t shared_nby
 int64_t cuda_own_nbytes(const sparse_tensor_info & matrix, int64_t shared_nbytes);
 // Bytes to reserve for MACKO rows.
 int64_t cuda_rows_nbytes(const sparse_tensor_info & matrix, int64_t shared_nbytes);
-// Either of them, aligned: where what is kept by columns begins.
-int64_t cuda_by_rows_nbytes(const sparse_tensor_info & matrix, int64_t shared_nbytes);
-// Whether the device keeps the matrix by columns (columns.h), too: where enough of what it is multiplied by is zero.
-bool cuda_keeps_columns(const sparse_tensor_info & matrix);
-// Bytes to reserve.
+// Either of them, aligned.
 int64_t cuda_reserved_nbytes(const sparse_tensor_info & matrix, int64_t shared_nbytes);
 
 } // namespace macko::cuda

@@ -480,11 +480,6 @@ def _(p):
     return p.macko_process("--version", CUDA_VISIBLE_DEVICES="")
 
 
-@row("--gpu needs a GPU")
-def _(p):
-    return p.macko_process("bench", "--gpu", CUDA_VISIBLE_DEVICES="")
-
-
 def skip_without_gpu() -> None:
     if bindings.gpus().startswith("none"):
         pytest.skip(f"GPU: {bindings.gpus()}")

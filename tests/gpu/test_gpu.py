@@ -14,9 +14,8 @@ import sys
 import numpy as np
 import pytest
 
-from ggml_macko.benchmark import bench_gpu, tuning
-from ggml_macko.native import devices
-from support import generators, gguf_bytes, lora_files, relu_models, tiny_models
+from ggml_macko.native import bindings, devices
+from support import generators, gguf_bytes, lora_files, tiny_models
 from support.commands import run_macko
 from support.gpu_models import FULL_GPU, OUT_OF_MEMORY, greedy, open_model
 from support.llama_logits import PROMPT, logits, logits_one_by_one
@@ -32,10 +31,8 @@ NMSE = 1e-4
 
 @pytest.fixture(scope="module", autouse=True)
 def gpu():
-    if not bench_gpu.is_built() and not devices.gpus():
-        pytest.skip("this build has no GPU support")
     if not devices.gpus():
-        pytest.skip("no NVIDIA GPU was found")
+        pytest.skip(f"GPUs: {bindings.gpus()}")
     with pytest.MonkeyPatch.context() as patch:  # what is computed on the CPU here is what the GPU is compared with
         patch.setenv("GGML_MACKO_NO_OFFLOAD", "1")
         yield
@@ -435,47 +432,13 @@ def test_load_and_free_cycles_do_not_leak(demo):
     assert (seen[-1, 2:] <= seen[0, 2:]).all(), "descriptors or threads"
 
 
-def test_bench_reports_matrices_and_models(demo, tmp_path, macko):
-    if not bench_gpu.is_built():
-        pytest.skip("the plugin was built without CUDA")
-    plot = tmp_path / "speed.png"
-    done = macko(
-        "bench", "--gpu", "--shapes", "4096x4096,1024x2048", "--densities", "0.5,0.1", "--plot", plot, "--json"
-    )
-    assert done.code == 0, done.err
-    results = json.loads(done.out)["matrices"]
-    assert len(results) == 4 and plot.read_bytes().startswith(b"\x89PNG")
-    assert all(0 < r["bandwidth"] <= 1.3 * r["read_bandwidth"] for r in results)
-    table = macko("bench", "--gpu", "--shapes", "1024x2048", "--densities", "0.5", "--values", "q4_0")
-    assert "| 1024x2048" in table.out and "geometric mean" in table.out
-    done = macko("bench", "--gpu", "-m", demo["sparse"], "-p", "32", "-n", "8", "-r", "1", "--json")
-    assert done.code == 0, done.err
-    dense, sparse = json.loads(done.out)["models"]
-    assert sparse["gpu_memory"] > 0 and dense["gpu_memory"] > 0 and sparse["gen_tps"] > 0
-
-
-def test_bench_writes_a_tuning_report(tmp_path, macko):
-    if not bench_gpu.is_built():
-        pytest.skip("the plugin was built without CUDA")
-    options = ("--shapes", "512x2048", "--densities", "0.5", "--json", "-o", tmp_path / "report.json")
-    done = macko("bench", "--gpu", "--tune", *options)
+def test_bench_reports_memory_of_the_gpu(demo, macko):
+    done = macko("bench", "-m", demo["sparse"], "-p", "32", "-n", "8", "-r", "1", "--json")
     assert done.code == 0, done.err
     report = json.loads(done.out)
-    assert report == json.loads((tmp_path / "report.json").read_text())
-    device, *records = report["tuning"]
-    assert device["record"] == "device" and device["read_bandwidth"] > 0 and device["shared_nbytes"] >= 48 << 10
-    for matrix in tuning.by_matrix(records):
-        own, *others = matrix
-        assert own["chosen"] and not any(r["chosen"] for r in others)
-        assert {"file", "fused"} <= {r["layout"] for r in matrix}
-        assert len({tuning.layout_name(r) for r in matrix}) == len(matrix)
-        assert all(r["us"] > 0 and 32 <= r["threads"] <= 1024 and r["blocks"] > 0 for r in matrix)
-    columns = [r for r in records if r["record"] == "columns"]
-    assert [r["n"] for r in columns] == [4, 8, 16, 32, 64] * 2
-    assert all(r["passes_us"] > 0 and r["dense_rows_us"] > 0 for r in columns)
-    assert all((r["tiles_us"] > 0) == (r["n"] > 8) for r in columns)
-    assert all(r["chosen"] in tuning.ways(r) for r in columns)
-    assert "lanes per row" in " ".join(report["summary"]) and tuning.report(report["tuning"], "0").startswith("# Tu")
+    dense, sparse = report["models"]
+    assert report["devices"]
+    assert sparse["gpu_memory"] > 0 and dense["gpu_memory"] > 0 and sparse["gen_tps"] > 0
 
 
 def test_a_squared_relu_has_the_logits_of_the_cpu(squared_relu):

@@ -56,7 +56,6 @@ if(TARGET macko-cuda)
     target_compile_definitions(ggml-macko PRIVATE
         GGML_MACKO_CUDA="CUDA ${CUDAToolkit_VERSION_MAJOR}.${CUDAToolkit_VERSION_MINOR}, sm_${archs}")
     target_link_libraries(ggml-macko PRIVATE macko-cuda)
-    target_sources(ggml-macko PRIVATE $<TARGET_OBJECTS:macko-bench-gpu>)
 endif()
 
 if(APPLE) # dyld preloads no bundles, which modules are there; the program has the functions that it replaces

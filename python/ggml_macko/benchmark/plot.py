@@ -1,4 +1,4 @@
-"""Plots: perplexity over size and speed, density of weights, speed of products. The only module that uses matplotlib.
+"""Plots: perplexity over size and speed, density of weights. The only module that uses matplotlib.
 
 All have a white ground of their own, so that they can be read on light and dark pages alike.
 """
@@ -187,43 +187,6 @@ def draw_density(cells: Sequence[Cell], title: str) -> Figure:
             )
     figure.colorbar(image, ax=axes, label="density: non-zeros / weights", fraction=0.05)
     figure.suptitle(title, fontsize=10, parse_math=False)
-    return figure
-
-
-# ---- products on a GPU ----
-
-
-class Product(NamedTuple):
-    """A product of a sparse matrix and a vector that was timed."""
-
-    shape: tuple[int, int]  # rows, columns
-    density: float
-    speedup: float  # over cuBLAS
-    nbytes: float
-    bandwidth: float  # share of the read bandwidth that was measured
-
-
-def draw_products(products: Sequence[Product], means: Sequence[tuple[float, float]], title: str) -> Figure:
-    """Speed over density, and bandwidth over size. means: density, geometric mean of the speed."""
-    figure = figure_class()(figsize=(12, 5), layout="constrained", facecolor="white")
-    speed, bandwidth = figure.subplots(1, 2)
-    for shape in sorted({p.shape for p in products}):
-        own = sorted((p.density, p.speedup) for p in products if p.shape == shape)
-        speed.plot(*zip(*own), color="tab:blue", alpha=0.25, linewidth=1)
-    speed.plot(*zip(*sorted(means)), color="tab:blue", marker="o", label="geometric mean of the shapes")
-    speed.axhline(1, color="gray", linewidth=1, linestyle="--", label="cuBLAS")
-    speed.set(xlabel="density: non-zeros / weights", ylabel="speed relative to cuBLAS, F16", yscale="log")
-    speed.yaxis.set_major_formatter("{x:g}")
-    speed.yaxis.set_minor_formatter("{x:g}")
-    speed.set_title("matrix times vector: a line for each shape", fontsize=10)
-    speed.legend()
-    densities = [p.density for p in products]
-    dots = bandwidth.scatter([p.nbytes / 1e6 for p in products], [p.bandwidth for p in products], s=12, c=densities)
-    figure.colorbar(dots, ax=bandwidth, label="density")
-    bandwidth.set(xlabel="MB read", ylabel="share of the read bandwidth measured", xscale="log", ylim=(0, 1))
-    bandwidth.xaxis.set_major_formatter("{x:g}")
-    bandwidth.set_title("how much of the memory bandwidth is used", fontsize=10)
-    figure.suptitle(title, fontsize=11, parse_math=False)
     return figure
 
 

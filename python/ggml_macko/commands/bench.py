@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .. import console, errors, system
-from ..benchmark import bench_gpu, plot, tuning
 from ..benchmark.bench_worker import Context
 from ..benchmark.matrices import DENSE_TYPES, MatrixResult, bench_matrices
 from ..benchmark.models import LabelledModel, ModelResult, as_json, bench_models, dense_twin
 from ..commands.arguments import add_attention, add_gpu_layers, add_load_options, add_quiet, attention_arguments
-from ..gguf.outputs import AtomicOutput
 from ..native import bindings, devices
 
 HELP = "measure speed on this machine"
@@ -26,12 +23,10 @@ DENSITIES = "0.5,0.3,0.1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Without -m: matrix times vector for random matrices, against ggml's dense F16, Q8_0 and Q4_K kernels, or with "
-        "--gpu against cuBLAS. With -m: load time, prompt and generation tokens/s and peak memory of models, each run "
-        "in its own process, against the same model dense. With --gpu --tune: a report of how good the choices of "
-        "layout and kernels are on this GPU, in a minute or two."
+        "With -m: load time, prompt and generation tokens/s and peak memory of models, each run in its own process, "
+        "against the same model dense. Without -m: matrix times vector on the CPU for random matrices, against ggml's "
+        "dense F16, Q8_0 and Q4_K kernels."
     )
-    parser.add_argument("--gpu", action="store_true", help="measure on the GPU, and fail where there is none")
     _add_model_arguments(parser)
     _add_matrix_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, all samples included")
@@ -68,39 +63,11 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_matrix_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--shapes",
-        metavar="ROWSxCOLS,...",
-        help=f"matrices without -m (default: {SHAPES}; with --gpu the 31 shapes of the MACKO paper, with "
-        f"--tune {bench_gpu.TUNE_SHAPES})",
+        "--shapes", metavar="ROWSxCOLS,...", default=SHAPES, help=f"matrices without -m (default: {SHAPES})"
     )
     parser.add_argument(
-        "--densities",
-        metavar="D,...",
-        help=f"densities without -m (default: {DENSITIES}; with --gpu {bench_gpu.DENSITIES}, with --tune "
-        f"{bench_gpu.TUNE_DENSITIES})",
+        "--densities", metavar="D,...", default=DENSITIES, help=f"densities without -m (default: {DENSITIES})"
     )
-    parser.add_argument(
-        "--cusparse", action="store_true", help="with --gpu: CSR products of cuSPARSE, too (slow to set up)"
-    )
-    parser.add_argument(
-        "--values",
-        choices=bench_gpu.VALUES,
-        default="f16",
-        help="with --gpu: how the non-zeros are stored, plain or packed and quantized (default: f16)",
-    )
-    parser.add_argument(
-        "--plot", metavar="FILE", help="with --gpu: draw speed and bandwidth into this file (.png, .svg or .pdf)"
-    )
-    parser.add_argument(
-        "--tune",
-        action="store_true",
-        help="with --gpu: time each layout and number of lanes that a matrix can have, and each way to multiply "
-        "several columns, beside what is chosen",
-    )
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", help="with --tune: also write the report into this file, to send it"
-    )
-    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
 
 
 def parse_shapes(text: str) -> list[tuple[int, int]]:
@@ -132,23 +99,9 @@ def run(args: argparse.Namespace) -> int:
     threads = args.threads or system.available_cores()
     if args.repetitions < 1 or min(args.n_prompt, args.n_gen, args.n_depth) < 0:
         raise errors.usage_error("-r must be at least 1; -p, -n and -d must not be negative")
-    if (args.plot or args.cusparse or args.values != "f16") and (args.model or not args.gpu):
-        raise errors.usage_error("--plot, --cusparse and --values are for --gpu without -m")
-    if args.tune and (args.model or not args.gpu or args.plot or args.cusparse or args.values != "f16"):
-        raise errors.usage_error("--tune is for --gpu without -m, --plot, --cusparse and --values")
-    if args.output and not args.tune:
-        raise errors.usage_error("-o is for --tune")
     about: dict[str, Any] = {"threads": threads, "kernels": bindings.cpu_kernels(), "version": bindings.version()}
-    if args.gpu:
-        about["devices"] = [gpu.description for gpu in devices.gpus()]
-        if not about["devices"]:
-            raise errors.error(errors.LOAD_FAILED, f"--gpu needs a GPU, and there is {bindings.gpus()}")
     if args.model:
         _run_models(args, about)
-    elif args.tune:
-        _run_tuning(args, about)
-    elif args.gpu:
-        _run_gpu_matrices(args, about)
     else:
         _run_matrices(args, about)
     return 0
@@ -179,6 +132,7 @@ def _run_models(args: argparse.Namespace, about: dict[str, Any]) -> None:
     if args.json:
         tokens = {"n_prompt": args.n_prompt, "n_gen": args.n_gen, "n_depth": args.n_depth}
         cache = {"flash_attn": context.flash_attn, "type_k": args.cache_type_k, "type_v": args.cache_type_v}
+        about["devices"] = [gpu.description for gpu in devices.gpus()]
         console.print_json({**about, **tokens, **cache, "models": [as_json(r) for r in results]})
         return
     print_models(results, args.n_prompt, args.n_gen, args.n_depth)
@@ -223,7 +177,7 @@ def print_models(results: Sequence[ModelResult], n_prompt: int, n_gen: int, n_de
 
 
 def _run_matrices(args: argparse.Namespace, about: dict[str, Any]) -> None:
-    shapes, densities = parse_shapes(args.shapes or SHAPES), parse_densities(args.densities or DENSITIES)
+    shapes, densities = parse_shapes(args.shapes), parse_densities(args.densities)
     results = bench_matrices(shapes, densities, n_threads=about["threads"], repetitions=args.repetitions)
     if args.json:
         console.print_json({**about, "matrices": [as_json(r) for r in results]})
@@ -248,48 +202,3 @@ def print_matrices(results: Sequence[MatrixResult]) -> None:
     dense = [f"{name} us" for name in DENSE_TYPES]
     headers = ["shape", "density", "eff. density, file", "in memory", "macko us", *dense, "speed vs F16"]
     print(console.table(rows, headers, "g"))
-
-
-def _run_gpu_matrices(args: argparse.Namespace, about: dict[str, Any]) -> None:
-    shapes, densities = args.shapes or "paper", args.densities or bench_gpu.DENSITIES
-    if args.plot:
-        plot.check_output(args.plot, args.force)
-    _check_matrices(shapes, densities)
-    results = bench_gpu.bench_matrices(shapes, densities, args.cusparse, args.values)
-    if args.plot:
-        bench_gpu.draw(results, args.plot, args.force)
-    if args.json:
-        console.print_json({**about, "matrices": results})
-    else:
-        bench_gpu.print_matrices(results)
-
-
-def _check_matrices(shapes: str, densities: str) -> None:
-    """Refuses bad ones before the measurement starts. Raises UsageError."""
-    if shapes != "paper":
-        parse_shapes(shapes)
-    parse_densities(densities)
-
-
-# ---- tuning ----
-
-
-def _run_tuning(args: argparse.Namespace, about: dict[str, Any]) -> None:
-    shapes, densities = args.shapes or bench_gpu.TUNE_SHAPES, args.densities or bench_gpu.TUNE_DENSITIES
-    _check_matrices(shapes, densities)
-    signature = b"{\n  " if args.json else b"# Tu"  # how the report begins
-    with contextlib.ExitStack() as stack:
-        output = None
-        if args.output:
-            output = stack.enter_context(AtomicOutput(args.output, [], args.force, signature))
-        records = bench_gpu.tune(shapes, densities)
-        if args.json:
-            text = json.dumps({**about, "tuning": records, "summary": tuning.summary(records)}, indent=2) + "\n"
-        else:
-            text = tuning.report(records, about["version"])
-        print(text, end="")
-        if output is not None:
-            output.write(output.magic + text.encode("utf-8")[len(output.magic) :])
-            output.seal()
-            output.commit()
-            console.log(f"report: {output.path}")

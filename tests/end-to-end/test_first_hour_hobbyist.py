@@ -62,7 +62,7 @@ def test_first_minutes_show_what_there_is(sh):
     assert plain.code == 0 and "usage: macko" in plain.out and plain.err == ""
     assert sh("macko help").out == plain.out
     helped = sh("macko help prune")
-    assert helped.code == 0 and "--sparsity S" in helped.out and "owl" in helped.out
+    assert helped.code == 0 and "--sparsity S" in helped.out and "alps" in helped.out
     assert helped.out == sh("macko prune -h").out
     version = sh("macko --version")
     assert version.code == 0 and re.match(r"macko \d+\.\d+\.\d+, with llama-cpp-python ", version.out)

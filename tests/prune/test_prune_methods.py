@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from fractions import Fraction
 
 import gguf
@@ -236,64 +235,6 @@ def test_first_match_in_the_table_decides(tmp_path, tiny, macko):
     assert table == ["attn_[qk]=0.25", "attn=0"]
 
 
-def blocks_model(path, rng, n_blocks=5) -> tuple:
-    """A file of several blocks of unequal sizes and outliers, and its statistics."""
-    tensors, statistics = {}, {}
-    for b in range(n_blocks):
-        for name, rows in (("attn_q", 24 + 8 * b), ("ffn_up", 40)):
-            w = rng.standard_normal((rows, 48)) * np.where(rng.random((rows, 48)) < 0.02 * (b % 3), 30, 1)
-            tensors[f"blk.{b}.{name}.weight"] = (generators.from_float32(w.astype(np.float32), TYPE_F32), TYPE_F32)
-            statistics[f"blk.{b}.{name}.weight"] = ((rng.random((1, 48)) + 0.1).astype(np.float32), np.array([64]))
-    return generators.write_gguf(path, tensors), statistics
-
-
-def test_owl_follows_the_rule_of_the_paper(tmp_path, macko):
-    """Compared with the formulas in floating point; the total is exactly that of uniform allocation."""
-    model, statistics = blocks_model(tmp_path / "m.gguf", np.random.default_rng(11))
-    imatrix_path = write_imatrix(tmp_path / "i.gguf", statistics)
-    outs = {}
-    for rule in ("uniform", "owl"):
-        outs[rule] = tmp_path / f"{rule}.gguf"
-        done = macko(
-            "prune", model, outs[rule], "--method", "wanda", "--sparsity", "0.6", "--imatrix", imatrix_path,
-            "--allocation", rule,
-        )  # fmt: skip
-        assert done.code == 0, done.err
-    tensors = generators.dense_bytes(model)
-
-    def zeros(path, block=None) -> int:
-        return sum(
-            int((np.frombuffer(data, np.uint32) == 0).sum())
-            for name, (_, _, data) in generators.dense_bytes(path).items()
-            if block is None or name.startswith(f"blk.{block}.")
-        )
-
-    assert zeros(outs["owl"]) == zeros(outs["uniform"])
-    ratio, size = [], []
-    for b in range(5):
-        scores = np.concatenate(
-            [
-                (np.abs(np.frombuffer(data, np.float32).reshape(-1, 48)) * np.sqrt(statistics[name][0])).reshape(-1)
-                for name, (_, _, data) in tensors.items()
-                if name.startswith(f"blk.{b}.")
-            ]
-        )
-        ratio.append((scores > 5 * scores.mean(dtype=np.float64)).mean())
-        size.append(len(scores))
-    ratio, size = np.array(ratio), np.array(size)
-    assert ratio.max() > ratio.min()
-    density = (ratio - ratio.min()) / (ratio.max() - ratio.min()) * 2 * 0.08
-    density += zeros(outs["uniform"]) / -size.sum() + 1 - (density * size).sum() / size.sum()
-    for b in range(5):
-        assert abs(zeros(outs["owl"], b) - (1 - density[b]) * size[b]) <= 2, b  # two tensors, each of them rounded
-    again = tmp_path / "again.gguf"
-    assert macko(
-        "prune", model, again, "--method", "wanda", "--sparsity", "0.6", "--imatrix", imatrix_path,
-        "--allocation", "owl", "-t", 1,
-    ).code == 0  # fmt: skip
-    assert again.read_bytes() == outs["owl"].read_bytes()
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 40), st.fractions(0, 1)), min_size=1, max_size=9))
 def test_distribution_adds_up_to_the_total(parts):
@@ -412,14 +353,11 @@ def test_rounding_to_significant_bits_is_to_nearest_even(xp):
         (["--sparsity", "0.5", "--tensor-sparsity", "attn=2"], "--tensor-sparsity attn= 2: expected a number"),
         (["--sparsity", "0.5", "--tensor-sparsity", "(=0.5"], "--tensor-sparsity (=0.5: "),
         (["--sparsity", "0.5", "--method", "wanda"], "wanda needs statistics"),
-        (["--sparsity", "0.5", "--allocation", "owl"], "owl needs statistics"),
         (["--sparsity", "0.5", "--method", "sparsegpt"], "sparsegpt needs a calibration text"),
         (["--sparsity", "0.5", "--method", "sparsegpt", "--per", "row"], "--per row does not go with sparsegpt"),
         (["--sparsity", "0.5", "--sequential"], "magnitude needs no statistics"),
         (["--sparsity", "0.5", "--method", "wanda", "--sequential"], "--sequential needs a calibration text"),
         (["--sparsity", "0.5", "--damping", "nan"], "--damping nan"),
-        (["--sparsity", "0.5", "--owl-m", "0"], "--owl-m 0"),
-        (["--sparsity", "0.5", "--owl-lambda", "7"], "--owl-lambda 7"),
         (["--sparsity", "0.5", "--chunks", "0"], "--chunks 0"),
     ],
 )
@@ -466,10 +404,10 @@ def test_bad_statistics_are_refused(tmp_path, tiny, macko, change, message):
     statistics = statistics_of(tiny, np.random.default_rng(3))
     change(statistics)
     path = write_imatrix(tmp_path / "i.gguf", statistics)
-    for args in (["--method", "wanda"], ["--allocation", "owl"]):
-        done = macko("prune", tiny, tmp_path / "out.gguf", "--sparsity", "0.5", "--imatrix", path, *args)
-        assert done.code == 1 and message in done.err and len(done.err.splitlines()) == 1, done.err
-        assert not (tmp_path / "out.gguf").exists()
+    out = tmp_path / "out.gguf"
+    done = macko("prune", tiny, out, "--sparsity", "0.5", "--imatrix", path, "--method", "wanda")
+    assert done.code == 1 and message in done.err and len(done.err.splitlines()) == 1, done.err
+    assert not out.exists()
 
 
 def test_excluded_tensor_needs_no_statistics(tmp_path, tiny, macko):
@@ -488,15 +426,6 @@ def test_truncated_imatrix_is_refused(tmp_path, tiny, imatrix, macko):
         imatrix.write_bytes(data[:n])
         done = macko("prune", tiny, tmp_path / "o.gguf", "--sparsity", "0.5", "--method", "wanda", "--imatrix", imatrix)
         assert done.code == 1 and len(done.err.splitlines()) == 1 and str(imatrix) in done.err, done.err
-
-
-def test_lambda_too_wide_for_the_sparsity_is_refused(tmp_path, macko):
-    model, statistics = blocks_model(tmp_path / "m.gguf", np.random.default_rng(11))
-    done = macko(
-        "prune", model, tmp_path / "o.gguf", "--sparsity", "0.95", "--allocation", "owl",
-        "--imatrix", write_imatrix(tmp_path / "i.gguf", statistics), "--owl-lambda", "0.3",
-    )  # fmt: skip
-    assert done.code == 1 and re.search(r"--owl-lambda 0.3 gives block \d a sparsity of 1\.\d+", done.err)
 
 
 def test_output_must_not_be_the_imatrix(tmp_path, tiny, imatrix, macko):

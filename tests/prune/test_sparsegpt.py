@@ -222,7 +222,7 @@ def test_half_of_the_free_memory_is_for_hessians(tmp_path):
     assert options.hessian_memory() >= 2 << 30
 
 
-@pytest.mark.parametrize("more", [[], ["--sequential"], ["--hessian-memory", 1], ["--allocation", "owl"]])
+@pytest.mark.parametrize("more", [[], ["--sequential"], ["--hessian-memory", 1]])
 def test_command_zeroes_the_number_asked_for(tmp_path, model, text, macko, more):
     out = tmp_path / "out.gguf"
     args = ["--method", "sparsegpt", "--sparsity", "0.8", "-f", text, "--chunks", 3, "-c", 64, *more]

@@ -49,22 +49,8 @@ def _add_how_many(group: argparse._ArgumentGroup) -> None:
         "--allocation",
         choices=options.ALLOCATIONS,
         default="uniform",
-        help="uniform: the same share in each tensor (default); owl: more in blocks with fewer outliers, the same in "
-        "total (outlier-weighed layerwise sparsity, arXiv 2310.05175; needs statistics); loss: such that the loss on "
-        "the text rises least, measured with one tensor pruned at a time (needs -f)",
-    )
-    group.add_argument(
-        "--owl-m",
-        type=float,
-        default=float(options.OWL_M),
-        metavar="M",
-        help="an outlier is above M times the mean (default: %(default)g)",
-    )
-    group.add_argument(
-        "--owl-lambda",
-        default=str(float(options.OWL_LAMBDA)),
-        metavar="L",
-        help="blocks differ by at most 2 L (default: %(default)s)",
+        help="uniform: the same share in each tensor (default); loss: such that the loss on the text rises "
+        "least, measured with one tensor pruned at a time (needs -f)",
     )
     group.add_argument(
         "--loss-shift",
@@ -142,7 +128,7 @@ def _add_statistics(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--imatrix",
         metavar="FILE",
-        help="from `macko calibrate` or llama-imatrix, of the same model, for wanda and owl",
+        help="from `macko calibrate` or llama-imatrix, of the same model, for wanda",
     )
     group.add_argument("-f", "--file", metavar="FNAME", help="calibration text, to take them from now")
     group.add_argument(
@@ -201,8 +187,6 @@ def prune_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "method": args.method,
         "per": args.per,
         "allocation": args.allocation,
-        "owl_m": args.owl_m,
-        "owl_lambda": args.owl_lambda,
         "loss_shift": args.loss_shift,
         "tensor_sparsity": [parse_table_entry(text) for text in args.tensor_sparsity],
         "include": args.include_weights,

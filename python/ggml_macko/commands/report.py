@@ -113,8 +113,6 @@ def parse_pruning(text: str) -> Recipe:
     label = f"{args.method} {pattern}" if pattern is not None else f"{args.method} {float(sparsity):.0%}"
     if args.per:
         label += f" per {args.per}"
-    if args.allocation == "owl":
-        label += " owl"
     if args.sequential:
         label += " sequential"
     if args.values:

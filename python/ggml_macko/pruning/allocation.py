@@ -1,5 +1,5 @@
-"""How many weights each matrix loses: the same share of each, by one ranking of the whole model, outlier-weighed, or by
-what each matrix costs.
+"""How many weights each matrix loses: the same share of each, by one ranking of the whole model, or by what each
+matrix costs.
 
 Works on counts alone, in integers and fractions, so that a total is exact and the same on every machine. Scores come
 from a function that the caller passes; this module reads no files.
@@ -15,7 +15,7 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .. import console, errors
+from .. import console
 from ..gguf.files import Tensor
 from ..pruning import masks
 
@@ -112,55 +112,6 @@ def _find_bin(
     ends = np.cumsum(histogram)
     found = int(np.searchsorted(ends, total))
     return _Bin(found, int(ends[found] - histogram[found]))
-
-
-# ---- outlier-weighed ----
-
-
-def owl(
-    tensors: Sequence[Tensor], sparsity: Fraction, per: str, scores: Scores, *, m: float, max_shift: Fraction
-) -> Quotas:
-    """OWL: Yin et al., "Outlier Weighed Layerwise Sparsity" (arXiv 2310.05175), section 3.
-
-    The outlier ratio D_b of block b is the share of its scores that exceed m times their mean. Blocks with more
-    outliers keep more: with lambda = max_shift, block b gets the density
-
-        1 - S_b = c + 2 * lambda * (D_b - min D) / (max D - min D)
-
-    where the constant c makes the number of zeros exactly that of uniform allocation. All matrices of a block get its
-    sparsity S_b. Raises MackoError (BAD_ARGUMENT) if a sparsity leaves the range from 0 to 1.
-    """
-    by_block: dict[int, list[Tensor]] = {}
-    for t in tensors:
-        by_block.setdefault(block_of(t.name), []).append(t)
-    blocks = console.tracked(list(by_block.items()), "counting outliers", unit="blocks")
-    ratio = {b: outlier_ratio(ts, scores, m) for b, ts in blocks}
-    size = {b: sum(t.n_elements for t in ts) for b, ts in by_block.items()}
-    n = sum(size.values())
-    total = uniform_total(tensors, sparsity, per)
-    least, most = min(ratio.values()), max(ratio.values())
-    width = most - least
-    bonus = {b: 2 * max_shift * (d - least) / width if width else Fraction(0) for b, d in ratio.items()}
-    mean = sum((bonus[b] * size[b] for b in ratio), Fraction(0)) / n
-    block_sparsity = {b: Fraction(total, n) - (bonus[b] - mean) for b in ratio}
-    for b, s in block_sparsity.items():
-        if not 0 <= s <= 1:
-            raise errors.error(
-                errors.BAD_ARGUMENT,
-                f"--owl-lambda {float(max_shift):g} gives block {b} a sparsity of {float(s):.3f}; use a smaller one",
-            )
-    return distribute(tensors, {t.name: block_sparsity[block_of(t.name)] for t in tensors}, total)
-
-
-def outlier_ratio(tensors: Sequence[Tensor], scores: Scores, m: float) -> Fraction:
-    """Share of the scores of all tensors together that exceed m times their mean."""
-    total, n = 0.0, 0
-    for t in tensors:
-        for _, block in scores(t):
-            total += float(block.sum(dtype=np.float64))
-            n += block.size
-    limit = m * total / n
-    return Fraction(sum(int((block > limit).sum()) for t in tensors for _, block in scores(t)), n)
 
 
 # ---- by loss ----

@@ -1,7 +1,7 @@
 """What `prune` is asked to do: the options, parsed and checked.
 
-Every module of this package may import this one. Errors name an option as the command line spells it: `--owl-m` is the
-parameter owl_m.
+Every module of this package may import this one. Errors name an option as the command line spells it: `--loss-shift` is
+the parameter loss_shift.
 """
 
 from __future__ import annotations
@@ -25,16 +25,10 @@ Sparsity = Union[str, float, Fraction]
 METHODS = {"magnitude": "row", "wanda": "row", "sparsegpt": "tensor", "alps": "tensor"}
 """Pruning method -> within what it compares weights, unless the user says otherwise."""
 
-ALLOCATIONS = ("uniform", "owl", "loss")
+ALLOCATIONS = ("uniform", "loss")
 
 VALUES = tuple(QUANT_NAMES.values())
 """The quantized types that weights may be fitted to."""
-
-OWL_M = 5.0
-"""An outlier is above this multiple of the mean score: the value of the OWL paper for LLaMA."""
-
-OWL_LAMBDA = Fraction("0.08")
-"""The sparsities of two blocks differ by at most twice this: the value of the OWL paper for LLaMA."""
 
 LOSS_SHIFT = Fraction("0.2")
 """How far `--allocation loss` takes the sparsity of a tensor from the mean, at most."""
@@ -86,8 +80,6 @@ class PruneOptions:
     per: str = "row"  # within what scores are compared: row, tensor (a matrix) or model
     pattern: Pattern | None = None
     allocation: str = "uniform"
-    owl_m: float = OWL_M
-    owl_lambda: Fraction = OWL_LAMBDA
     loss_shift: Fraction = LOSS_SHIFT
     table: tuple[TableEntry, ...] = ()  # the first entry that matches decides, else sparsity
     imatrix: str | None = None  # path
@@ -130,7 +122,7 @@ class PruneOptions:
         refuse_if(
             self.per == "model"
             and (self.allocation != "uniform" or self.sequential or self.refit or self.values is not None),
-            "--per model goes with none of --allocation owl, --allocation loss, --sequential, --refit and --values",
+            "--per model goes with none of --allocation loss, --sequential, --refit and --values",
         )
         refuse_if(self.refit and self.method == "alps", "--refit: alps fits the weights that stay anyway")
         refuse_if(
@@ -156,10 +148,9 @@ class PruneOptions:
             self.text is None and self.allocation == "loss",
             "--allocation loss needs a calibration text: -f FNAME",
         )
-        user = self.method if self.method == "wanda" else self.allocation
         refuse_if(
-            self.text is None and self.imatrix is None and user in ("wanda", "owl"),
-            f"{user} needs statistics: --imatrix FILE (see `macko calibrate`) or -f FNAME",
+            self.text is None and self.imatrix is None and self.method == "wanda",
+            "wanda needs statistics: --imatrix FILE (see `macko calibrate`) or -f FNAME",
         )
         refuse_if(self.n_chunks == 0 or self.n_ctx < 2, "--chunks 0 or -c below 2 measures nothing")
         refuse_if(not 0 < self.damping < float("inf"), f"--damping {self.damping:g}: expected a positive number")
@@ -169,7 +160,6 @@ class PruneOptions:
             self.allocation == "loss" and self.n_ctx < likelihood.MIN_CTX,
             f"-c {self.n_ctx}: --allocation loss needs at least {likelihood.MIN_CTX}",
         )
-        refuse_if(not 0 < self.owl_m < float("inf"), f"--owl-m {self.owl_m:g}: expected a positive number")
 
 
 def refuse_if(wrong: bool, text: str) -> None:

@@ -93,8 +93,6 @@ def prune(
     method: str = "magnitude",
     per: str | None = None,
     allocation: str = "uniform",
-    owl_m: float = option_rules.OWL_M,
-    owl_lambda: Sparsity = option_rules.OWL_LAMBDA,
     loss_shift: Sparsity = option_rules.LOSS_SHIFT,
     tensor_sparsity: Iterable[tuple[str, Sparsity]] = (),
     include: Sequence[str] = (),
@@ -123,9 +121,8 @@ def prune(
 
     sparsity: share of zeros; exactly floor(S * n) weights of each row or matrix of n weights become zero.
     tensor_sparsity: (regular expression, sparsity) pairs; the first that is found in a tensor's name counts for it.
-    allocation: "uniform"; "owl" (arXiv 2310.05175, section 3, with M = owl_m and lambda = owl_lambda); or "loss": the
-    sparsities of the tensors, at most loss_shift from the mean, at which the loss on a few chunks of the text should
-    rise least. It is measured with one tensor pruned at a time.
+    allocation: "uniform"; or "loss": the sparsities of the tensors, at most loss_shift from the mean, at which the loss
+    on a few chunks of the text should rise least. It is measured with one tensor pruned at a time.
     pattern: in place of all these, "N:M", for example "2:4"; N of every M neighbours in a row stay.
     method: "magnitude": the smallest |w| go; "wanda": the smallest |w_ij| * ||x_j|| (arXiv 2306.11695, section 3);
     "sparsegpt": those that changes of the others make up for best (arXiv 2301.00774, section 3); "alps": the same by
@@ -134,7 +131,7 @@ def prune(
     per: compare within each "row", "tensor" (a matrix) or "model"; sparsegpt always within 128 columns of a matrix,
     alps within the matrix.
 
-    imatrix: statistics for wanda and owl, a file of calibrate() or llama-imatrix. text: calibration text, of which
+    imatrix: statistics for wanda, a file of calibrate() or llama-imatrix. text: calibration text, of which
     n_chunks chunks (-1: all) of n_ctx tokens, spread over it, are evaluated now. sequential: again after each block
     is pruned. dense_targets: for alps and refit, again for each input of a block; outputs are then fitted to those
     of the dense model, as far as this share (0 to 1) of the change of the inputs is concerned. values: "q8_0",
@@ -159,8 +156,6 @@ def prune(
         method=method,
         per=per,
         allocation=allocation,
-        owl_m=owl_m,
-        owl_lambda=owl_lambda,
         loss_shift=loss_shift,
         tensor_sparsity=tensor_sparsity,
         imatrix=imatrix,
@@ -187,7 +182,6 @@ def make_options(
     method: str,
     per: str | None,
     allocation: str,
-    owl_lambda: Sparsity,
     loss_shift: Sparsity,
     tensor_sparsity: Iterable[tuple[str, Sparsity]],
     imatrix: str | os.PathLike[str] | None,
@@ -211,7 +205,6 @@ def make_options(
         per=per or METHODS[method],
         pattern=parsed_pattern,
         allocation=allocation,
-        owl_lambda=option_rules.parse_sparsity(owl_lambda, "--owl-lambda"),
         loss_shift=option_rules.parse_sparsity(loss_shift, "--loss-shift"),
         table=option_rules.parse_table(tensor_sparsity),
         imatrix=option_rules.path_or_none(imatrix),
@@ -329,14 +322,12 @@ def plan(
     tensors: Sequence[Tensor],
     options: PruneOptions,
     scorer: Scorer,
-    owl_scorer: Scorer | None = None,
     loss_curves: Callable[[Sequence[Tensor], Sequence[Fraction]], dict[str, list[float]]] | None = None,
 ) -> Quotas:
     """How many weights each matrix loses.
 
-    scorer: the scores that are compared (used with per model). owl_scorer: Wanda's scores, from which OWL finds
-    outliers. loss_curves: of tensors at sparsities, for allocation by loss. Raises MackoError (BAD_ARGUMENT) if a
-    pattern does not divide the columns of a tensor.
+    scorer: the scores that are compared (used with per model). loss_curves: of tensors at sparsities, for
+    allocation by loss. Raises MackoError (BAD_ARGUMENT) if a pattern does not divide the columns of a tensor.
     """
     if options.pattern is not None:
         for t in tensors:
@@ -348,18 +339,6 @@ def plan(
     if options.per == "model":
         total = int(options.sparsity * sum(t.n_elements for t in free))
         quotas.update(allocation.lowest_of_model(free, total, scorer.blocks))
-    elif options.allocation == "owl" and free:
-        assert owl_scorer is not None
-        quotas.update(
-            allocation.owl(
-                free,
-                options.sparsity,
-                options.per,
-                owl_scorer.blocks,
-                m=options.owl_m,
-                max_shift=options.owl_lambda,
-            )
-        )
     elif options.allocation == "loss" and free:
         assert loss_curves is not None
         grid = allocation.loss_grid(options.sparsity, options.loss_shift)
@@ -377,7 +356,7 @@ def table_sparsity(name: str, table: Iterable[TableEntry]) -> Fraction | None:
 
 def _statistics(model: Model, tensors: Sequence[Tensor], options: PruneOptions) -> imatrix_file.Imatrix | None:
     """Sums of squares of the inputs of the tensors, if anything needs those of the dense model."""
-    if options.allocation != "owl" and (options.method != "wanda" or options.needs_passes):
+    if options.method != "wanda" or options.needs_passes:
         return None
     if options.imatrix is None:
         console.log(f"statistics from {options.text} ...")
@@ -417,15 +396,14 @@ def _prune_model(
 ) -> list[PrunedTensor]:
     """Prunes the tensors, and writes the model if there is an output. stack: closes the working copy, if any."""
     statistics = _statistics(model, tensors, options)
-    with_statistics = Scorer(statistics) if statistics is not None else None
-    scorer = with_statistics if options.method == "wanda" and with_statistics is not None else Scorer()
+    scorer = Scorer(statistics)
 
     def loss_curves(tensors: Sequence[Tensor], grid: Sequence[Fraction]) -> dict[str, list[float]]:
         path = output.path if output is not None else Path(tempfile.gettempdir()) / f"macko-prune-{os.getpid()}"
         with AtomicOutput(path.with_name(path.name + ".losses"), model.paths, force=True) as copy:
             return layerwise.loss_curves(model, tensors, options, grid, copy)
 
-    quotas = plan(tensors, options, scorer, with_statistics, loss_curves)
+    quotas = plan(tensors, options, scorer, loss_curves)
     n_chunks = 0
     if not options.needs_passes:
         pruner = methods.by_scores(scorer, options, quotas, pool)

@@ -123,7 +123,8 @@ double read_bandwidth(cudaStream_t stream) {
 namespace {
 
 constexpr char HELP[] =
-    R"(usage: bench-gpu MODE [WORD ...] [--shapes ROWSxCOLS,...|paper] [--densities D,...] [--columns N,...] [--values V,...]
+    R"(usage: bench-gpu MODE [WORD ...] [--shapes ROWSxCOLS,...|paper] [--densities D,...] [--columns N,...]
+                 [--values V,...]
 
 Times kernels of the GPU. A case runs if its name, with which its line begins, contains all WORDs. A time is in
 microseconds, the median over replays of a CUDA graph; weights and caches come from memory, not from the L2 cache.
@@ -196,10 +197,10 @@ bool parse(int argc, char ** argv, const bench_mode & mode, bench_options * o) {
 
 int main(int argc, char ** argv) {
     using namespace macko::cuda;
-    const bool         wants_help = std::any_of(argv + 1, argv + argc,
-                                                [](const char * arg) { return !strcmp(arg, "--help") || !strcmp(arg, "-h"); });
-    const auto * const mode       = std::find_if(std::begin(MODES), std::end(MODES),
-                                                 [&](const bench_mode & m) { return argc > 1 && !strcmp(m.name, argv[1]); });
+    const auto         is_help    = [](const char * arg) { return !strcmp(arg, "--help") || !strcmp(arg, "-h"); };
+    const auto         is_mode    = [&](const bench_mode & m) { return argc > 1 && !strcmp(m.name, argv[1]); };
+    const bool         wants_help = std::any_of(argv + 1, argv + argc, is_help);
+    const auto * const mode       = std::find_if(std::begin(MODES), std::end(MODES), is_mode);
     bench_options      options;
     if (wants_help || mode == std::end(MODES) || !parse(argc, argv, *mode, &options)) {
         fputs(HELP, wants_help ? stdout : stderr);

@@ -348,15 +348,16 @@ double dense_us(cudaStream_t stream, shape s, int64_t n, bool f32) {
     fill(stream, w, nbytes * copies / 4);
     fill(stream, x, s.cols * n * size / 4);
     failed |= cublasSetStream(handle, stream) | cublasSetWorkspace(handle, workspace, CUBLAS_WORKSPACE_NBYTES);
-    const auto copy = [&](int i) { return static_cast<uint8_t *>(w) + nbytes * i; };
-    double     best = time_us(stream, copies, [&](int i) {
+    const auto copy       = [&](int i) { return static_cast<uint8_t *>(w) + nbytes * i; };
+    double     best       = time_us(stream, copies, [&](int i) {
         failed |= cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, r, k, c, &one, copy(i), type, c, x, type, c, &zero, y,
-                                   type, r, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+                                         type, r, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
     });
-    best            = std::min(best, time_us(stream, copies, [&](int i) {
-                        failed |= cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, k, r, c, &one, x, type, c, copy(i),
-                                                          type, c, &zero, y, type, k, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
-                    }));
+    const auto transposed = [&](int i) {
+        failed |= cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, k, r, c, &one, x, type, c, copy(i), type, c, &zero, y,
+                               type, k, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+    };
+    best = std::min(best, time_us(stream, copies, transposed));
     if (n == 1) {
         best = std::min(
             best, time_us(stream, copies, [&](int i) {

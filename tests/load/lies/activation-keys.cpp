@@ -10,9 +10,9 @@ static void lie_of_activations(const char * what, int expected, const file_lie &
 
 TEST(malformed_activation_keys_are_refused) {
     lie("activation keys", S(OK), [](file & f) { set_activation_keys(&f); });
-    for (const char * name : { "macko.act.kind", "macko.act.share", "macko.act.allocation", "macko.act.text",
-                               "macko.act.chunks", "macko.act.n_ctx", "macko.act.part.down", "macko.act.part.share",
-                               "macko.act.part.threshold" }) {
+    for (const char * name :
+         { "macko.act.kind", "macko.act.share", "macko.act.allocation", "macko.act.text", "macko.act.chunks",
+           "macko.act.n_ctx", "macko.act.part.down", "macko.act.part.share", "macko.act.part.threshold" }) {
         lie_of_activations(name, S(MISSING_KEY), [name](file & f) { f.drop(name); });
         lie_of_activations(name, S(BAD_KEY_TYPE), [name](file & f) { f.set(scalar<int32_t>(name, I32, 1)); });
         lie_of_activations(name, S(BAD_KEY_TYPE), [name](file & f) { f.set(array<uint64_t>(name, U64, { 1, 1 })); });
@@ -71,4 +71,3 @@ TEST(malformed_activation_keys_are_refused) {
                            [n](file & f) { f.set(text("macko.act.text", std::string(n, 'x'))); });
     }
 }
-

@@ -156,6 +156,18 @@ def test_readme_is_short():
     assert "![" not in text  # a picture at a relative path does not show on a package index
 
 
+def bits_per_weight(page: Path) -> list[list[str]]:
+    rows = re.findall(r"^\| (\d+ % (?:\| [\d.]+ )+)\|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [row.strip().split(" | ") for row in rows]
+
+
+def test_readme_has_the_sizes_of_the_converting_page():
+    lossless_to_q4_nl = slice(3, 8)  # README leaves out MACKO, packed and the dense types
+    guide = bits_per_weight(ROOT / "docs" / "guide" / "converting.md")
+    assert len(guide) == 4
+    assert bits_per_weight(ROOT / "README.md") == [[row[0], *row[lossless_to_q4_nl]] for row in guide]
+
+
 def test_pages_that_the_tree_names_exist():
     names = ["*.cpp", "*.h", "*.cu", "*.cuh", "*.c", "*.py", "*.md", "*.toml", "*.txt", "*.inc", "Containerfile"]
     listed = subprocess.run(["git", "ls-files", *names], cwd=ROOT, capture_output=True, text=True)

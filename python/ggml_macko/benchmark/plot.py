@@ -49,13 +49,10 @@ class Panel(NamedTuple):
 
 
 def _directions() -> list[tuple[float, float]]:
-    """Where a label may stand, relative to its marker, in typographic points: nearest first, on either side first."""
-    out = []
-    for radius in (10, 20, 32, 46, 62, 80):
-        for degrees in (90, 270, 0, 180, 45, 135, 315, 225, 20, 160, 340, 200):
-            angle = math.radians(degrees)
-            out.append((radius * math.cos(angle), radius * math.sin(angle)))
-    return out
+    """Offsets of a label from its marker in typographic points, nearest first: 16 directions on each of 8 circles."""
+    angles = [math.radians(degrees) for degrees in (90, 270, 0, 180, *(45 * i for i in (1, 3, 5, 7)))]
+    angles += [math.radians(22.5 * i) for i in range(1, 16, 2)]
+    return [(r * math.cos(a), r * math.sin(a)) for r in (10, 18, 28, 40, 54, 70, 90, 115) for a in angles]
 
 
 def figure_class() -> type[Any]:
@@ -71,7 +68,7 @@ def figure_class() -> type[Any]:
 
 
 def draw(panels: Sequence[Panel], title: str) -> Figure:
-    """A figure of perplexity (y, logarithmic) over one quantity per panel. The first point is the dense model."""
+    """A figure of perplexity over one quantity per panel, all logarithmic. The first point is the dense model."""
     figure = figure_class()(figsize=(6.5 * len(panels) + 2.5, 5.2), layout="constrained", facecolor="white")
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, panel in zip(all_axes, panels):
@@ -82,9 +79,10 @@ def draw(panels: Sequence[Panel], title: str) -> Figure:
             # no error bars: all models read the same text, so their errors are correlated
             axes.plot([p.x for p in points], [p.y for p in points], _MARKERS[kind], color=_COLORS[kind], label=kind)
         axes.axhline(panel.points[0].y, color="gray", linewidth=0.6, linestyle=":")
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.set(xscale="log", yscale="log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("{x:g}")
         axes.set_xlabel(panel.title)
         axes.margins(x=0.12, y=0.12)
         axes.grid(alpha=0.25, which="both")
@@ -99,56 +97,50 @@ def draw(panels: Sequence[Panel], title: str) -> Figure:
 
 
 def _label_points(axes: Axes, points: Sequence[Point]) -> None:
-    """Writes each label where it covers no marker, no other label and no axis, with a line to its marker if it stands
-    apart from it.
-    """
+    """Writes each label at the nearest place where neither it nor the line to its marker covers anything else."""
+    from matplotlib.path import Path as Line
     from matplotlib.transforms import Bbox
 
-    def marker_box(p: Point) -> Any:
-        x, y = axes.transData.transform((p.x, p.y))
-        return Bbox.from_bounds(x - 5, y - 5, 10, 10)
+    def leader(box: Any, x: float, y: float) -> Any:
+        """The line from a marker to the border of its label."""
+        return Line([(x, y), (min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1))])
 
-    def gap(box: Any, p: Point) -> float:
-        """Pixels between a label and a marker."""
-        x, y = axes.transData.transform((p.x, p.y))
-        return math.hypot(max(box.x0 - x, x - box.x1, 0.0), max(box.y0 - y, y - box.y1, 0.0))
-
-    def badness(box: Any, own: Point, place: int) -> float:
-        """Pixels of what would be covered; where nothing is, how many other markers the label could belong to as well,
-        and then the nearest place first.
-        """
+    def badness(box: Any, line: Any) -> float:
+        """Pixels outside of the axes and on other labels and markers first, then what the lines cross."""
         beyond = (axes.bbox.x0 - box.x0, box.x1 - axes.bbox.x1, axes.bbox.y0 - box.y0, box.y1 - axes.bbox.y1)
         overlaps = [Bbox.intersection(box, other) for other in taken]
         covered = sum(max(0.0, n + 3) for n in beyond) + sum(o.width * o.height + 1 for o in overlaps if o is not None)
-        n_nearer = sum(gap(box, p) < gap(box, own) + 6 for p in points if p is not own)
-        return float(1000 * covered + 30 * n_nearer + place)
+        if covered:
+            return 1000 * covered
+        own_marker = tuple(line.vertices[0])
+        n_crossed = sum(line.intersects_path(other) or other.intersects_bbox(box) for other in lines)
+        return float(n_crossed + sum(line.intersects_bbox(o) for o in taken if not o.contains(*own_marker)))
 
-    taken = [marker_box(p) for p in points]
+    positions = {p: axes.transData.transform((p.x, p.y)) for p in points}
+    taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in positions.values()]
+    lines: list[Any] = []
+    pixels = axes.figure.dpi / 72  # per typographic point
     for p in sorted(points, key=lambda p: -p.y):
-        text = axes.annotate(
-            p.label,
-            (p.x, p.y),
-            xytext=(0, 0),
-            textcoords="offset points",
-            fontsize=8,
-            ha="center",
-            va="center",
-            zorder=3,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},  # on the lines of others
-        )
+        x, y = positions[p]
+        style = {"textcoords": "offset points", "fontsize": 8, "ha": "center", "va": "center"}
+        text = axes.annotate(p.label, (p.x, p.y), xytext=(0, 0), **style)
         box = text.get_window_extent()
-        points_per_pixel = 72 / axes.figure.dpi
-        half = box.width / 2 * points_per_pixel
-        best = (math.inf, 0.0, 0.0, box)
-        for i, (dx, dy) in enumerate(_directions()):
-            dx += half * (abs(dx) > 3) * math.copysign(1, dx)  # beside the marker, not across it
-            moved = box.translated(dx / points_per_pixel, dy / points_per_pixel)
-            best = min(best, (badness(moved, p, i), dx, dy, moved), key=lambda found: found[0])
-        _, dx, dy, moved = best
-        text.set_position((dx, dy))
-        taken.append(moved)
-        line = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
-        axes.annotate("", (p.x, p.y), xytext=(dx, dy), textcoords="offset points", arrowprops=line, zorder=1)
+        best = (math.inf, (0.0, 0.0), box)
+        for dx, dy in _directions():
+            dx += box.width / pixels / 2 * (abs(dx) > 3) * math.copysign(1, dx)  # beside the marker, not across it
+            moved = box.translated(dx * pixels, dy * pixels)
+            bad = badness(moved, leader(moved, x, y))
+            if bad < best[0]:
+                best = (bad, (dx, dy), moved)
+            if not bad:
+                break
+        _, place, box = best
+        text.set_position(place)
+        taken.append(box)
+        lines.append(leader(box, x, y))
+        end = (lines[-1].vertices[1] - (x, y)) / pixels
+        arrow = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
+        axes.annotate("", (p.x, p.y), xytext=end, textcoords="offset points", arrowprops=arrow, zorder=1)
 
 
 # ---- density of weights ----

@@ -459,7 +459,7 @@ def test_matrix_without_zeros_is_no_larger_than_dense(tmp_path, macko, name, val
     weights = {f"blk.0.{t}.weight": (pruned(rng, 64, n, d), TYPE_F16) for t, (n, d) in columns.items()}
     dense = generators.write_gguf(tmp_path / "d.gguf", weights)
     out = tmp_path / "s.gguf"
-    done = macko("convert", dense, out, f"macko-{name}", "--tensor-type", f"attn_output=macko-{name}")
+    done = macko("convert", dense, out, f"sparse-{name}", "--tensor-type", f"attn_output=sparse-{name}")
     assert done.code == 0, done.err
     sparse = sparse_of(out)
     assert {n.split(".")[2] for n in sparse} == {"attn_q", "attn_v", "attn_output"}  # 500 columns are no whole blocks

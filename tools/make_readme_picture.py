@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+"""Draws docs/size-quality-{light,dark}.svg, the picture of README.md, from the table of docs/guide/pruning.md.
+
+Needs matplotlib (pip install 'ggml-macko[plot]'). Run it after a change to that table.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
+
+# legend -> the start of a row that begins the series, its color, and the label of each type in it
+SERIES = {
+    "dense, quantized after training": ("dense F16", "#d9822b"),
+    "trained with 70 % zeros": ("trained with 70 % zeros", "#8a63d2"),
+    "pruned to 50 %, recovered": ("pruned to 50 %", "#2f81c7"),
+    "pruned to 70 %, recovered": ("pruned to 70 %", "#2da44e"),
+}
+LEFT_OUT = {"F16", "Q2_K", "Q4_0", "sparse-q4_0"}  # far from the others, or hidden by one of them
+
+
+def rows() -> list[tuple[str, str, float, float]]:
+    """(legend, type, MiB, perplexity) of each row of the table."""
+    out, legend = [], ""
+    for row in (DOCS / "guide" / "pruning.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip(" *") for cell in row.strip("|").split("|")]
+        if len(cells) != 5 or not re.fullmatch(r"[\d.]+ MiB", cells[1]):
+            continue
+        started = [name for name, (start, _) in SERIES.items() if cells[0].startswith(start)]
+        if started or not cells[0].startswith(("...", "dense")):
+            legend = started[0] if started else ""
+        kind = re.split(r"[ ,]+", cells[0].replace("**", "").removesuffix(" as `macko`"))[-1]
+        if legend and kind not in LEFT_OUT:
+            out.append((legend, kind, float(cells[1].split()[0]), float(cells[3])))
+    return out
+
+
+def draw(ink: str) -> Figure:
+    """The figure with text and axes in one color, on a transparent ground."""
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    figure.patch.set_alpha(0)
+    axes = figure.subplots()
+    axes.patch.set_alpha(0)
+    for legend, (_, color) in SERIES.items():
+        points = sorted((x, y, kind) for name, kind, x, y in rows() if name == legend)
+        axes.plot([p[0] for p in points], [p[1] for p in points], "o-", color=color, markersize=5, label=legend)
+        for x, y, kind in points:
+            axes.annotate(kind, (x, y), (5, 5), textcoords="offset points", fontsize=8, color=color)
+    axes.set_xlabel("file, MiB", color=ink)
+    axes.set_ylabel("perplexity, lower is better", color=ink)
+    axes.tick_params(colors=ink)
+    for side, spine in axes.spines.items():
+        spine.set(color=ink, visible=side in ("left", "bottom"))
+    axes.margins(0.06, 0.1)
+    axes.legend(frameon=False, labelcolor=ink, fontsize=9)
+    return figure
+
+
+def main() -> None:
+    with rc_context({"svg.hashsalt": "macko", "svg.fonttype": "none", "font.family": "sans-serif"}):
+        for theme, ink in (("light", "#24292f"), ("dark", "#d0d7de")):
+            draw(ink).savefig(DOCS / f"size-quality-{theme}.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

@@ -67,7 +67,19 @@ struct ggml_macko_error {
 int ggml_macko_measure_error(const struct ggml_macko_matrix * m, const void * dense, const float * weights,
                              int64_t n_weights, int n_threads, struct ggml_macko_error * out);
 
-int     ggml_macko_gpu_nbytes(const struct ggml_macko_matrix * m, int64_t shared_nbytes, int64_t * nbytes);
+struct ggml_macko_layout {
+    int64_t      nbytes;
+    int64_t      own_nbytes;
+    const char * name;
+    bool         is_settled;
+    int32_t      delta_bits;
+    int32_t      lanes;
+    bool         bank_order;
+    char         reason[1024];
+};
+int     ggml_macko_gpu_layout(const struct ggml_macko_matrix * m, bool stacked, int64_t shared_nbytes, int n_threads,
+                              struct ggml_macko_layout * layout);
+int     ggml_macko_cpu_layout(const struct ggml_macko_matrix * m, struct ggml_macko_layout * layout);
 int64_t ggml_macko_n_padded(int64_t n_stored);
 int64_t ggml_macko_deltas_nbytes(int64_t n_stored, int32_t delta_bits);
 

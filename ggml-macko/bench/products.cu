@@ -7,8 +7,7 @@
 #include "cuda/lib/common.cuh"
 #include "cuda/lib/cublas.h"
 #include "cuda/ops/ops.h"
-#include "cuda/sparse/reserved.h"
-#include "cuda/sparse/upload-registry.h"
+#include "cuda/sparse/mul-mat.cuh"
 
 #include <algorithm>
 #include <cmath>
@@ -112,16 +111,22 @@ float element(const void * dense, int32_t type, int64_t i) {
                                        : static_cast<const float *>(dense)[i];
 }
 
-// a layout that is asked for (enum cuda_sparse_layout), and its lanes per row
+// a layout that is asked for, and its lanes per row
 struct layout_choice {
-    int32_t layout, lanes;
+    std::string layout;
+    int32_t     lanes;
 };
 
 // A matrix in device memory, as the device keeps it.
 struct device_matrix {
-    cuda_sparse_matrix           w = {};
-    cuda_memory                  memory, outgrown;
-    std::unique_ptr<matrix_part> part;
+    gpu_layout     w = {};
+    layout_verdict verdict;
+    cuda_memory    memory, outgrown;
+
+    std::string name() const {
+        const int32_t lanes = numbers_of(verdict.shape).lanes;
+        return layout_name(w) + (lanes ? "/" + std::to_string(lanes) : std::string());
+    }
 };
 
 // A random matrix as a file has it.
@@ -132,7 +137,7 @@ struct file_matrix {
     std::vector<uint8_t>            dense; // what the file's values decode to
     std::unique_ptr<encoded_matrix> encoded;
     std::unique_ptr<codec_view>     view;
-    sparse_tensor_info              info = {};
+    gpu_matrix                      header = {};
     macko_matrix                    rows; // the same as MACKO rows
 
     file_matrix(shape of, const std::string & density, const value_kind & values)
@@ -147,13 +152,7 @@ struct file_matrix {
         check_status(open_matrix(format, m, N_THREADS, &view));
         check_status(view->decode(dense.data(), N_THREADS));
         check_status(recode(*view, N_THREADS, &rows));
-        info.format        = &format;
-        info.desc          = rows_desc(format, m);
-        info.value_type    = m.value_type;
-        info.bits          = m.bits;
-        info.ne[1]         = s.rows;
-        info.n_padded      = format.max_entries(m);
-        info.nbytes_values = m.arrays[0].nbytes;
+        header = gpu_matrix_of(format, rows_desc(format, m), format.max_entries(m), m.value_type, m.arrays[0].nbytes);
     }
     file_matrix(const file_matrix &) = delete;
 
@@ -164,34 +163,27 @@ struct file_matrix {
     // Makes the matrix on the device, in the layout that the plugin chooses or in another (choice; of MACKO's rows).
     // false: the matrix cannot have that choice.
     bool upload(cuda_sparse_uploader & uploader, device_matrix * out, const layout_choice * choice = nullptr) const {
-        const int64_t shared = shared_nbytes(), any = cuda_sparse_nbytes(rows.desc, info.n_padded);
-        const int64_t room =
-            !choice
-                ? cuda_reserved_nbytes(info, shared)
-                : std::max(any,
-                           cuda_sparse_bind(rows.desc, info.n_padded, choice->layout, choice->lanes, nullptr).nbytes);
-        void * memory;
-        CHECKED(cudaMalloc(&memory, static_cast<size_t>(room)));
-        out->memory.reset(memory);
-        if (!choice && cuda_keeps_own_layout(info, shared)) {
-            whole_upload to{ uploader };
-            to.shared_nbytes = shared;
-            to.n_threads     = N_THREADS;
-            to.dst           = memory;
-            to.room          = any;
-            to.out           = &out->w;
-            to.part          = &out->part;
-            to.outgrown      = &out->outgrown;
-            check_status(find_upload(kind.format)->upload(*view, to));
-            return true;
+        const gpu_device gpu = gpu_device_of(shared_nbytes());
+        gpu_matrix       m   = header;
+        m.in_blocks          = m.in_blocks && !choice;
+        const gpu_plan plan  = choice ? choose_only(m, gpu, choice->layout, choice->lanes) : choose(m, gpu);
+        if (plan.candidates.empty()) {
+            return false;
         }
-        const macko_rows all = { rows.desc, 0, s.rows, rows.row_ptr.data(), 0, rows.values.data(), rows.deltas.data() };
-        macko_view       checked;
-        check_status(validate(all, &checked));
-        check_status(uploader.begin(rows.desc, info.n_padded, memory, room));
-        check_status(uploader.rows(checked));
-        const int status =
-            choice ? uploader.finish(&out->w, choice->layout, choice->lanes) : uploader.finish(&out->w, &out->outgrown);
+        void * memory;
+        CHECKED(cudaMalloc(&memory, static_cast<size_t>(plan.nbytes)));
+        out->memory.reset(memory);
+        check_status(uploader.begin(plan, memory));
+        if (arrives_whole(plan)) {
+            check_status(uploader.whole(*view, N_THREADS));
+        } else {
+            const macko_rows all = { rows.desc,         0, s.rows, rows.row_ptr.data(), 0, rows.values.data(),
+                                     rows.deltas.data() };
+            macko_view       checked;
+            check_status(validate(all, &checked));
+            check_status(uploader.rows(checked));
+        }
+        const int status = uploader.finish(&out->w, &out->verdict, &out->outgrown);
         if (choice && status == GGML_MACKO_STATUS_BAD_ARGUMENT) {
             return false;
         }
@@ -206,7 +198,7 @@ struct file_matrix {
         if (!upload(uploader, &copies[0], choice)) {
             return {};
         }
-        copies.resize(static_cast<size_t>(n_copies(std::max<int64_t>(copies[0].w.nbytes, 1 << 20))));
+        copies.resize(static_cast<size_t>(n_copies(std::max<int64_t>(base_of(copies[0].w).nbytes, 1 << 20))));
         for (size_t i = 1; i < copies.size(); i++) {
             upload(uploader, &copies[i], choice);
         }
@@ -297,7 +289,7 @@ private:
         const float largest = std::fabs(
             *std::max_element(of_x, of_x + file.s.cols, [](float u, float v) { return std::fabs(u) < std::fabs(v); }));
         const double rounding = static_cast<double>(largest) / 65534 * 1.0001; // x is 16-bit integers
-        const bool   rounds   = is_quant_type(file.info.value_type);
+        const bool   rounds   = is_quant_type(file.header.value_type);
 #pragma omp parallel for schedule(static)
         for (int64_t r = 0; r < file.s.rows; r++) {
             double sum = 0, magnitude = 0, weights = 0;
@@ -408,11 +400,6 @@ std::vector<int64_t> columns_of(const bench_options & options) {
     return columns;
 }
 
-std::string layout_name(const cuda_sparse_matrix & w) {
-    return cuda_sparse_layout_name(w.layout) + (w.lanes ? "/" + std::to_string(w.lanes) : std::string()) +
-           (w.part ? " and a part" : "");
-}
-
 int64_t panel_rows(shape s) {
     cudaDeviceProp device;
     CHECKED(cudaGetDeviceProperties(&device, 0));
@@ -429,7 +416,7 @@ void bench_products(const bench_options & options, cudaStream_t stream) {
     int                        n_matrices = 0;
     for_each_matrix(options, [&](const file_matrix & file) {
         const std::vector<device_matrix> copies = file.upload_copies(*uploader);
-        const cuda_sparse_matrix &       w      = copies.back().w;
+        const gpu_layout &               w      = copies.back().w;
         n_matrices++;
         for (size_t i = 0; i < columns.size(); i++) {
             const operands             o(file, columns[i]);
@@ -440,12 +427,13 @@ void bench_products(const bench_options & options, cudaStream_t stream) {
             const bool   f32     = file.kind.type == GGML_MACKO_TYPE_F32 && !file.kind.value_type;
             const double dense   = dense_us(stream, file.s, columns[i], f32);
             const double chained = time_product(stream, copies, p), alone = time_product(stream, copies, p, true);
-            const double best = std::min(chained, alone), kept = static_cast<double>(w.nbytes);
+            const double best = std::min(chained, alone), kept = static_cast<double>(base_of(w).nbytes);
             log_speedup[i] += std::log(dense / best);
             printf("%-28s n %-3lld %-9s %d bits %8.1f MB: %8.2f us, alone %8.2f, dense %8.2f, %5.2fx, %4.1f%% of the "
                    "bandwidth\n",
-                   file.name.c_str(), static_cast<long long>(columns[i]), layout_name(w).c_str(), w.delta_bits,
-                   kept * 1e-6, chained, alone, dense, dense / best, 100 * kept / best / options.bandwidth);
+                   file.name.c_str(), static_cast<long long>(columns[i]), copies.back().name().c_str(),
+                   numbers_of(copies.back().verdict.shape).delta_bits, kept * 1e-6, chained, alone, dense, dense / best,
+                   100 * kept / best / options.bandwidth);
         }
     });
     for (size_t i = 0; i < columns.size() && n_matrices > 0; i++) {
@@ -468,7 +456,7 @@ void bench_densify(const bench_options & options, cudaStream_t stream) {
                                             ld, stream));
             }
         });
-        printf("%-28s %-9s: %8.2f us, %4.0f G elements/s\n", file.name.c_str(), layout_name(copies[0].w).c_str(), t,
+        printf("%-28s %-9s: %8.2f us, %4.0f G elements/s\n", file.name.c_str(), copies[0].name().c_str(), t,
                static_cast<double>(file.s.rows * file.s.cols) / t * 1e-3);
         CHECKED(cudaFree(dst));
     });
@@ -649,31 +637,23 @@ struct tune_bench {
 
     void tune_layouts(const file_matrix & file, const std::vector<device_matrix> & copies) {
         const operands           o(file, 1);
-        const cuda_sparse_matrix chosen = copies[0].w;
-        std::vector<alternative> all    = { { layout_name(chosen), time_checked(copies, o, false) } };
-        for (const int32_t layout : { CUDA_SPARSE_LAYOUT_FILE, CUDA_SPARSE_LAYOUT_FUSED, CUDA_SPARSE_LAYOUT_CODED }) {
+        const device_matrix &    chosen = copies[0];
+        std::vector<alternative> all    = { { chosen.name(), time_checked(copies, o, false) } };
+        for (const char * layout : { "MACKO", "INLINE_DELTA", "EXP_CODED" }) {
             for (const int32_t lanes : { 8, 16, 32 }) {
-                const bool          is_file = layout == CUDA_SPARSE_LAYOUT_FILE;
-                const layout_choice choice  = { layout, is_file ? 0 : lanes };
-                if ((is_file && lanes != 8) || (layout == chosen.layout && choice.lanes == chosen.lanes) ||
-                    (!is_file && !has_kernels(choice, file.rows.desc))) {
+                const bool          has_lanes = strcmp(layout, "MACKO") != 0;
+                const layout_choice choice    = { layout, has_lanes ? lanes : 0 };
+                if ((!has_lanes && lanes != 8) || (layout == std::string(layout_name(chosen.w)) &&
+                                                   choice.lanes == numbers_of(chosen.verdict.shape).lanes)) {
                     continue;
                 }
                 const std::vector<device_matrix> others = file.upload_copies(*uploader, &choice);
                 if (!others.empty()) {
-                    all.push_back({ layout_name(others[0].w), time_checked(others, o, false) });
+                    all.push_back({ others[0].name(), time_checked(others, o, false) });
                 }
             }
         }
         layouts.add(file.name, all);
-    }
-
-    // for any width of deltas: they get another one than the file's
-    static bool has_kernels(const layout_choice & choice, const macko_desc & desc) {
-        const bool banked = desc.cols >= CUDA_SPARSE_WIDE;
-        return cuda_sparse_built_lanes(choice.layout, desc.type, 2, banked).has(choice.lanes) ||
-               cuda_sparse_built_lanes(choice.layout, desc.type, 3, banked).has(choice.lanes) ||
-               cuda_sparse_built_lanes(choice.layout, desc.type, 6, false).has(choice.lanes);
     }
 
     void tune_columns(const file_matrix & file, const std::vector<device_matrix> & copies, int64_t n) {

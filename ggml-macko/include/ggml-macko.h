@@ -196,11 +196,27 @@ GGML_MACKO_API int ggml_macko_measure_error(const struct ggml_macko_matrix * m, 
                                             const float * weights, int64_t n_weights, int n_threads,
                                             struct ggml_macko_error * out);
 
-// Bytes of an NVIDIA GPU's memory that the plugin reserves for a matrix, which its header on file decides: data of the
-// arrays is not read and may be NULL; their types and sizes are what the file has, or will have. shared_nbytes: shared
-// memory that a block may use on the GPU (sharedMemPerBlockOptin of cudaDeviceProp). A matrix of unusual structure gets
-// memory of its own beside it when it is loaded. Needs no GPU.
-GGML_MACKO_API int ggml_macko_gpu_nbytes(const struct ggml_macko_matrix * m, int64_t shared_nbytes, int64_t * nbytes);
+// How a device keeps a matrix in memory.
+struct ggml_macko_layout {
+    int64_t      nbytes;     // of the device's memory that are reserved, which the header of the matrix decides
+    int64_t      own_nbytes; // of memory beside it, which a GPU takes for a matrix of unusual structure; 0: none
+    const char * name;       // of the layout; of a matrix without data the one that comes first
+    bool         is_settled; // no other layout is possible
+    int32_t      delta_bits; // 0: the layout has none
+    int32_t      lanes;      // runs per row; 0: the layout has none
+    bool         bank_order; // entries are in the order of the banks of shared memory
+    char         reason[1024];
+};
+// The layout that an NVIDIA GPU gives a matrix, and why. The header decides the bytes; data of the arrays may be NULL:
+// their types and sizes are what the file has, or will have. With data the matrix is checked like in
+// ggml_macko_validate, and a survey of its values settles the layout. stacked: several matrices (experts) follow each
+// other in the rows. shared_nbytes: shared memory that a block may use on the GPU (sharedMemPerBlockOptin of
+// cudaDeviceProp). Needs no GPU.
+GGML_MACKO_API int ggml_macko_gpu_layout(const struct ggml_macko_matrix * m, bool stacked, int64_t shared_nbytes,
+                                         int n_threads, struct ggml_macko_layout * layout);
+// The layout that the CPU kernels in use give a matrix, which its header decides. A matrix in BUNDLES that takes more
+// than nbytes becomes a BITMAP when it is loaded.
+GGML_MACKO_API int ggml_macko_cpu_layout(const struct ggml_macko_matrix * m, struct ggml_macko_layout * layout);
 
 // elements of MACKO's values, and bytes of its deltas, for n_stored entries (non-zeros and fillers)
 GGML_MACKO_API int64_t ggml_macko_n_padded(int64_t n_stored);

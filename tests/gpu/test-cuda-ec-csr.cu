@@ -3,7 +3,7 @@
 // one, after that.
 #include "codec/ec-csr/extract.h"
 #include "codec/macko/encode.h"
-#include "cuda/sparse/ec-csr/upload.h"
+#include "cuda/sparse/mul-mat.cuh"
 #include "test-cuda.h"
 
 #include <algorithm>
@@ -79,18 +79,18 @@ static test_matrix make_random(rng & random, int32_t type) {
 
 // ---- memory ----
 
-// What cuda_ec_csr_fill() made, read as ec-csr/layout.h describes it: the elements, each once, and the slots of each
-// row.
+// What fill_row_blocks() made, read as gpu-layout/row-blocks.h describes it: the elements, each once, and the slots of
+// each row.
 static void check_layout(const test_matrix & w, const std::string & name) {
-    std::vector<uint8_t>     memory(static_cast<size_t>(cuda_ec_csr_bind(w.view, nullptr).nbytes_arrays), 0);
-    const cuda_ec_csr_blocks b = cuda_ec_csr_bind(w.view, memory.data());
-    cuda_ec_csr_fill(w.view, 2, b);
+    std::vector<uint8_t>    memory(static_cast<size_t>(bind_row_blocks(w.view, nullptr).nbytes_arrays), 0);
+    const row_blocks_layout b = bind_row_blocks(w.view, memory.data());
+    fill_row_blocks(w.view, 2, b);
     std::vector<uint32_t> dense(w.dense.size() / 4, 0), want(w.dense.size() / 4);
     memcpy(want.data(), w.dense.data(), w.dense.size());
     std::vector<int> used(static_cast<size_t>(b.n_slots), 0);
     int64_t          n_twice = 0, n_slots_wrong = 0;
     for (int32_t s = 0; s < b.n_sets; s++) {
-        const cuda_ec_csr_set & set = b.sets[s];
+        const row_blocks_set & set = b.sets[s];
         for (int64_t p = 0; p < set.n_pieces; p++) {
             for (int64_t r = 0; r < set.granularity; r++) {
                 const int32_t row = set.rows[p * set.granularity + r], slot = set.slots[p * set.granularity + r];
@@ -130,7 +130,7 @@ TEST(blocks_keep_their_elements) {
 
 TEST(matrices_in_blocks) {
     const auto in_blocks = [](int32_t type, int64_t cols, int64_t shared_nbytes) {
-        return cuda_ec_csr_in_blocks({ 8, cols, type, 4, 8 }, shared_nbytes);
+        return has_row_blocks({ 8, cols, type, 4, 8 }, { shared_nbytes });
     };
     CHECK(in_blocks(GGML_MACKO_TYPE_F32, 4096, 16384), "F32");
     CHECK(!in_blocks(GGML_MACKO_TYPE_F16, 4096, 16384) && !in_blocks(GGML_MACKO_TYPE_BF16, 4096, 16384), "16 bits");
@@ -142,28 +142,40 @@ TEST(matrices_in_blocks) {
 // ---- products ----
 
 struct on_device {
-    uint8_t *                    memory = nullptr;
-    cuda_sparse_matrix           matrix = {};
-    std::unique_ptr<matrix_part> part;
+    uint8_t *   memory = nullptr;
+    gpu_layout  matrix = {};
+    cuda_memory outgrown;
 
     // roomy: more memory than a device reserves, which blocks of small matrices may need
     on_device(cuda_sparse_uploader & uploader, const test_matrix & w, bool in_blocks, bool roomy) {
-        const macko_desc & desc     = w.coded.desc;
-        const int64_t      reserved = cuda_sparse_nbytes(desc, n_padded(max_recoded(desc)));
-        const int64_t      room     = roomy ? 8 * reserved + (1 << 20) : reserved;
-        CUDA_CHECK(cudaMalloc(&memory, static_cast<size_t>(room) + 2 * CUDA_SPARSE_ALIGNMENT));
-        CUDA_CHECK(cudaMemset(memory, 0xa5, static_cast<size_t>(room) + 2 * CUDA_SPARSE_ALIGNMENT));
+        const macko_desc & desc = w.coded.desc;
+        cuda_device_info   info;
+        CUDA_CHECK(cuda_current_device(&info));
+        gpu_plan plan = choose({ desc, n_padded(max_recoded(desc)), desc.type, -1, true }, { info.shared_nbytes });
+        if (!in_blocks && std::holds_alternative<row_blocks_shape>(plan.candidates[0].shape)) {
+            plan.candidates.erase(plan.candidates.begin());
+        }
+        const int64_t room = roomy ? 8 * plan.nbytes + (1 << 20) : plan.nbytes;
+        for (layout_candidate & c : plan.candidates) {
+            c.nbytes = room;
+        }
+        plan.nbytes = room;
+        CUDA_CHECK(cudaMalloc(&memory, static_cast<size_t>(room) + 2 * GPU_ALIGNMENT));
+        CUDA_CHECK(cudaMemset(memory, 0xa5, static_cast<size_t>(room) + 2 * GPU_ALIGNMENT));
         CUDA_CHECK(cudaDeviceSynchronize()); // the copies that follow use another stream
-        STATUS_CHECK(
-            cuda_ec_csr_upload(uploader, w.view, in_blocks, 2, memory + CUDA_SPARSE_ALIGNMENT, room, &matrix, &part));
-        std::vector<uint8_t> around(2 * CUDA_SPARSE_ALIGNMENT);
-        CUDA_CHECK(cudaMemcpy(around.data(), memory, CUDA_SPARSE_ALIGNMENT, cudaMemcpyDeviceToHost));
-        CUDA_CHECK(cudaMemcpy(&around[CUDA_SPARSE_ALIGNMENT], memory + CUDA_SPARSE_ALIGNMENT + room,
-                              CUDA_SPARSE_ALIGNMENT, cudaMemcpyDeviceToHost));
+        layout_verdict verdict;
+        STATUS_CHECK(uploader.begin(plan, memory + GPU_ALIGNMENT));
+        STATUS_CHECK(uploader.whole(w.view, 2));
+        STATUS_CHECK(uploader.finish(&matrix, &verdict, &outgrown));
+        std::vector<uint8_t> around(2 * GPU_ALIGNMENT);
+        CUDA_CHECK(cudaMemcpy(around.data(), memory, GPU_ALIGNMENT, cudaMemcpyDeviceToHost));
+        CUDA_CHECK(
+            cudaMemcpy(&around[GPU_ALIGNMENT], memory + GPU_ALIGNMENT + room, GPU_ALIGNMENT, cudaMemcpyDeviceToHost));
         CHECK(std::all_of(around.begin(), around.end(), [](uint8_t b) { return b == 0xa5; }),
               "wrote outside of the reserved memory");
     }
     ~on_device() { cudaFree(memory); }
+    bool in_blocks() const { return std::holds_alternative<row_blocks_layout>(matrix); }
     on_device(const on_device &) = delete;
 };
 
@@ -226,8 +238,8 @@ GPU_TEST(random_shapes) {
         const bool        f32 = type == GGML_MACKO_TYPE_F32;
         for (int kept = 0; kept < (f32 ? 3 : 1); kept++) { // as rows; in blocks; in blocks if they fit
             const on_device d(uploader, w, kept > 0, kept == 1);
-            used[d.matrix.part != nullptr]++;
-            const std::string name = name_of(seed, w) + (d.matrix.part ? ", blocks" : ", rows");
+            used[d.in_blocks()]++;
+            const std::string name = name_of(seed, w) + (d.in_blocks() ? ", blocks" : ", rows");
             check_product(random, w, d, BATCHES[random.range(0, 8)], name);
             check_densify(w, d, name);
         }
@@ -245,7 +257,7 @@ GPU_TEST(every_granularity_and_columns_that_do_not_fit) {
         const test_matrix w(random, 300, cols, GGML_MACKO_TYPE_F32, 8, 0.3, 40, { 16, 128, false, 0 });
         CHECK(w.coded.sets.size() >= 4, "%zu sets", w.coded.sets.size());
         const on_device d(uploader, w, true, true);
-        CHECK(d.matrix.part != nullptr, "no blocks");
+        CHECK(d.in_blocks(), "no blocks");
         for (const int64_t n : { 1, 4, 6 }) {
             check_product(random, w, d, n, name_of(static_cast<uint64_t>(cols), w));
         }
@@ -259,7 +271,7 @@ GPU_TEST(repeats_are_bit_identical) {
     rng               random(3);
     const test_matrix w(random, 700, 4096, GGML_MACKO_TYPE_F32, 8, 0.3, 60, { 16, 128, true, 0 });
     const on_device   d(uploader, w, true, true);
-    CHECK(d.matrix.part != nullptr, "no blocks");
+    CHECK(d.in_blocks(), "no blocks");
     for (const int64_t n : { 1, 4, 7 }) {
         guarded x(w.cols * n), y(w.rows * n);
         for (int64_t i = 0; i < w.cols * n; i++) {

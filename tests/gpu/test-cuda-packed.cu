@@ -29,10 +29,10 @@ struct test_matrix {
     packed_matrix       packed;
     packed_view         view;
     std::vector<double> weights; // d * q
-    quantized_shape     shape  = {};
     void *              memory = nullptr;
     cuda_memory         outgrown;
-    cuda_sparse_matrix  device = {};
+    gpu_layout          device = {};
+    quantized_layout    made   = {}; // device, or an image in host memory
 
     int64_t rows() const { return packed.desc.dense.rows; }
     int64_t cols() const { return packed.desc.dense.cols; }
@@ -74,14 +74,19 @@ struct test_matrix {
     ~test_matrix() { cudaFree(memory); }
     test_matrix(const test_matrix &) = delete;
 
+    gpu_matrix matrix() const { return { packed.desc.dense, 0, packed.desc.value_type }; }
+
     void upload(cuda_sparse_uploader & uploader, int64_t shared_nbytes) {
-        shape          = cuda_quantized_shape(packed.desc, shared_nbytes);
-        const size_t n = static_cast<size_t>(
-            cuda_quantized_bind(packed.desc, shape, cuda_quantized_max_outliers(packed.desc, shape), nullptr).nbytes);
+        const gpu_plan plan = choose(matrix(), { shared_nbytes });
+        layout_verdict verdict;
+        const size_t   n = static_cast<size_t>(plan.nbytes);
         CUDA_CHECK(cudaMalloc(&memory, n));
         CUDA_CHECK(cudaMemset(memory, 0xa5, n));
         CUDA_CHECK(cudaDeviceSynchronize()); // the copies that follow use another stream
-        STATUS_CHECK(uploader.packed(view, shape, memory, 2, &device, &outgrown));
+        STATUS_CHECK(uploader.begin(plan, memory));
+        STATUS_CHECK(uploader.whole(view, 2));
+        STATUS_CHECK(uploader.finish(&device, &verdict, &outgrown));
+        made = std::get<quantized_layout>(device);
     }
     std::string name(uint64_t seed, int64_t n) const {
         char                text[200];
@@ -89,7 +94,7 @@ struct test_matrix {
         snprintf(text, sizeof(text),
                  "seed %llu: %lldx%lld type %d values %d index %d, deltas of %d bits, %d lanes, n %lld",
                  static_cast<unsigned long long>(seed), static_cast<long long>(rows()), static_cast<long long>(cols()),
-                 d.dense.type, d.value_type, d.index_bits, device.delta_bits, device.lanes, static_cast<long long>(n));
+                 d.dense.type, d.value_type, d.index_bits, made.delta_bits, made.lanes, static_cast<long long>(n));
         return text;
     }
 };
@@ -113,10 +118,10 @@ static std::unique_ptr<test_matrix> random_matrix(rng & random) {
                                          VALUES[random.range(0, std::size(VALUES) - 1)], index, density, s);
 }
 
-// ---- the layout, read by the words of quantized.h ----
+// ---- the layout, read by the words of gpu-layout/quantized.h ----
 
-static const uint8_t * image_tile(const cuda_sparse_matrix & m, int64_t group) {
-    return m.values + group / 32 * 32 * (4 * (quantized_value_words(m.value_type) + m.delta_bits) + 2);
+static const uint8_t * image_tile(const quantized_layout & m, int64_t group) {
+    return m.groups + group / 32 * 32 * (4 * (quantized_value_words(m.value_type) + m.delta_bits) + 2);
 }
 
 // base: of the tile's values or deltas
@@ -132,7 +137,7 @@ static uint32_t plane_word(const uint8_t * base, int n_words, int64_t group, int
     }
 }
 
-static int image_code(const cuda_sparse_matrix & m, int64_t group, int k) {
+static int image_code(const quantized_layout & m, int64_t group, int k) {
     const int       quad = k / 4, shift = k % 4 * 8;
     const uint8_t * deltas = image_tile(m, group) + 32 * 4 * quantized_value_words(m.value_type);
     const auto      word   = [&](int i) { return plane_word(deltas, m.delta_bits, group, i) >> shift & 0xff; };
@@ -144,7 +149,7 @@ static int image_code(const cuda_sparse_matrix & m, int64_t group, int k) {
     return static_cast<int>(field >> quad % 2 * m.delta_bits & ((1u << m.delta_bits) - 1));
 }
 
-static int image_value(const cuda_sparse_matrix & m, int64_t group, int k) {
+static int image_value(const quantized_layout & m, int64_t group, int k) {
     const int quad = k / 4;
     if (m.value_type == GGML_MACKO_TYPE_Q8_0) {
         return static_cast<int8_t>(plane_word(image_tile(m, group), 8, group, quad) >> k % 4 * 8);
@@ -153,7 +158,7 @@ static int image_value(const cuda_sparse_matrix & m, int64_t group, int k) {
     return static_cast<int>(nibble ^ 8) - 8;
 }
 
-static double image_scale(const cuda_sparse_matrix & m, int64_t group) {
+static double image_scale(const quantized_layout & m, int64_t group) {
     uint16_t bits;
     memcpy(&bits,
            image_tile(m, group) + 32 * 4 * (quantized_value_words(m.value_type) + m.delta_bits) + 2 * (group % 32), 2);
@@ -161,10 +166,10 @@ static double image_scale(const cuda_sparse_matrix & m, int64_t group) {
 }
 
 // The column of x that each word of shared memory holds; -1 for a word that holds none.
-static std::vector<int64_t> columns_of_words(const cuda_sparse_matrix & m, int64_t words) {
+static std::vector<int64_t> columns_of_words(const quantized_layout & m, int64_t words) {
     std::vector<int64_t> column_of(static_cast<size_t>(words), -1);
     for (int64_t place = 0; place < words; place++) {
-        column_of[static_cast<size_t>(quantized_word(place, m.bank_width))] = place % (m.lanes * m.bank_width);
+        column_of[static_cast<size_t>(quantized_word(place, m.width))] = place % (m.lanes * m.width);
     }
     return column_of;
 }
@@ -181,12 +186,12 @@ static int64_t groups_end(const std::vector<int> & uses) {
 // Checks each weight where a kernel would multiply it: by the words of x, not by columns. Returns the number of
 // segments.
 static int64_t check_image(const test_matrix & t, const quantized_image & image, const std::string & name) {
-    const cuda_sparse_matrix & m     = image.matrix;
-    const int64_t              words = 32 * m.bank_width - 1, overshoot = m.overshoot;
+    const quantized_layout &   m     = image.matrix;
+    const int64_t              words = 32 * m.width - 1, overshoot = m.overshoot;
     const std::vector<int64_t> column_of = columns_of_words(m, words);
     bool                       inside = true, same = true;
     int64_t                    n_outliers = 0, segments = 0; // of the rows so far
-    const int64_t              end = m.deltas - m.values,
+    const int64_t              end = m.groups_end - m.groups,
                   tile_nbytes      = quantized_tile_nbytes(quantized_value_words(m.value_type), m.delta_bits);
     std::vector<int> uses(static_cast<size_t>(end / tile_nbytes * CUDA_QUANTIZED_TILE), 0); // of groups of the image
     for (int64_t r = 0; r < m.rows; r++) {
@@ -236,7 +241,7 @@ static int64_t check_image(const test_matrix & t, const quantized_image & image,
         }
         for (int64_t i = 0; i < rest; i++) {
             cuda_quantized_segment s;
-            memcpy(&s, m.deltas - (segment + i + 1) * static_cast<int64_t>(sizeof(s)), sizeof(s));
+            memcpy(&s, m.groups_end - (segment + i + 1) * static_cast<int64_t>(sizeof(s)), sizeof(s));
             int64_t at = s.word;
             for (int k = 0; k < 8; k++) {
                 at += 32 * (s.deltas[k % 4] >> k / 4 * m.delta_bits & ((1 << m.delta_bits) - 1));
@@ -271,19 +276,18 @@ TEST(layout_holds_the_matrix) {
         for (double & w : t->weights) {
             w += 0.0; // no -0: sums have none
         }
-        quantized_shape shape = cuda_quantized_shape(t->packed.desc, SHARED_NBYTES);
+        quantized_shape shape = quantized_shape_of(t->matrix(), { SHARED_NBYTES });
         CHECK(shape.lanes, "no layout for %lld columns", static_cast<long long>(t->cols()));
         quantized_image image;
-        cuda_quantized_make(t->view, shape, cuda_quantized_max_outliers(t->packed.desc, shape), 2, &image);
-        if (image.n_outliers > cuda_quantized_max_outliers(t->packed.desc, shape)) {
-            shape.bits = 8;
-            cuda_quantized_make(t->view, shape, t->packed.desc.dense.nnz, 2, &image);
+        make_quantized(t->view, shape, 2, &image);
+        if (image.n_outliers > shape.max_outliers) {
+            shape = { 8, shape.lanes, t->packed.desc.dense.nnz };
+            make_quantized(t->view, shape, 2, &image);
         }
         used[shape.bits]++;
         n_outliers += image.n_outliers > 0;
-        t->device = image.matrix;
+        t->made = image.matrix;
         rests += check_image(*t, image, t->name(static_cast<uint64_t>(i), 0)) > 0;
-        t->device = {};
     }
     CHECK(n_cases < 100 || (used[3] > n_cases / 20 && used[4] > n_cases / 20 && used[8] > n_cases / 20 &&
                             n_outliers > n_cases / 20 && rests > n_cases / 20),
@@ -299,10 +303,10 @@ TEST(reserved_memory_stays_near_the_file) {
             for (const double density : { 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7 }) {
                 rng                   random(static_cast<uint64_t>(cols + value_type));
                 test_matrix           t(random, 96, cols, GGML_MACKO_TYPE_F16, value_type, -1, density, UNIFORM);
-                const quantized_shape shape = cuda_quantized_shape(t.packed.desc, SHARED_NBYTES);
-                const int64_t         room  = cuda_quantized_max_outliers(t.packed.desc, shape);
+                const quantized_shape shape = quantized_shape_of(t.matrix(), { SHARED_NBYTES });
+                const int64_t         room  = shape.max_outliers;
                 quantized_image       image;
-                cuda_quantized_make(t.view, shape, room, 2, &image);
+                make_quantized(t.view, shape, 2, &image);
                 const double file =
                     static_cast<double>(t.packed.values.size() + t.packed.index.size() + t.packed.row_ptr.size() * 4);
                 const double ratio = static_cast<double>(image.matrix.nbytes) / file;
@@ -383,7 +387,7 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
     p.norm_weight                = o.norm ? dnorm.data() : nullptr;
     p.norm_eps                   = 1e-5f;
     p.silu_mul                   = o.silu;
-    std::vector<const cuda_sparse_matrix *> devices;
+    std::vector<const gpu_layout *> devices;
     for (const test_matrix * m : w) {
         devices.push_back(&m->device);
     }
@@ -479,7 +483,7 @@ GPU_TEST(matrices_that_share_x) {
             o.residual = o.in_place = seed % 5 == 0;
             check_product(random, { &a, &b, &c }, n, o, "three matrices, " + a.name(seed, n));
             o.silu = true;
-            if (a.device.delta_bits == b.device.delta_bits) {
+            if (a.made.delta_bits == b.made.delta_bits) {
                 check_product(random, { &a, &b }, n, o, "gate and up, " + a.name(seed, n));
             }
         }

@@ -1,9 +1,11 @@
 // The sparse kernels of the GPU against float64, element by element, over random shapes, densities, structures, layouts
 // and batches. Exit code 77 (skipped) without a GPU.
 #include "codec/macko/encode.h"
+#include "codec/macko/matrix-view.h"
 #include "cuda/lib/common.cuh"
-#include "cuda/sparse/groups.cuh"
 #include "cuda/sparse/mul-mat.cuh"
+#include "cuda/sparse/row-split-groups.cuh"
+#include "gpu-layout/survey.h"
 #include "test-cuda.h"
 
 #include <algorithm>
@@ -28,7 +30,14 @@ struct test_matrix {
     void *               memory = nullptr;
     int64_t              nbytes = 0;
     cuda_memory          outgrown;
-    cuda_sparse_matrix   device = {};
+    gpu_plan             plan;
+    layout_verdict       verdict;
+    gpu_layout           device = {};
+
+    static constexpr int64_t BEHIND = 4096; // bytes that nobody may write
+
+    std::string layout() const { return layout_name(device); }
+    int32_t     device_bits() const { return layout_numbers(device).delta_bits; }
 
     uint32_t bits(int64_t i) const {
         if (type == GGML_MACKO_TYPE_F32) {
@@ -86,22 +95,27 @@ struct test_matrix {
     macko_desc desc() const { return { rows, cols, type, delta_bits, coded.nnz }; }
 
     // Uploads ranges of rows in shuffled order, from two threads, from memory that ends where the range ends. False if
-    // the layout that is asked for does not fit. max_outliers: the values that CODED cannot say, as the header tells,
-    // or -1.
-    bool upload(rng & random, cuda_sparse_uploader & uploader, int32_t layout = -1, int32_t lanes = 0,
+    // the layout that is asked for does not fit. max_outliers: the values that EXP_CODED cannot hold, as the header
+    // tells, or -1.
+    bool upload(rng & random, cuda_sparse_uploader & uploader, const std::string & layout = "", int32_t lanes = 0,
                 int64_t max_outliers = -1) {
         cuda_device_info info;
         CUDA_CHECK(cuda_current_device(&info));
-        const int64_t padded = n_padded(coded.n_stored), enough = cuda_sparse_nbytes(desc(), padded);
-        const int64_t reserved =
-            max_outliers < 0 ? enough : cuda_sparse_nbytes(desc(), padded, max_outliers, info.shared_nbytes);
-        if (!memory) {
-            nbytes = std::max(enough, cuda_sparse_bind(desc(), padded, CUDA_SPARSE_LAYOUT_FUSED, 32, nullptr).nbytes);
+        const gpu_matrix m   = { desc(), n_padded(coded.n_stored), type, max_outliers };
+        const gpu_device gpu = { info.shared_nbytes };
+        plan                 = layout.empty() ? choose(m, gpu) : choose_only(m, gpu, layout, lanes);
+        if (plan.candidates.empty()) {
+            return false;
+        }
+        if (plan.nbytes + BEHIND > nbytes) {
+            CUDA_CHECK(cudaFree(memory));
+            nbytes = plan.nbytes + BEHIND;
             CUDA_CHECK(cudaMalloc(&memory, static_cast<size_t>(nbytes)));
         }
         CUDA_CHECK(cudaMemset(memory, 0xa5, static_cast<size_t>(nbytes)));
         CUDA_CHECK(cudaDeviceSynchronize()); // the copies that follow use another stream
-        STATUS_CHECK(uploader.begin(desc(), padded, memory, reserved));
+        outgrown.reset();
+        STATUS_CHECK(uploader.begin(plan, memory));
         std::vector<std::pair<int64_t, int64_t>> blocks;
         for (int64_t r = 0; r < rows;) {
             const int64_t end = std::min(rows, r + random.range(1, std::max<int64_t>(1, rows / 3)));
@@ -131,24 +145,19 @@ struct test_matrix {
         work(0);
         other.join();
         CHECK(!failed, "upload");
-        const int status = layout < 0 ? uploader.finish(&device, &outgrown) : uploader.finish(&device, layout, lanes);
-        if (layout >= 0 && status != GGML_MACKO_STATUS_OK) {
+        const int status = uploader.finish(&device, &verdict, &outgrown);
+        if (!layout.empty() && status != GGML_MACKO_STATUS_OK) {
             return false;
         }
         CHECK(status == GGML_MACKO_STATUS_OK, "finish: %s", ggml_macko_last_error());
-        // more only where a test asks for more lanes than the matrix would get
-        const int64_t room = outgrown                                                  ? enough
-                             : layout < 0 || device.layout == CUDA_SPARSE_LAYOUT_CODED ? reserved
-                                                                                       : nbytes;
-        if (reserved < nbytes) {
-            std::vector<uint8_t> behind(static_cast<size_t>(nbytes - reserved));
-            CUDA_CHECK(cudaMemcpy(behind.data(), static_cast<uint8_t *>(memory) + reserved, behind.size(),
-                                  cudaMemcpyDeviceToHost));
-            CHECK(layout >= 0 || std::all_of(behind.begin(), behind.end(), [](uint8_t b) { return b == 0xa5; }),
-                  "layout %d: bytes behind the reserved ones were written", device.layout);
-        }
-        CHECK(device.nbytes <= room, "layout %d takes %lld bytes of %lld", device.layout,
-              static_cast<long long>(device.nbytes), static_cast<long long>(room));
+        std::vector<uint8_t> behind(static_cast<size_t>(nbytes - plan.nbytes));
+        CUDA_CHECK(cudaMemcpy(behind.data(), static_cast<uint8_t *>(memory) + plan.nbytes, behind.size(),
+                              cudaMemcpyDeviceToHost));
+        CHECK(std::all_of(behind.begin(), behind.end(), [](uint8_t b) { return b == 0xa5; }),
+              "%s: bytes behind the reserved ones were written", layout_name(device));
+        CHECK(base_of(device).nbytes <= verdict.nbytes && !outgrown == (verdict.nbytes <= plan.nbytes),
+              "%s takes %lld bytes of %lld", layout_name(device), static_cast<long long>(base_of(device).nbytes),
+              static_cast<long long>(verdict.nbytes));
         return true;
     }
 };
@@ -233,7 +242,7 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
     p.norm_eps                   = 1e-5f;
     p.silu_mul                   = o.silu;
     p.x16                        = x16 ? x16_memory() : nullptr;
-    std::vector<const cuda_sparse_matrix *> devices;
+    std::vector<const gpu_layout *> devices;
     for (const test_matrix * m : w) {
         devices.push_back(&m->device);
     }
@@ -292,18 +301,21 @@ static std::string name_of(uint64_t seed, const test_matrix & w, int64_t n) {
     char text[160];
     snprintf(text, sizeof(text), "seed %llu: %lldx%lld type %d delta_bits %d %s lanes %d n %lld",
              static_cast<unsigned long long>(seed), static_cast<long long>(w.rows), static_cast<long long>(w.cols),
-             w.type, w.delta_bits, cuda_sparse_layout_name(w.device.layout), w.device.lanes, static_cast<long long>(n));
+             w.type, w.delta_bits, layout_name(w.device), layout_numbers(w.device).lanes, static_cast<long long>(n));
     return text;
 }
 
 static const int TYPES[] = { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 };
 static const int BITS[]  = { 1, 2, 4, 8 };
 
-// One of the numbers of runs per row that kernels of FUSED or CODED are built for
-static int32_t random_lanes(rng & random, int32_t layout, const test_matrix & w) {
-    const bool    coded = layout == CUDA_SPARSE_LAYOUT_CODED, banked = w.cols >= CUDA_SPARSE_WIDE;
+static const std::string MACKO = "MACKO", INLINE_DELTA = "INLINE_DELTA", EXP_CODED = "EXP_CODED";
+
+// One of the numbers of runs per row that kernels of INLINE_DELTA or EXP_CODED are built for
+static int32_t random_lanes(rng & random, const std::string & layout, const test_matrix & w) {
+    const bool    coded = layout == EXP_CODED, banked = w.cols >= WIDE_COLS;
     const int32_t bits  = coded || w.delta_bits == 8 ? 6 : std::max(w.delta_bits, 2);
-    const auto    built = cuda_sparse_built_lanes(layout, w.type, bits, banked && bits < 6);
+    const auto    built = coded ? exp_coded_built_lanes(w.type, bits, banked && bits < 6)
+                                : inline_delta_built_lanes(w.type, bits, banked && bits < 6);
     int32_t       lanes = 0;
     while (!built.has(lanes)) {
         lanes = 8 << random.range(0, 2);
@@ -317,7 +329,7 @@ GPU_TEST(random_shapes_and_layouts) {
     const int64_t widths[]  = { 1,   2,   7,    8,    31,   32,   33,   63,   64,   97,    128,  255,
                                 300, 512, 1000, 2048, 2049, 3000, 4096, 4100, 5120, 11008, 12288 };
     const int64_t batches[] = { 1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 100, 257, 600 };
-    int           used[2]   = {}; // FILE, FUSED
+    int           used[2]   = {}; // MACKO, INLINE_DELTA
     for (int i = 0; i < n_cases; i++) {
         const uint64_t  seed = 1000 + static_cast<uint64_t>(i);
         rng             random(seed);
@@ -332,13 +344,12 @@ GPU_TEST(random_shapes_and_layouts) {
         test_matrix w(random, rows, cols, type, BITS[random.range(0, 3)], density, s, random.unit() < 0.7 ? 7.1 : 12);
         w.upload(random, uploader);
         if (type != GGML_MACKO_TYPE_F32 && random.unit() < 0.5) { // other lanes than the usual ones, if that fits
-            constexpr int32_t FUSED = CUDA_SPARSE_LAYOUT_FUSED;
-            if (!w.upload(random, uploader, FUSED, random_lanes(random, FUSED, w))) {
+            if (!w.upload(random, uploader, INLINE_DELTA, random_lanes(random, INLINE_DELTA, w))) {
                 w.upload(random, uploader);
             }
         }
-        if (w.device.layout <= CUDA_SPARSE_LAYOUT_FUSED) {
-            used[w.device.layout]++;
+        if (w.layout() != EXP_CODED) {
+            used[w.layout() == INLINE_DELTA]++;
         }
         int64_t n = batches[random.range(0, 14)];
         while (n > 1 && n * rows * cols > 40000000) {
@@ -348,25 +359,25 @@ GPU_TEST(random_shapes_and_layouts) {
         check_densify(w, name);
         check_product(random, { &w }, n, random_options(random), name);
     }
-    CHECK(std::min(used[0], used[1]) > n_cases / 5 || n_cases < 100, "FILE was used in %d cases, FUSED in %d", used[0],
-          used[1]);
+    CHECK(std::min(used[0], used[1]) > n_cases / 5 || n_cases < 100, "MACKO was used in %d cases, INLINE_DELTA in %d",
+          used[0], used[1]);
 }
 
-// What the upload writes into a FUSED group, and what the kernels and the count of positions make of it.
+// What the upload writes into an INLINE_DELTA group, and what the kernels and the count of positions make of it.
 template <int BITS> static void check_fused_group(rng & random) {
-    group_bits<fused<__half>, BITS> group   = {};
-    uint32_t * const                words   = &group.v.x;
-    constexpr int                   ENTRIES = group_bits<fused<__half>, BITS>::ENTRIES;
-    uint32_t                        values[ENTRIES], deltas[ENTRIES];
+    group_bits<inline_delta<__half>, BITS> group   = {};
+    uint32_t * const                       words   = &group.v.x;
+    constexpr int                          ENTRIES = group_bits<inline_delta<__half>, BITS>::ENTRIES;
+    uint32_t                               values[ENTRIES], deltas[ENTRIES];
     for (int k = 0; k < ENTRIES; k++) {
-        values[k] = static_cast<uint32_t>(random.range(0, fused_exponents(BITS))) << 10 |
+        values[k] = static_cast<uint32_t>(random.range(0, inline_delta_exponents(BITS))) << 10 |
                     static_cast<uint32_t>(random.range(0, 1023)) | static_cast<uint32_t>(random.range(0, 1)) << 15;
         deltas[k] = random.unit() < 0.2 ? (1u << BITS) - 1 : static_cast<uint32_t>(random.range(0, (1 << BITS) - 1));
-        set_fused_entry(k, values[k], deltas[k], BITS, [&](int word, uint32_t bits) { words[word] |= bits; });
+        set_inline_delta_entry(k, values[k], deltas[k], BITS, [&](int word, uint32_t bits) { words[word] |= bits; });
     }
     constexpr uint32_t step = BITS == 6 ? 4 : 128, begin = 1000;
     uint32_t           weight[8], sum                    = begin;
-    set_fused_weights(weight, BITS, step);
+    set_inline_delta_weights(weight, BITS, step);
     const uint4    kept      = group.words();
     const uint32_t halves[4] = { kept.x, kept.y, kept.z, kept.w };
     const uint32_t last      = group.template walk<0>(begin, weight, [&](auto entry, uint32_t to) {
@@ -375,7 +386,7 @@ template <int BITS> static void check_fused_group(rng & random) {
         CHECK(to == sum, "deltas of %d bits: entry %d is at %u, not %u", BITS, k, to, sum);
         CHECK((halves[k / 2] >> 16 * (k % 2) & 0xffff) == values[k], "deltas of %d bits: value %d is %x, not %x", BITS,
                    k, halves[k / 2], values[k]);
-        CHECK(fused_delta(words, k, BITS) == static_cast<int>(deltas[k]), "deltas of %d bits: delta %d", BITS, k);
+        CHECK(inline_delta_of(words, k, BITS) == static_cast<int>(deltas[k]), "deltas of %d bits: delta %d", BITS, k);
     });
     CHECK(last == sum, "deltas of %d bits: the next group begins at %u, not %u", BITS, last, sum);
 }
@@ -387,37 +398,37 @@ TEST(values_and_deltas_share_the_bits_of_a_fused_group) {
     }
 }
 
-// The same for CODED. What kernels make of values is seen where matrices are made dense.
+// The same for EXP_CODED. What kernels make of values is seen where matrices are made dense.
 template <int BITS> static void check_coded_group(rng & random) {
-    group_bits<coded<__half>, BITS> group   = {};
-    constexpr int                   ENTRIES = group_bits<coded<__half>, BITS>::ENTRIES;
-    uint32_t                        values[ENTRIES], deltas[ENTRIES], taken[8] = {};
+    group_bits<exp_coded<__half>, BITS> group   = {};
+    constexpr int                       ENTRIES = group_bits<exp_coded<__half>, BITS>::ENTRIES;
+    uint32_t                            values[ENTRIES], deltas[ENTRIES], taken[8] = {};
     const auto word = [&](int i) -> uint32_t & { return i < 4 ? (&group.v.x)[i] : group.w[i - 4]; };
     for (int k = 0; k < ENTRIES; k++) {
         values[k] = static_cast<uint32_t>(random.range(0, 1023));
         deltas[k] = random.unit() < 0.2 ? (1u << BITS) - 1 : static_cast<uint32_t>(random.range(0, (1 << BITS) - 1));
-        set_coded_entry(k, values[k], deltas[k], BITS, [&](int i, uint32_t bits) { word(i) |= bits; });
-        set_coded_entry(k, 1023, (1u << BITS) - 1, BITS, [&](int i, uint32_t bits) {
+        set_exp_coded_entry(k, values[k], deltas[k], BITS, [&](int i, uint32_t bits) { word(i) |= bits; });
+        set_exp_coded_entry(k, 1023, (1u << BITS) - 1, BITS, [&](int i, uint32_t bits) {
             CHECK((taken[i] & bits) == 0, "deltas of %d bits: entry %d has bits of another", BITS, k);
             taken[i] |= bits;
         });
     }
     constexpr uint32_t step = BITS == 6 ? 4 : 128, begin = 1000;
     uint32_t           weight[16], sum                   = begin;
-    set_coded_weights(weight, BITS, step);
+    set_exp_coded_weights(weight, BITS, step);
     const auto check = [&](auto entry, uint32_t to) {
         const int k = decltype(entry)::value;
         sum += deltas[k] * step;
         CHECK(to == sum, "deltas of %d bits: entry %d is at %u, not %u", BITS, k, to, sum);
-        CHECK(coded_delta(k, BITS, word) == static_cast<int>(deltas[k]), "deltas of %d bits: delta %d", BITS, k);
+        CHECK(exp_coded_delta_of(k, BITS, word) == static_cast<int>(deltas[k]), "deltas of %d bits: delta %d", BITS, k);
     };
     const uint32_t half = group.template walk<0>(begin, weight, check),
                    last = group.template walk<1>(half, weight, check);
     CHECK(last == sum, "deltas of %d bits: the next group begins at %u, not %u", BITS, last, sum);
-    std::vector<bool> used(static_cast<size_t>(CUDA_SPARSE_LINE * coded_group_nbytes(BITS)));
+    std::vector<bool> used(static_cast<size_t>(LINE_GROUPS * exp_coded_group_nbytes(BITS)));
     for (int64_t slot = 8; slot < 16; slot++) {
-        for (int i = 0; i < 4 + coded_words(BITS); i++) {
-            const size_t at = static_cast<size_t>(coded_word(slot, i, BITS)) - used.size() / 4;
+        for (int i = 0; i < 4 + exp_coded_words(BITS); i++) {
+            const size_t at = static_cast<size_t>(exp_coded_word(slot, i, BITS)) - used.size() / 4;
             CHECK(at < used.size() / 4 && !used[at], "deltas of %d bits: word %d", BITS, i);
             used[at] = true;
         }
@@ -430,8 +441,8 @@ TEST(values_and_deltas_of_a_coded_group) {
     }
 }
 
-// A random matrix as FUSED, if it fits; returns the bits of its deltas, or 0. NARROW: 2-bit deltas on file and values
-// of seven exponents; MIXED: 1, 2 or 4 bits and three or seven exponents; WIDE_DELTAS: deltas of 4 or 8 bits.
+// A random matrix as INLINE_DELTA, if it fits; returns the bits of its deltas, or 0. NARROW: 2-bit deltas on file and
+// values of seven exponents; MIXED: 1, 2 or 4 bits and three or seven exponents; WIDE_DELTAS: deltas of 4 or 8 bits.
 enum fused_case { NARROW, MIXED, WIDE_DELTAS };
 static int check_fused(cuda_sparse_uploader & uploader, uint64_t seed, fused_case which) {
     const int64_t   widths[]  = { 31, 64, 300, 1000, 2048, 2049, 4096, 5120, 11008 };
@@ -449,14 +460,14 @@ static int check_fused(cuda_sparse_uploader & uploader, uint64_t seed, fused_cas
                    : which == WIDE_DELTAS ? BITS[random.range(2, 3)]
                                           : 2,
                    density, s, binades, lowest);
-    if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_FUSED, random_lanes(random, CUDA_SPARSE_LAYOUT_FUSED, w))) {
+    if (!w.upload(random, uploader, INLINE_DELTA, random_lanes(random, INLINE_DELTA, w))) {
         w.upload(random, uploader);
     }
     const int64_t     n    = batches[random.range(0, 7)];
     const std::string name = name_of(seed, w, n);
     check_densify(w, name);
     check_product(random, { &w }, n, random_options(random), name);
-    return w.device.layout == CUDA_SPARSE_LAYOUT_FUSED ? w.device.delta_bits : 0;
+    return w.layout() == INLINE_DELTA ? w.device_bits() : 0;
 }
 
 // Values of 14 bits, and of 13 and 14 from files with deltas of any width: both types, narrow matrices and wide ones,
@@ -471,14 +482,14 @@ GPU_TEST(fused_products_of_any_values) {
         used[check_fused(uploader, seed, MIXED)]++;
         wide[check_fused(uploader, seed, WIDE_DELTAS)]++;
     }
-    CHECK(fused > n_cases / 2 || n_cases < 50, "the layout was FUSED in %d of %d cases only", fused, n_cases);
+    CHECK(fused > n_cases / 2 || n_cases < 50, "the layout was INLINE_DELTA in %d of %d cases only", fused, n_cases);
     CHECK(std::min(used[2], used[3]) > n_cases / 6 || n_cases < 50, "of %d cases values had 14 bits in %d, 13 in %d",
           n_cases, used[2], used[3]);
     CHECK(std::min(wide[4], wide[6]) > n_cases / 6 || n_cases < 50, "of %d cases deltas had 4 bits in %d, 6 in %d",
           n_cases, wide[4], wide[6]);
 }
 
-// Values of three exponents and some others, as CODED: both types, all widths of deltas, batches,
+// Values of three exponents and some others, as EXP_CODED: both types, all widths of deltas, batches,
 // small and large values, rows with many outliers, narrow matrices.
 GPU_TEST(coded_products_of_any_values) {
     const int     n_cases   = random_cases(400);
@@ -495,10 +506,10 @@ GPU_TEST(coded_products_of_any_values) {
         const double    density = random.unit() < 0.4 ? 0.02 + random.unit() * 0.2 : 0.2 + random.unit() * 0.7;
         test_matrix w(random, rows, cols, type, BITS[random.range(0, 3)], density, s, random.unit() < 0.7 ? 2.9 : 3.4,
                       lowest, random.unit() < 0.9);
-        if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_CODED, CODED_LANES)) {
+        if (!w.upload(random, uploader, EXP_CODED, EXP_CODED_LANES)) {
             w.upload(random, uploader);
         }
-        used[w.device.layout == CUDA_SPARSE_LAYOUT_CODED ? w.device.delta_bits : 0]++;
+        used[w.layout() == EXP_CODED ? w.device_bits() : 0]++;
         const int64_t     n    = batches[random.range(0, 8)];
         const std::string name = name_of(seed, w, n);
         check_densify(w, name);
@@ -508,7 +519,7 @@ GPU_TEST(coded_products_of_any_values) {
           "of %d cases deltas had 2 bits in %d, 4 in %d, 6 in %d", n_cases, used[2], used[4], used[6]);
 }
 
-// Matrices of 2048 columns and more are CODED where that is smaller than other layouts.
+// Matrices of 2048 columns and more are EXP_CODED where that is smaller than other layouts.
 GPU_TEST(values_of_few_exponents_are_coded) {
     const auto layout_of = [&](int type, double binades, double lowest, double density, bool cut = true) {
         rng         random(6);
@@ -518,19 +529,19 @@ GPU_TEST(values_of_few_exponents_are_coded) {
                                       : 2,
                       density, UNIFORM, binades, lowest, cut);
         w.upload(random, uploader);
-        return std::pair<int32_t, int32_t>(w.device.layout, w.device.delta_bits);
+        return std::pair<std::string, int32_t>(w.layout(), w.device_bits());
     };
-    const auto coded = [](int32_t bits) { return std::pair<int32_t, int32_t>(CUDA_SPARSE_LAYOUT_CODED, bits); };
+    const auto coded = [](int32_t bits) { return std::pair<std::string, int32_t>(EXP_CODED, bits); };
     for (const int type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16 }) {
         CHECK(layout_of(type, 3, -8, 0.5) == coded(2), "type %d, density .5", type);
         CHECK(layout_of(type, 3, -8, 0.3) == coded(4), "type %d, density .3", type);
         CHECK(layout_of(type, 3, -8, 0.1) == coded(6), "type %d, density .1", type);
-        CHECK(layout_of(type, 7, -8, 0.5).first != CUDA_SPARSE_LAYOUT_CODED, "type %d, seven powers of two", type);
+        CHECK(layout_of(type, 7, -8, 0.5).first != EXP_CODED, "type %d, seven powers of two", type);
     }
-    CHECK(layout_of(GGML_MACKO_TYPE_F16, 3, -8, 0.5, false).first == CUDA_SPARSE_LAYOUT_FUSED, "values of 11 bits");
+    CHECK(layout_of(GGML_MACKO_TYPE_F16, 3, -8, 0.5, false).first == INLINE_DELTA, "values of 11 bits");
     CHECK(layout_of(GGML_MACKO_TYPE_BF16, 3, -126, 0.5) == coded(2), "tiny values");
     CHECK(layout_of(GGML_MACKO_TYPE_BF16, 3, 1, 0.5) == coded(2), "the largest that a power of 2^127 reaches");
-    CHECK(layout_of(GGML_MACKO_TYPE_BF16, 3, 20, 0.5).first != CUDA_SPARSE_LAYOUT_CODED, "values that are too large");
+    CHECK(layout_of(GGML_MACKO_TYPE_BF16, 3, 20, 0.5).first != EXP_CODED, "values that are too large");
 }
 
 // A header that tells how many outliers there are saves memory. A matrix that needs more for its structure, or has more
@@ -545,12 +556,11 @@ GPU_TEST(coded_matrices_stay_within_what_their_headers_reserve) {
                     const std::string label = "type " + std::to_string(type) + ", density " + std::to_string(density) +
                                               ", structure " + std::to_string(s);
                     // one value in a hundred is larger, one in a thousand a -0
-                    w.upload(random, uploader, -1, 0, w.coded.nnz / 64);
+                    w.upload(random, uploader, "", 0, w.coded.nnz / 64);
                     const bool is_short = cut || type == GGML_MACKO_TYPE_BF16;
                     if (s != BANDED) {
                         CHECK(!w.outgrown == is_short, "%s: fits %d", label.c_str(), !w.outgrown);
-                        CHECK(!is_short || w.device.layout == CUDA_SPARSE_LAYOUT_CODED, "%s: layout %d", label.c_str(),
-                              w.device.layout);
+                        CHECK(!is_short || w.layout() == EXP_CODED, "%s: %s", label.c_str(), layout_name(w.device));
                     }
                     check_product(random, { &w }, 1, {}, label);
                     check_densify(w, label);
@@ -558,7 +568,7 @@ GPU_TEST(coded_matrices_stay_within_what_their_headers_reserve) {
             }
         }
     }
-    // hardly any entries: what CODED has for each row is more than what is reserved
+    // hardly any entries: what EXP_CODED has for each row is more than what is reserved
     for (const int delta_bits : { 4, 8 }) {
         rng         random(5);
         test_matrix w(random, 3000, 2048, GGML_MACKO_TYPE_F16, delta_bits, 0.0005, UNIFORM, 2.9, -8, true);
@@ -567,15 +577,14 @@ GPU_TEST(coded_matrices_stay_within_what_their_headers_reserve) {
     }
 }
 
-// x that is infinite, no number, tiny or huge, of a CODED matrix. A zero times an infinity is NaN in a dense product as
-// well, so rows without a weight there may be anything.
+// x that is infinite, no number, tiny or huge, of an EXP_CODED matrix. A zero times an infinity is NaN in a dense
+// product as well, so rows without a weight there may be anything.
 GPU_TEST(coded_products_of_odd_x) {
     constexpr int64_t ROWS = 40, COLS = 2050;
     for (const int type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16 }) {
         rng         random(static_cast<uint64_t>(type + 3));
         test_matrix w(random, ROWS, COLS, type, 2, 0.5, UNIFORM, 2.9, -8, true);
-        CHECK(w.upload(random, uploader, CUDA_SPARSE_LAYOUT_CODED, CODED_LANES), "type %d: the layout does not fit",
-              type);
+        CHECK(w.upload(random, uploader, EXP_CODED, EXP_CODED_LANES), "type %d: the layout does not fit", type);
         for (const int64_t n : { 1, 2, 8 }) {
             for (const float scale : { 0x1p-100f, 0x1p-40f, 1.0f, 0x1p100f, INFINITY, NAN }) {
                 const bool finite = std::isfinite(scale);
@@ -613,9 +622,9 @@ GPU_TEST(coded_products_of_odd_x) {
     }
 }
 
-// Matrices are FUSED if that fits their memory; those with many outliers stay as in the file.
+// Matrices are INLINE_DELTA if that fits their memory; those with many outliers stay as in the file.
 GPU_TEST(matrices_are_fused_where_that_fits) {
-    using layout_and_bits = std::pair<int32_t, int32_t>;
+    using layout_and_bits = std::pair<std::string, int32_t>;
     const auto layout_of  = [&](double binades, int lines, int delta_bits = 2, double density = 0.5) {
         rng         random(static_cast<uint64_t>(lines + 5));
         test_matrix w(random, 300, 4096, GGML_MACKO_TYPE_F16, delta_bits, density, UNIFORM, binades, -10);
@@ -630,10 +639,10 @@ GPU_TEST(matrices_are_fused_where_that_fits) {
             }
         }
         w.upload(random, uploader);
-        return layout_and_bits(w.device.layout, w.device.delta_bits);
+        return layout_and_bits(w.layout(), w.device_bits());
     };
-    const auto fused = [](int32_t bits) { return layout_and_bits(CUDA_SPARSE_LAYOUT_FUSED, bits); };
-    const auto file  = [](int32_t bits) { return layout_and_bits(CUDA_SPARSE_LAYOUT_FILE, bits); };
+    const auto fused = [](int32_t bits) { return layout_and_bits(INLINE_DELTA, bits); };
+    const auto file  = [](int32_t bits) { return layout_and_bits(MACKO, bits); };
     CHECK(layout_of(7.1, 0) == fused(2), "narrow values");
     CHECK(layout_of(12, 0) == file(2), "wide values");
     CHECK(layout_of(7.1, 60) == fused(2), "a row with many outliers");
@@ -651,18 +660,18 @@ GPU_TEST(matrices_are_fused_where_that_fits) {
                 const double density = delta_bits == 8 ? 0.1 : delta_bits == 4 ? 0.3 : delta_bits == 2 ? 0.5 : 0.8;
                 test_matrix  w(random, 300, cols, type, delta_bits, density, UNIFORM, 7.1, -10);
                 w.upload(random, uploader);
-                CHECK(w.device.layout == CUDA_SPARSE_LAYOUT_FUSED &&
-                          (w.device.bank_width != 0) == (cols >= CUDA_SPARSE_WIDE && delta_bits < 8),
+                CHECK(w.layout() == INLINE_DELTA &&
+                          (layout_numbers(w.device).bank_width != 0) == (cols >= WIDE_COLS && delta_bits < 8),
                       "type %d, %lld columns, deltas of %d bits: %s, bank width %d", type, static_cast<long long>(cols),
-                      delta_bits, cuda_sparse_layout_name(w.device.layout), w.device.bank_width);
+                      delta_bits, layout_name(w.device), layout_numbers(w.device).bank_width);
             }
         }
         // rows of all densities: groups of fillers pass through more columns than there are
         rng         random(3);
         test_matrix w(random, 300, 2048, type, 4, 0.25, UNEVEN, 7.1, -10);
         w.upload(random, uploader);
-        CHECK(w.device.layout == CUDA_SPARSE_LAYOUT_FUSED && w.device.bank_width == 0, "type %d, uneven rows: %s", type,
-              cuda_sparse_layout_name(w.device.layout));
+        CHECK(w.layout() == INLINE_DELTA && layout_numbers(w.device).bank_width == 0, "type %d, uneven rows: %s", type,
+              layout_name(w.device));
         check_product(random, { &w }, 1, {}, "uneven rows");
         check_product(random, { &w }, 5, {}, "uneven rows");
         check_densify(w, "uneven rows");
@@ -684,13 +693,13 @@ GPU_TEST(fused_outliers_keep_their_bits) {
             }
         }
         w.upload(random, uploader);
-        return w.device.layout;
+        return w.layout();
     };
     for (const uint16_t fits : { 0x3f80, 0x1280, 0x6cff }) { // 1, 2^-90, almost 2^91
-        CHECK(layout_with(fits) == CUDA_SPARSE_LAYOUT_FUSED, "%x", fits);
+        CHECK(layout_with(fits) == INLINE_DELTA, "%x", fits);
     }
     for (const uint16_t unfit : { 0x0001, 0x127f, 0x6d00, 0xff7f }) { // the least number, below 2^-90, 2^91, the least
-        CHECK(layout_with(unfit) == CUDA_SPARSE_LAYOUT_FILE, "%x", unfit);
+        CHECK(layout_with(unfit) == MACKO, "%x", unfit);
     }
 }
 
@@ -702,10 +711,10 @@ GPU_TEST(densify_of_more_rows_than_resident_blocks) {
             const double density = delta_bits == 8 ? 0.08 : delta_bits == 4 ? 0.3 : 0.5;
             test_matrix  w(random, 16001, random.range(2, 40) * 8, GGML_MACKO_TYPE_F16, delta_bits, density, s,
                           delta_bits == 4 ? 3.1 : 7.1, -8, s == UNEVEN);
-            if (s == UNEVEN && w.upload(random, uploader, CUDA_SPARSE_LAYOUT_CODED, CODED_LANES)) {
+            if (s == UNEVEN && w.upload(random, uploader, EXP_CODED, EXP_CODED_LANES)) {
                 check_densify(w, "many rows, coded, " + std::to_string(delta_bits) + " bits");
             }
-            w.upload(random, uploader, s == BANDED ? CUDA_SPARSE_LAYOUT_FILE : -1);
+            w.upload(random, uploader, s == BANDED ? MACKO : "");
             check_densify(w, "many rows, " + std::to_string(delta_bits) + " bits");
         }
     }
@@ -720,7 +729,7 @@ GPU_TEST(x_that_does_not_fit_shared_memory) {
         rng         random(static_cast<uint64_t>(cols));
         test_matrix w(random, 9, cols, GGML_MACKO_TYPE_F16, 4, 0.2, UNIFORM);
         w.upload(random, uploader);
-        CHECK(cols < 50000 || w.device.layout == CUDA_SPARSE_LAYOUT_FILE, "layout %d", w.device.layout);
+        CHECK(cols < 50000 || w.layout() == MACKO, "%s", layout_name(w.device));
         for (const int64_t n : { 1, 4 }) {
             check_product(random, { &w }, n, {}, name_of(static_cast<uint64_t>(cols), w, n));
         }
@@ -728,13 +737,13 @@ GPU_TEST(x_that_does_not_fit_shared_memory) {
     }
 }
 
-// Products of many columns by tiles (tiles.cuh) of FUSED and CODED matrices: all widths of deltas, rows of all lengths,
-// any number of columns, more rows than one tile of each multiprocessor, from narrow matrices to those of which 8 rows
-// leave no room for the sums in shared memory.
+// Products of many columns by tiles (tiles.cuh) of INLINE_DELTA and EXP_CODED matrices: all widths of deltas, rows of
+// all lengths, any number of columns, more rows than one tile of each multiprocessor, from narrow matrices to those of
+// which 8 rows leave no room for the sums in shared memory.
 GPU_TEST(products_by_tiles) {
     const int     n_cases  = random_cases(400) / 2;
     const int64_t widths[] = { 64, 2048, 4096, 5120, 8192, 11008, 12288, 13824, 14336 };
-    int           tiles[2] = {}; // FUSED, CODED
+    int           tiles[2] = {}; // INLINE_DELTA, EXP_CODED
     for (int i = 0; i < 2 * n_cases; i++) {
         const bool     coded = i % 2;
         const uint64_t seed  = 8000 + static_cast<uint64_t>(i);
@@ -754,16 +763,15 @@ GPU_TEST(products_by_tiles) {
                           : random.unit() < 0.3 ? 3.1
                                                 : 7.1,
                           static_cast<double>(random.range(-20, 2)), coded);
-        const int32_t   layout = coded ? CUDA_SPARSE_LAYOUT_CODED : CUDA_SPARSE_LAYOUT_FUSED;
+        const std::string & layout = coded ? EXP_CODED : INLINE_DELTA;
         if (!w.upload(random, uploader, layout, random_lanes(random, layout, w))) {
             w.upload(random, uploader);
         }
-        tiles[coded] +=
-            w.device.layout == layout && cuda_sparse_mul_mat_max_n(w.device, false) == CUDA_SPARSE_X16_COLUMNS;
+        tiles[coded] += w.layout() == layout && cuda_sparse_mul_mat_max_n(w.device, false) == CUDA_SPARSE_X16_COLUMNS;
         check_product(random, { &w }, n, random_options(random), name_of(seed, w, n));
     }
     CHECK(std::min(tiles[0], tiles[1]) > n_cases / 3 || n_cases < 20,
-          "of %d cases, tiles of FUSED in %d, of CODED in %d", 2 * n_cases, tiles[0], tiles[1]);
+          "of %d cases, tiles of INLINE_DELTA in %d, of EXP_CODED in %d", 2 * n_cases, tiles[0], tiles[1]);
 }
 
 GPU_TEST(matrices_that_share_x) {
@@ -779,16 +787,16 @@ GPU_TEST(matrices_that_share_x) {
         test_matrix   a(random, rows, cols, type, bits, 0.3, UNIFORM, 2.9, -12, cut),
             b(random, rows, cols, type, bits, 0.3, UNEVEN, 2.9, -9, cut);
         test_matrix c(random, 33, cols, type, bits, 0.3, UNIFORM, 2.9, -4, cut);
-        const auto  all = [&](int32_t layout, int32_t lanes) {
+        const auto  all = [&](const std::string & layout, int32_t lanes) {
             return a.upload(random, uploader, layout, lanes) && b.upload(random, uploader, layout, lanes) &&
-                   c.upload(random, uploader, layout, lanes) && cuda_sparse_same_kernel(a.device, b.device) &&
-                   cuda_sparse_same_kernel(a.device, c.device);
+                   c.upload(random, uploader, layout, lanes) && have_same_kernel(a.device, b.device) &&
+                   have_same_kernel(a.device, c.device);
         };
         if (seed % 4 == 0) {
-            all(CUDA_SPARSE_LAYOUT_FILE, 0);
-        } else if ((cut || seed % 8 == 7) && all(CUDA_SPARSE_LAYOUT_CODED, CODED_LANES)) {
+            all(MACKO, 0);
+        } else if ((cut || seed % 8 == 7) && all(EXP_CODED, EXP_CODED_LANES)) {
             n_coded++; // exponents of their own
-        } else if (all(CUDA_SPARSE_LAYOUT_FUSED, random_lanes(random, CUDA_SPARSE_LAYOUT_FUSED, a))) {
+        } else if (all(INLINE_DELTA, random_lanes(random, INLINE_DELTA, a))) {
             (type == GGML_MACKO_TYPE_F16 ? n_fused : n_bf16)++; // exponents of their own
         }
         for (const int64_t n : { 1, 3, 6, 20 }) {
@@ -811,10 +819,9 @@ GPU_TEST(experts_and_ids_out_of_range) {
         const int64_t rows = random.range(3, 70), cols = seed % 2 ? 2100 : 200, ldx = seed % 3 ? cols : 0;
         test_matrix   w(random, N_EXPERTS * rows, cols, GGML_MACKO_TYPE_BF16, 4, 0.3, UNIFORM, seed == 7 ? 2.9 : 7.1);
         w.upload(random, uploader);
-        CHECK(w.device.layout == (seed == 7 ? CUDA_SPARSE_LAYOUT_CODED : CUDA_SPARSE_LAYOUT_FUSED), "layout %d",
-              w.device.layout);
+        CHECK(w.layout() == (seed == 7 ? EXP_CODED : INLINE_DELTA), "%s", layout_name(w.device));
         if (seed == 3) {
-            w.upload(random, uploader, CUDA_SPARSE_LAYOUT_FILE, 0);
+            w.upload(random, uploader, MACKO, 0);
         }
         guarded x(cols * N_EXPERT_COLUMNS), y(rows * N_EXPERT_COLUMNS);
         for (int64_t i = 0; i < cols * N_EXPERT_COLUMNS; i++) {
@@ -847,9 +854,47 @@ GPU_TEST(rows_of_equal_length_are_fused) {
     test_matrix w(random, 200, 4096, GGML_MACKO_TYPE_F16, 8, 0.1, EQUAL_ROWS, 7.1);
     CHECK(w.coded.nnz == 200 * 410, "%lld entries", static_cast<long long>(w.coded.nnz));
     w.upload(random, uploader);
-    CHECK(w.device.layout == CUDA_SPARSE_LAYOUT_FUSED, "layout %d", w.device.layout);
+    CHECK(w.layout() == INLINE_DELTA, "%s", layout_name(w.device));
     check_product(random, { &w }, 1, {}, "equal rows");
     check_densify(w, "equal rows");
+}
+
+// The survey on the GPU, made while a matrix is uploaded, finds what the survey on the CPU finds.
+GPU_TEST(surveys_of_gpu_and_cpu_agree) {
+    const int n_cases = random_cases(400) / 2;
+    for (int i = 0; i < n_cases; i++) {
+        const uint64_t seed = 30000 + static_cast<uint64_t>(i);
+        rng            random(seed);
+        test_matrix    w(random, random.range(1, 60),
+                      random.unit() < 0.3 ? random.range(1, 900) : random.range(2048, 4200), TYPES[random.range(0, 1)],
+                         BITS[random.range(0, 3)], 0.02 + random.unit() * 0.7,
+                         static_cast<structure>(random.range(0, N_STRUCTURES - 1)), random.unit() < 0.5 ? 2.9 : 7.1, -8,
+                         random.unit() < 0.5);
+        w.upload(random, uploader);
+        ggml_macko_matrix m = { "macko", w.rows, w.cols, w.type, w.type, w.delta_bits, w.coded.nnz, 3, {} };
+        m.arrays[0]         = { w.values.data(), static_cast<int64_t>(w.values.size()), w.type };
+        m.arrays[1]         = { w.deltas.data(), static_cast<int64_t>(w.deltas.size()), GGML_MACKO_TYPE_I8 };
+        m.arrays[2]         = { w.row_ptr.data(), static_cast<int64_t>(w.row_ptr.size()) * 4, GGML_MACKO_TYPE_I32 };
+        std::unique_ptr<codec_view> view;
+        STATUS_CHECK(open_matrix(macko_codec(), m, 1, &view));
+        layout_survey  found;
+        layout_verdict v;
+        STATUS_CHECK(survey_on_cpu(&w.plan, *view, 1, &found, &v));
+        CHECK(text_of(v.shape) == text_of(w.verdict.shape) && v.nbytes == w.verdict.nbytes &&
+                  v.reason == w.verdict.reason,
+              "seed %llu: CPU: %s (%s), GPU: %s (%s)", static_cast<unsigned long long>(seed), text_of(v.shape).c_str(),
+              v.reason.c_str(), text_of(w.verdict.shape).c_str(), w.verdict.reason.c_str());
+        const shape_survey & of = found.of[w.plan.candidates[v.candidate].survey];
+        std::visit(
+            [&](const auto & l) {
+                if constexpr (std::is_base_of_v<row_split_layout, std::decay_t<decltype(l)>>) {
+                    CHECK(l.exponent == of.exponent && l.overshoot == of.overshoot,
+                          "seed %llu: exponent %d, overshoot %d, on the CPU %d, %d",
+                          static_cast<unsigned long long>(seed), l.exponent, l.overshoot, of.exponent, of.overshoot);
+                }
+            },
+            w.device);
+    }
 }
 
 // The same bits every time: launched alone, as a dependent launch, and from a graph.
@@ -860,8 +905,7 @@ GPU_TEST(repeats_are_bit_identical) {
         const bool  coded = bits == 1;
         test_matrix w(random, 500, 4096, GGML_MACKO_TYPE_F16, bits, 0.4, UNIFORM, coded ? 3 : 7.1, -8, coded);
         w.upload(random, uploader);
-        CHECK(bits > 2 || w.device.layout == (coded ? CUDA_SPARSE_LAYOUT_CODED : CUDA_SPARSE_LAYOUT_FUSED), "layout %d",
-              w.device.layout);
+        CHECK(bits > 2 || w.layout() == (coded ? EXP_CODED : INLINE_DELTA), "%s", layout_name(w.device));
         for (const int64_t n : { 1, 4, 20, 40 }) {
             guarded x(4096 * n), y(500 * n);
             for (int64_t i = 0; i < 4096 * n; i++) {
@@ -873,6 +917,11 @@ GPU_TEST(repeats_are_bit_identical) {
             check_repeats(p, y, n_repeats, "delta_bits " + std::to_string(bits));
         }
     }
+}
+
+static double reserved(const macko_desc & desc, int64_t padded, int64_t outliers = -1) {
+    constexpr int64_t SHARED = 99 * 1024;
+    return static_cast<double>(choose({ desc, padded, desc.type, outliers }, { SHARED }).nbytes);
 }
 
 // What the device reserves from the header alone stays near the bytes of the file.
@@ -894,9 +943,9 @@ TEST(memory_stays_near_the_file) {
             const macko_desc desc  = { rows, cols, GGML_MACKO_TYPE_F16, best,
                                        static_cast<int64_t>(d * static_cast<double>(rows * cols)) };
             const double     file  = static_cast<double>(padded * 2 + deltas_nbytes(padded, best) + 4 * (rows + 1));
-            const double     ratio = static_cast<double>(cuda_sparse_nbytes(desc, padded)) / file;
+            const double     ratio = reserved(desc, padded) / file;
             const double per_row = d * static_cast<double>(cols); // in short rows bases and half-full groups weigh more
-            const double fillers = best == 8 ? 0.015 : 0;         // FUSED has more of them beside deltas of 6 bits
+            const double fillers = best == 8 ? 0.015 : 0; // INLINE_DELTA has more of them beside deltas of 6 bits
             const double limit   = per_row >= 1000  ? 1.02
                                    : per_row >= 400 ? 1.03 + fillers
                                    : per_row >= 200 ? 1.06
@@ -910,7 +959,7 @@ TEST(memory_stays_near_the_file) {
 // The same for values of 8 significant bits, .7 % of them outliers, which a file has as 10 bits each and a bitmap. A
 // group has 16 entries and as many deltas of 2, 4 or 6 bits.
 TEST(memory_of_coded_values_stays_near_the_file) {
-    constexpr int64_t SHARED = 99 * 1024, ROWS = 4096;
+    constexpr int64_t ROWS = 4096;
     for (const int64_t cols : { 2048, 4096, 5120, 8192, 11008, 14336 }) {
         for (int percent = 10; percent <= 70; percent += 5) {
             const double     d    = percent / 100.0;
@@ -918,19 +967,16 @@ TEST(memory_of_coded_values_stays_near_the_file) {
             const macko_desc desc = { ROWS, cols, GGML_MACKO_TYPE_BF16, 4, nnz };
             // as a packed matrix is recoded
             const auto   padded = n_padded(static_cast<int64_t>(static_cast<double>(nnz) / (1 - std::pow(1 - d, 16))));
-            const auto   nbytes = static_cast<double>(cuda_sparse_nbytes(desc, padded, nnz * 7 / 1000, SHARED));
+            const double nbytes = reserved(desc, padded, nnz * 7 / 1000);
             const double file = static_cast<double>(nnz) * (10 + 0.007 * 32) / 8 + static_cast<double>(ROWS * cols) / 8;
-            const double most = static_cast<double>(cuda_sparse_nbytes(desc, padded));
+            const double most = reserved(desc, padded);
             CHECK(nbytes / file <= (cols >= 4096 ? 1.23 : 1.41) && nbytes < most * 0.95,
                   "%lld cols, density %.2f: %.3f", static_cast<long long>(cols), d, nbytes / file);
         }
     }
     const macko_desc wide = { ROWS, 40000, GGML_MACKO_TYPE_BF16, 4, ROWS * 20000 }; // x does not fit
-    CHECK(cuda_sparse_nbytes(wide, n_padded(wide.nnz), 0, SHARED) == cuda_sparse_nbytes(wide, n_padded(wide.nnz)),
-          "a matrix that cannot be CODED");
+    CHECK(reserved(wide, n_padded(wide.nnz), 0) == reserved(wide, n_padded(wide.nnz)),
+          "a matrix that cannot be EXP_CODED");
 }
 
-int main(int argc, char ** argv) {
-    unsetenv("GGML_MACKO_CODED"); // as automatic a choice as any other
-    return gpu_test_main("test-cuda-sparse", argc, argv);
-}
+int main(int argc, char ** argv) { return gpu_test_main("test-cuda-sparse", argc, argv); }

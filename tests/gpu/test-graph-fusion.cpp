@@ -109,12 +109,12 @@ TEST(a_computed_norm_weight_is_not_read_early) {
     check_launches("computed norm weight", b.graph, { "unary", "rms_norm+mul", "sparse q" });
 }
 
-TEST(a_part_in_another_layout_takes_no_norm) {
+TEST(a_matrix_in_blocks_takes_no_norm) {
     graph_builder b;
     projections   p(b);
-    add_part(p.k->src[0]);
+    keep_in_blocks(p.k->src[0]);
     finish(b, p.v);
-    check_launches("a matrix with a part in another layout", b.graph, { "rms_norm+mul", "sparse q+k+v" });
+    check_launches("a matrix in blocks", b.graph, { "rms_norm+mul", "sparse q+k+v" });
 }
 
 TEST(many_columns_are_densified_and_share_x16) {
@@ -298,7 +298,7 @@ TEST(norms_of_keys_do_not_part_rotations) {
     check_launches("as optimised", b.graph, { "rms_norm+mul", "rms_norm+mul", "rope_attention" });
 }
 
-model_shape quantized_shape(int64_t n_tokens) {
+model_shape quantized_cache_shape(int64_t n_tokens) {
     model_shape s;
     s.cache    = GGML_TYPE_Q8_0;
     s.n_tokens = n_tokens;
@@ -309,7 +309,7 @@ TEST(rows_of_a_quantized_cache_are_one_launch) {
     for (const int64_t head_dim : { 64, 128 }) {
         const int64_t n_tokens = head_dim == 64 ? 1 : 3;
         graph_builder b;
-        model_shape   s = quantized_shape(n_tokens);
+        model_shape   s = quantized_cache_shape(n_tokens);
         s.head_dim      = head_dim;
         layer l(b, s);
         finish(b, l.result);
@@ -333,13 +333,13 @@ TEST(results_with_another_use_are_stored) {
     const int     nth[] = { 0, 1, 1, 2 }; // rotated q and k; v and k times the matrix
     for (int k = 0; k < 4; k++) {
         graph_builder b;
-        layer         l(b, quantized_shape(1));
+        layer         l(b, quantized_cache_shape(1));
         b.expand(l.result);
         finish(b, ggml_silu(b.ctx, find(b.graph, ops[k], nth[k])));
         check_launches("used elsewhere", b.graph, apart);
     }
     graph_builder b;
-    layer         l(b, quantized_shape(1));
+    layer         l(b, quantized_cache_shape(1));
     b.expand(l.result);
     finish(b, ggml_silu(b.ctx, find(b.graph, GGML_OP_MUL_MAT))); // q, which is stored
     check_launches("turned query used elsewhere", b.graph, { "rope_hadamard_cache", "attention", "unary" });
@@ -347,7 +347,7 @@ TEST(results_with_another_use_are_stored) {
 
 TEST(turned_queries_must_not_overlap_raw_keys) {
     graph_builder b;
-    layer         l(b, quantized_shape(1));
+    layer         l(b, quantized_cache_shape(1));
     finish(b, l.result);
     share_memory(find(b.graph, GGML_OP_ROPE, 1)->src[0], find(b.graph, GGML_OP_MUL_MAT));
     check_launches("query where k was", b.graph,
@@ -356,7 +356,7 @@ TEST(turned_queries_must_not_overlap_raw_keys) {
 
 TEST(positions_that_are_computed_are_not_read_early) {
     graph_builder b;
-    layer         l(b, quantized_shape(1));
+    layer         l(b, quantized_cache_shape(1));
     b.expand(l.result);
     ggml_tensor * pos = ggml_scale(b.ctx, b.input(GGML_TYPE_I32, 1), 1.0f);
     for (int k = 0; k < 2; k++) {

@@ -44,13 +44,13 @@ public:
     // kind: matrices of different kinds cannot share a launch
     ggml_tensor * sparse_weight(const char * name, int64_t ne0, int64_t ne1, int64_t ne2 = 1, int kind = 0,
                                 int32_t type = GGML_MACKO_TYPE_F16) {
-        auto m                         = std::make_unique<macko::cuda::stored_matrix>();
-        m->matrix                      = {};
-        m->matrix.rows                 = ne1 * ne2;
-        m->matrix.cols                 = ne0;
-        m->matrix.type                 = type;
-        m->matrix.value_type           = type;
-        m->matrix.lanes                = kind;
+        auto                      m    = std::make_unique<macko::cuda::stored_matrix>();
+        macko::cuda::macko_layout rows = {};
+        rows.rows                      = ne1 * ne2;
+        rows.cols                      = ne0;
+        rows.type                      = type;
+        rows.delta_bits                = kind;
+        m->matrix                      = rows;
         m->rows_per_matrix             = ne1;
         ggml_tensor * t                = dense_weight(static_cast<ggml_type>(type), ne0, ne1, ne2);
         t->extra                       = m.get();
@@ -82,10 +82,12 @@ private:
     size_t                                                   next_address = size_t(1) << 32;
 };
 
-// Gives a sparse weight a part in blocks of rows. Nothing but its address is looked at.
-inline void add_part(ggml_tensor * weight) {
-    macko::cuda::cuda_sparse_matrix & m = const_cast<macko::cuda::stored_matrix *>(macko::cuda::stored(weight))->matrix;
-    m.part                              = reinterpret_cast<decltype(m.part)>(&m);
+// Keeps a sparse weight in blocks of rows, whose products have no norm.
+inline void keep_in_blocks(ggml_tensor * weight) {
+    macko::cuda::gpu_layout &      m = const_cast<macko::cuda::stored_matrix *>(macko::cuda::stored(weight))->matrix;
+    macko::cuda::row_blocks_layout blocks           = {};
+    static_cast<macko::cuda::layout_base &>(blocks) = macko::cuda::base_of(m);
+    m                                               = blocks;
 }
 
 // ---- parts of a model ----

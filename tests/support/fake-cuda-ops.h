@@ -17,11 +17,11 @@ struct launch {
     std::string name;   // what a test compares, such as "sparse q+k norm"
     std::string params; // everything that the call was given
 };
-inline std::vector<launch>                                            log;
-inline std::map<const macko::cuda::cuda_sparse_matrix *, std::string> matrix_names;
-inline int64_t                                                        sparse_max_n = 8;    // columns
-inline bool                                                           supports     = true; // all predicates
-inline std::vector<int>                                               expert_begin; // what op_mul_mat_id_sort makes
+inline std::vector<launch>                                    log;
+inline std::map<const macko::cuda::gpu_layout *, std::string> matrix_names;
+inline int64_t                                                sparse_max_n = 8;    // columns
+inline bool                                                   supports     = true; // all predicates
+inline std::vector<int>                                       expert_begin;        // what op_mul_mat_id_sort makes
 
 __attribute__((format(printf, 1, 2))) inline std::string text(const char * format, ...) {
     char    buffer[1024];
@@ -105,7 +105,7 @@ cudaError_t host_staging::copy(const staged_rows & rows, int n_threads, cudaStre
 
 // ---- sparse products ----
 
-int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix &, bool experts) {
+int64_t cuda_sparse_mul_mat_max_n(const gpu_layout &, bool experts) {
     return experts ? 2 * fake::sparse_max_n : fake::sparse_max_n;
 }
 
@@ -128,8 +128,8 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & p, cudaStream
     return error;
 }
 
-cudaError_t cuda_sparse_densify(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, void * dst,
-                                int64_t ld, cudaStream_t stream) {
+cudaError_t cuda_sparse_densify(const gpu_layout & w, int64_t row_begin, int64_t row_end, void * dst, int64_t ld,
+                                cudaStream_t stream) {
     return add("densify " + fake::matrix_names[&w], row_begin, row_end, static_cast<const void *>(dst), ld,
                static_cast<const void *>(stream));
 }

@@ -79,6 +79,22 @@ static constexpr double  MAX_ERROR = 3e-6;
 static constexpr float   POISON    = -1.2345e30f;
 static constexpr int64_t GUARD     = 64; // floats before and after each output
 
+// what tests look at in a layout; 0 if the layout has none
+struct layout_numbers {
+    std::string layout;
+    int32_t     delta_bits = 0, lanes = 0, bank_width = 0;
+
+    explicit layout_numbers(const gpu_layout & l) : layout(layout_name(l)) {
+        std::visit([&](const auto & m) { read(m); }, l);
+    }
+
+private:
+    void read(const row_split_layout & m) { delta_bits = m.delta_bits, lanes = m.lanes, bank_width = m.bank_width; }
+    void read(const quantized_layout & m) { delta_bits = m.delta_bits, lanes = m.lanes; }
+    void read(const macko_layout & m) { delta_bits = m.delta_bits; }
+    void read(const row_blocks_layout & m) { delta_bits = m.delta_bits; }
+};
+
 // ---- values ----
 
 inline double to_double(uint32_t bits, int type) {
@@ -156,15 +172,15 @@ inline options random_options(rng & random) {
 }
 
 // all rows of W times n columns, which follow each other in x and in y without gaps
-inline cuda_sparse_mul_mat_params plain_product(const cuda_sparse_matrix & w, guarded & x, guarded & y, int64_t n) {
+inline cuda_sparse_mul_mat_params plain_product(const gpu_layout & w, guarded & x, guarded & y, int64_t n) {
     cuda_sparse_mul_mat_params p = {};
     p.n_matrices                 = 1;
     p.w[0]                       = &w;
     p.y[0]                       = y.data();
-    p.ldy[0]                     = w.rows;
-    p.row_end[0]                 = w.rows;
+    p.ldy[0]                     = base_of(w).rows;
+    p.row_end[0]                 = base_of(w).rows;
     p.x                          = x.data();
-    p.ldx                        = w.cols;
+    p.ldx                        = base_of(w).cols;
     p.n                          = n;
     return p;
 }
@@ -176,17 +192,16 @@ struct outputs {
     const cuda_sparse_mul_mat_params &    p;
     std::vector<std::unique_ptr<guarded>> y, residual, bias;
 
-    outputs(rng & random, const std::vector<const cuda_sparse_matrix *> & w, const options & o,
-            cuda_sparse_mul_mat_params & p)
+    outputs(rng & random, const std::vector<const gpu_layout *> & w, const options & o, cuda_sparse_mul_mat_params & p)
         : o(o), p(p) {
         p.n_matrices = static_cast<int32_t>(w.size());
         for (size_t i = 0; i < w.size(); i++) {
-            const int64_t begin = o.silu ? 0 : random.range(0, std::min<int64_t>(2, w[i]->rows - 1)),
-                          m     = w[i]->rows - begin;
-            p.w[i]              = w[i];
-            p.row_begin[i]      = begin;
-            p.row_end[i]        = w[i]->rows;
-            p.ldy[i]            = m + random.range(0, 5);
+            const int64_t rows  = base_of(*w[i]).rows,
+                          begin = o.silu ? 0 : random.range(0, std::min<int64_t>(2, rows - 1)), m = rows - begin;
+            p.w[i]         = w[i];
+            p.row_begin[i] = begin;
+            p.row_end[i]   = rows;
+            p.ldy[i]       = m + random.range(0, 5);
             y.push_back(std::make_unique<guarded>(p.ldy[i] * p.n));
             residual.push_back(std::make_unique<guarded>(p.ldy[i] * p.n));
             bias.push_back(std::make_unique<guarded>(m));
@@ -263,18 +278,18 @@ inline void check_repeats(cuda_sparse_mul_mat_params p, guarded & y, int n_repea
 
 // The last two thirds of the rows of W, made dense with rows ld elements apart. row(r) points to the bytes that row r
 // must have. Nothing may be written between rows.
-template <typename ROW>
-void check_densified(const cuda_sparse_matrix & w, int64_t ld, const std::string & name, ROW && row) {
-    const int64_t        begin = w.rows / 3, size = value_nbytes(w.type), width = w.cols * size;
-    std::vector<uint8_t> host(static_cast<size_t>((w.rows - begin) * ld * size), 0x7b);
+template <typename ROW> void check_densified(const gpu_layout & w, int64_t ld, const std::string & name, ROW && row) {
+    const int64_t rows = base_of(w).rows, begin = rows / 3, size = value_nbytes(base_of(w).type),
+                  width = base_of(w).cols * size;
+    std::vector<uint8_t> host(static_cast<size_t>((rows - begin) * ld * size), 0x7b);
     uint8_t *            dst;
     CUDA_CHECK(cudaMalloc(&dst, host.size()));
     CUDA_CHECK(cudaMemset(dst, 0x7b, host.size()));
-    CUDA_CHECK(cuda_sparse_densify(w, begin, w.rows, dst, ld, nullptr));
+    CUDA_CHECK(cuda_sparse_densify(w, begin, rows, dst, ld, nullptr));
     CUDA_CHECK(cudaMemcpy(host.data(), dst, host.size(), cudaMemcpyDeviceToHost));
     CUDA_CHECK(cudaFree(dst));
     bool same = true, kept = true;
-    for (int64_t r = begin; r < w.rows; r++) {
+    for (int64_t r = begin; r < rows; r++) {
         const uint8_t * got = &host[static_cast<size_t>((r - begin) * ld * size)];
         same                = same && memcmp(got, row(r), static_cast<size_t>(width)) == 0;
         kept                = kept && std::all_of(got + width, got + ld * size, [](uint8_t b) { return b == 0x7b; });
@@ -283,9 +298,9 @@ void check_densified(const cuda_sparse_matrix & w, int64_t ld, const std::string
     CHECK(kept, "%s: something was written between rows", name.c_str());
 }
 // with rows at any address, and with aligned rows
-template <typename ROW> void check_densified(const cuda_sparse_matrix & w, const std::string & name, ROW && row) {
-    check_densified(w, w.cols + 2, name, row);
-    check_densified(w, (w.cols + 15) & ~int64_t(7), name + ", aligned rows", row);
+template <typename ROW> void check_densified(const gpu_layout & w, const std::string & name, ROW && row) {
+    check_densified(w, base_of(w).cols + 2, name, row);
+    check_densified(w, (base_of(w).cols + 15) & ~int64_t(7), name + ", aligned rows", row);
 }
 
 // Experts: seven columns, each multiplied by the rows of the expert whose id is on the device. Ids are 2 apart there,
@@ -296,13 +311,13 @@ constexpr int32_t EXPERT_IDS[2 * N_EXPERT_COLUMNS] = { 4, -7, 0, -7, 2, -7, 5, -
 constexpr int64_t expert_row(int64_t j, int64_t rows) {
     return EXPERT_IDS[2 * j] >= 0 && EXPERT_IDS[2 * j] < N_EXPERTS ? EXPERT_IDS[2 * j] * rows : -1;
 }
-// y: w.rows / N_EXPERTS rows per column
-inline void multiply_experts(const cuda_sparse_matrix & w, guarded & x, int64_t ldx, guarded & y) {
+// y: rows / N_EXPERTS rows per column
+inline void multiply_experts(const gpu_layout & w, guarded & x, int64_t ldx, guarded & y) {
     int32_t * ids;
     CUDA_CHECK(cudaMalloc(&ids, sizeof(EXPERT_IDS)));
     CUDA_CHECK(cudaMemcpy(ids, EXPERT_IDS, sizeof(EXPERT_IDS), cudaMemcpyHostToDevice));
     cuda_sparse_mul_mat_params p = plain_product(w, x, y, N_EXPERT_COLUMNS);
-    p.expert_rows = p.ldy[0] = p.row_end[0] = w.rows / N_EXPERTS;
+    p.expert_rows = p.ldy[0] = p.row_end[0] = base_of(w).rows / N_EXPERTS;
     p.ldx                                   = ldx;
     p.expert_ids                            = ids;
     p.expert_ids_stride                     = 2;

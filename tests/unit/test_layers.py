@@ -48,15 +48,16 @@ CPLUSPLUS = {
     "codec": set(),
     "gguf": {"codec"},
     "load": {"codec", "gguf"},
+    "gpu-layout": {"codec"},
     "abi": {"codec"},
     "backend": {"codec", "gguf", "load", "abi"},
     "rpc": {"codec", "gguf", "load", "abi", "backend"},
     "cpu/layout": {"codec"},
     "cpu/kernels": {"codec", "cpu/layout"},
     "cpu/device": {"codec", "gguf", "load", "abi", "backend", "rpc", "cpu/kernels", "cpu/layout"},
-    "cuda": {"codec", "gguf", "load", "abi", "backend", "rpc"},
-    "capi": {"codec", "gguf", "load", "abi", "backend", "rpc", "cpu", "cuda"},
-    "plugin": {"codec", "gguf", "load", "abi", "backend", "rpc", "cpu", "cuda", "capi"},
+    "cuda": {"codec", "gguf", "load", "abi", "backend", "rpc", "gpu-layout"},
+    "capi": {"codec", "gguf", "load", "abi", "backend", "rpc", "cpu", "gpu-layout"},
+    "plugin": {"codec", "gguf", "load", "abi", "backend", "rpc", "cpu", "cuda", "gpu-layout", "capi"},
 }
 
 

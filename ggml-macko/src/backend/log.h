@@ -47,4 +47,12 @@ __attribute__((format(printf, 1, 2))) inline void log_info(const char * format, 
     va_end(args);
 }
 
+// llama.cpp's --verbose shows these
+__attribute__((format(printf, 1, 2))) inline void log_debug(const char * format, ...) {
+    va_list args;
+    va_start(args, format);
+    log_text(GGML_LOG_LEVEL_DEBUG, format, args);
+    va_end(args);
+}
+
 } // namespace macko

@@ -1,42 +1,96 @@
-// The C API over what a GPU would do with a matrix. Checks arguments, calls one function, and keeps exceptions inside.
+// The C API over how a GPU would keep a matrix. Checks arguments, calls one function, and keeps exceptions inside.
 // Needs neither CUDA nor a GPU.
 #include "codec/registry.h"
 #include "codec/team.h"
-#include "cuda/sparse/reserved.h"
+#include "gpu-layout/survey.h"
+
+#include <algorithm>
 
 using namespace macko;
 
-int ggml_macko_gpu_nbytes(const ggml_macko_matrix * m, int64_t shared_nbytes, int64_t * nbytes) {
+namespace {
+
+int check_arguments(const ggml_macko_matrix * m, int64_t shared_nbytes, const ggml_macko_layout * layout,
+                    const codec ** format) {
+    if (!m || !m->format || !layout) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+    }
+    if (shared_nbytes < 0 || shared_nbytes > INT32_MAX) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%lld bytes of shared memory",
+                    static_cast<long long>(shared_nbytes));
+    }
+    *format = find_codec(m->format);
+    if (!*format) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "format '%s' is not known to this build",
+                    printable(m->format).text);
+    }
+    if (const int status = check_header(**format, *m)) {
+        return status;
+    }
+    component_rule rules[GGML_MACKO_MAX_ARRAYS] = {};
+    (*format)->component_rules(*m, rules);
+    return array_length(m->arrays[0]) > rules[0].length
+               ? fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s has more elements than the matrix can have",
+                      (*format)->components()[0] + 1)
+               : GGML_MACKO_STATUS_OK;
+}
+
+void describe(const cuda::layout_shape & shape, const std::string & reason, ggml_macko_layout * out) {
+    const cuda::shape_numbers numbers = cuda::numbers_of(shape);
+    out->name                         = cuda::layout_name(shape);
+    out->delta_bits                   = numbers.delta_bits;
+    out->lanes                        = numbers.lanes;
+    out->bank_order                   = numbers.banked;
+    snprintf(out->reason, sizeof(out->reason), "%s", reason.c_str());
+}
+
+// all that the header decides
+std::string reasons_of(const cuda::gpu_plan & plan) {
+    std::string reasons;
+    for (const cuda::layout_candidate & c : plan.candidates) {
+        reasons += (reasons.empty() ? "" : "; ") + cuda::text_of(c.shape) + " (" + c.reason + ")";
+    }
+    for (const std::string & left_out : plan.left_out) {
+        reasons += "; not " + left_out;
+    }
+    return reasons;
+}
+
+} // namespace
+
+int ggml_macko_gpu_layout(const ggml_macko_matrix * m, bool stacked, int64_t shared_nbytes, int n_threads,
+                          ggml_macko_layout * layout) {
     return c_boundary([&]() -> int {
-        if (!m || !m->format || !nbytes) {
-            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
-        }
-        if (shared_nbytes < 0 || shared_nbytes > INT32_MAX) {
-            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%lld bytes of shared memory",
-                        static_cast<long long>(shared_nbytes));
-        }
-        const codec * format = find_codec(m->format);
-        if (!format) {
-            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "format '%s' is not known to this build",
-                        printable(m->format).text);
-        }
-        if (const int status = check_header(*format, *m)) {
+        const codec * format = nullptr;
+        if (const int status = check_arguments(m, shared_nbytes, layout, &format)) {
             return status;
         }
-        component_rule rules[GGML_MACKO_MAX_ARRAYS] = {};
-        format->component_rules(*m, rules);
-        if (array_length(m->arrays[0]) > rules[0].length) {
-            return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s has more elements than the matrix can have",
-                        format->components()[0] + 1);
+        cuda::gpu_matrix matrix = cuda::gpu_matrix_of(*format, rows_desc(*format, *m), format->max_entries(*m),
+                                                      m->value_type, m->arrays[0].nbytes);
+        matrix.in_blocks        = matrix.in_blocks && !stacked;
+        cuda::gpu_plan plan     = cuda::choose(matrix, cuda::gpu_device_of(shared_nbytes));
+        *layout                 = {};
+        layout->nbytes          = plan.nbytes;
+        layout->is_settled      = plan.candidates.size() == 1;
+        describe(plan.candidates[0].shape, reasons_of(plan), layout);
+        const bool has_data =
+            std::all_of(m->arrays, m->arrays + m->n_arrays, [](const ggml_macko_array & a) { return a.data; });
+        if (!has_data) {
+            return GGML_MACKO_STATUS_OK;
         }
-        sparse_tensor_info info = {};
-        info.format             = format;
-        info.desc               = rows_desc(*format, *m);
-        info.value_type         = m->value_type;
-        info.bits               = m->bits;
-        info.n_padded           = format->max_entries(*m);
-        info.nbytes_values      = m->arrays[0].nbytes;
-        *nbytes                 = cuda::cuda_reserved_nbytes(info, shared_nbytes);
+        std::unique_ptr<codec_view> view;
+        const int                   threads = threads_for(n_threads, m->rows * m->cols);
+        int                         status  = open_matrix(*format, *m, threads, &view);
+        status                              = status ? status : view->check_rows(threads);
+        cuda::layout_survey  found;
+        cuda::layout_verdict verdict;
+        status = status ? status : cuda::survey_on_cpu(&plan, *view, threads, &found, &verdict);
+        if (status) {
+            return status;
+        }
+        layout->is_settled = true;
+        layout->own_nbytes = verdict.nbytes > plan.nbytes ? verdict.nbytes : 0;
+        describe(verdict.shape, verdict.reason, layout);
         return GGML_MACKO_STATUS_OK;
     });
 }

@@ -11,10 +11,11 @@ namespace macko::cuda {
 
 // tensor->extra of a loaded weight. No other tensor in a buffer of the GPU has an extra.
 struct stored_matrix {
-    cuda_sparse_matrix           matrix;
-    int64_t                      rows_per_matrix; // ne1; experts and other stacked matrices follow each other
-    std::unique_ptr<matrix_part> part;            // owns matrix.part; null: the matrix has none
-    cuda_memory                  outgrown;        // memory of a matrix that did not fit the reserved bytes, else null
+    gpu_layout     matrix;
+    int64_t        rows_per_matrix; // ne1; experts and other stacked matrices follow each other
+    gpu_plan       plan;            // what the header decided
+    layout_verdict verdict;         // what the values decided: the layout of matrix
+    cuda_memory    outgrown;        // memory of a matrix that did not fit the reserved bytes, else null
 };
 
 // null: the tensor is dense

@@ -5,13 +5,16 @@ from __future__ import annotations
 from .codec import (
     Codec,
     Count,
+    DeviceLayout,
     EncodedMatrix,
     MatrixHeader,
     codecs,
     count_dense,
+    cpu_layout,
     decode,
     drop_negative_zeros,
     encode,
+    gpu_layout,
     gpu_nbytes,
     measure_error,
     quantize_q4_nl,
@@ -36,8 +39,9 @@ from .load import VARIABLES, LlamaFunctions, LoadOptions, load_model
 
 __all__ = [
     "LIBRARY_PATH", "PRELOAD_PATH", "VARIABLES", "WEIGHT_BLOCK", "WEIGHT_HEAD", "WEIGHT_OTHER", "Codec", "Count",
-    "CpuMatrix", "EncodedMatrix", "File", "FileSparse", "FileTensor", "LlamaFunctions", "LoadOptions", "MatrixHeader",
-    "check_ggml", "check_running_ggml", "codecs", "count_dense", "cpu_kernels", "decode", "drop_negative_zeros",
-    "encode", "ggml_range", "gpu_nbytes", "gpus", "llama_cpp_python_range", "load_model", "measure_error",
-    "quantize_q4_nl", "round_to_scales", "running_ggml", "status_name", "validate", "version", "weight_use",
+    "CpuMatrix", "DeviceLayout", "EncodedMatrix", "File", "FileSparse", "FileTensor", "LlamaFunctions", "LoadOptions",
+    "MatrixHeader", "check_ggml", "check_running_ggml", "codecs", "count_dense", "cpu_kernels", "cpu_layout",
+    "decode", "drop_negative_zeros", "encode", "ggml_range", "gpu_layout", "gpu_nbytes", "gpus",
+    "llama_cpp_python_range", "load_model", "measure_error", "quantize_q4_nl", "round_to_scales", "running_ggml",
+    "status_name", "validate", "version", "weight_use",
 ]  # fmt: skip

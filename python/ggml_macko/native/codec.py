@@ -198,13 +198,61 @@ GPU_SHARED_NBYTES = 99 << 10
 """Shared memory that a block may use on GeForce cards since the 30 series; the data centre's have more."""
 
 
-def gpu_nbytes(m: MatrixHeader, shared_nbytes: int = GPU_SHARED_NBYTES) -> int:
-    """Bytes of a GPU's memory that are reserved for a matrix, as its header decides. Needs no GPU. Raises MackoError
-    for a header that no file may have.
+@dataclass(frozen=True)
+class DeviceLayout:
+    """How a device keeps a matrix in memory."""
+
+    nbytes: int  # that are reserved, which the header of the matrix decides
+    own_nbytes: int  # beside it, of a matrix of unusual structure on a GPU
+    name: str  # of the layout; of a matrix without data the one that comes first
+    is_settled: bool  # no other layout is possible
+    delta_bits: int  # 0: the layout has none
+    lanes: int  # runs per row; 0: the layout has none
+    bank_order: bool  # entries are in the order of the banks of shared memory
+    reason: str
+
+
+def _device_layout(c: Any) -> DeviceLayout:
+    return DeviceLayout(
+        int(c.nbytes),
+        int(c.own_nbytes),
+        text(c.name),
+        bool(c.is_settled),
+        int(c.delta_bits),
+        int(c.lanes),
+        bool(c.bank_order),
+        text(c.reason),
+    )
+
+
+def gpu_layout(
+    m: MatrixHeader | EncodedMatrix,
+    shared_nbytes: int = GPU_SHARED_NBYTES,
+    *,
+    stacked: bool = False,
+    n_threads: int = 0,
+) -> DeviceLayout:
+    """How a GPU keeps a matrix: of a header the candidates, with values the layout. Needs no GPU. Raises MackoError for
+    a header that no file may have, or for values that are not valid.
     """
-    out = ffi().new("int64_t *")
-    check(lib().ggml_macko_gpu_nbytes(_c_header(m), shared_nbytes, out))
-    return int(out[0])
+    out = ffi().new("struct ggml_macko_layout *")
+    c = _c_header(m) if isinstance(m, MatrixHeader) else c_matrix(m)
+    check(lib().ggml_macko_gpu_layout(c, stacked, shared_nbytes, n_threads, out))
+    return _device_layout(out)
+
+
+def cpu_layout(m: MatrixHeader) -> DeviceLayout:
+    """How the CPU kernels in use keep a matrix, as its header decides. Raises MackoError for a header that no file may
+    have.
+    """
+    out = ffi().new("struct ggml_macko_layout *")
+    check(lib().ggml_macko_cpu_layout(_c_header(m), out))
+    return _device_layout(out)
+
+
+def gpu_nbytes(m: MatrixHeader, shared_nbytes: int = GPU_SHARED_NBYTES) -> int:
+    """Bytes of a GPU's memory that are reserved for a matrix."""
+    return gpu_layout(m, shared_nbytes).nbytes
 
 
 def drop_negative_zeros(bits: Array, type_id: int, n_threads: int = 0) -> int:

@@ -123,7 +123,7 @@ ggml_backend_buffer_t buffer_type_alloc_buffer(ggml_backend_buffer_type_t buft, 
     return ggml_backend_buffer_init(buft, buffer_iface, new buffer_context{ device, base, {} }, size);
 }
 
-size_t buffer_type_get_alignment(ggml_backend_buffer_type_t) { return CUDA_SPARSE_ALIGNMENT; }
+size_t buffer_type_get_alignment(ggml_backend_buffer_type_t) { return GPU_ALIGNMENT; }
 
 // Sizes of sparse weights are known from the file's header, so the memory figures that llama.cpp prints are the true
 // ones.
@@ -188,7 +188,8 @@ bool is_gpu_buffer_type(ggml_backend_buffer_type_t buft) { return buft->iface.ge
 
 bool read_sparse(gpu & device, const stored_matrix & m, char * data, size_t offset, size_t size) {
     constexpr size_t MAX_DENSE  = size_t(16) << 20; // bytes at a time
-    const size_t     nbytes_row = static_cast<size_t>(m.matrix.cols * value_nbytes(m.matrix.type));
+    const int64_t    cols       = base_of(m.matrix).cols;
+    const size_t     nbytes_row = static_cast<size_t>(cols * value_nbytes(base_of(m.matrix).type));
     const int64_t    first      = static_cast<int64_t>(offset / nbytes_row);
     const int64_t    end        = static_cast<int64_t>((offset + size + nbytes_row - 1) / nbytes_row);
     const int64_t    rows       = std::max<int64_t>(1, static_cast<int64_t>(MAX_DENSE / nbytes_row));
@@ -204,7 +205,7 @@ bool read_sparse(gpu & device, const stored_matrix & m, char * data, size_t offs
     bool ok = true;
     for (int64_t row = first; ok && row < end; row += rows) {
         const int64_t row_end = std::min(end, row + rows);
-        const auto    error   = cuda_sparse_densify(m.matrix, row, row_end, dense, m.matrix.cols, device.stream);
+        const auto    error   = cuda_sparse_densify(m.matrix, row, row_end, dense, cols, device.stream);
         const size_t  begin   = static_cast<size_t>(row) * nbytes_row; // offset of what lies in `dense`
         const size_t  from    = std::max(offset, begin);
         const size_t  to      = std::min(offset + size, static_cast<size_t>(row_end) * nbytes_row);
@@ -244,7 +245,7 @@ bool is_sparse_weight(ggml_backend_buffer_type_t buft, const ggml_tensor * w) {
 }
 
 size_t matrix_nbytes(ggml_backend_buffer_type_t buft, const sparse_tensor_info & matrix) {
-    return matrix_nbytes(gpu_of(buft), matrix);
+    return static_cast<size_t>(plan_of(gpu_of(buft), matrix).nbytes);
 }
 
 } // namespace macko::cuda

@@ -195,7 +195,7 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
     return memory ? rpc_buffer_init(buft, size, std::move(memory)) : nullptr;
 }
 
-size_t buft_get_alignment(ggml_backend_buffer_type_t) { return CUDA_SPARSE_ALIGNMENT; }
+size_t buft_get_alignment(ggml_backend_buffer_type_t) { return GPU_ALIGNMENT; }
 
 const ggml_backend_buffer_type_i buft_iface = {
     /* .get_name       = */ buft_get_name,

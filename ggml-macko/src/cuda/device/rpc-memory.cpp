@@ -168,7 +168,7 @@ int gpu_memory::make_weight(const received_file & file, std::unique_ptr<rpc_weig
     if (!device.select()) {
         return fail(GGML_MACKO_STATUS_OUT_OF_MEMORY, "%s: %s cannot be used", matrix.name.c_str(), device.name.c_str());
     }
-    const size_t nbytes = GGML_PAD(matrix_nbytes(device, matrix), size_t(CUDA_SPARSE_ALIGNMENT));
+    const size_t nbytes = static_cast<size_t>(gpu_aligned(plan_of(device, matrix).nbytes));
     if (const int status = take(matrix, nbytes, &made)) {
         return status;
     }

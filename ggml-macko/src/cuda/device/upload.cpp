@@ -1,9 +1,7 @@
 #include "cuda/device/upload.h"
 
+#include "backend/log.h"
 #include "codec/team.h"
-
-#include "cuda/sparse/reserved.h"
-#include "cuda/sparse/upload-registry.h"
 
 #include <algorithm>
 
@@ -11,33 +9,17 @@ namespace macko::cuda {
 
 namespace {
 
-// Gives each encoding of a payload to the uploader's function for it.
+// Gives a payload to the uploader.
 struct upload_consumer : payload_consumer {
-    cuda_sparse_uploader &     uploader;
-    const gpu &                device;
-    const sparse_tensor_info & matrix;
-    void *                     dst;
-    stored_matrix &            stored;
-    bool                       finished = false; // the matrix came as a whole
+    cuda_sparse_uploader & uploader;
+    const gpu_plan &       plan;
 
-    upload_consumer(cuda_sparse_uploader & u, const gpu & d, const sparse_tensor_info & m, void * to,
-                    stored_matrix & out)
-        : uploader(u), device(d), matrix(m), dst(to), stored(out) {}
+    upload_consumer(cuda_sparse_uploader & u, const gpu_plan & p) : uploader(u), plan(p) {}
 
     int  consume(const macko_view & rows, int64_t) override { return uploader.rows(rows); }
-    bool takes(const codec &) const override { return cuda_keeps_own_layout(matrix, device.shared_nbytes); }
+    bool takes(const codec &) const override { return arrives_whole(plan); }
     int  consume_matrix(const codec_view & view) override {
-        finished = true;
-        whole_upload to{ uploader };
-        to.shared_nbytes = device.shared_nbytes;
-        to.stacked       = matrix.ne[1] != matrix.desc.rows;
-        to.n_threads     = threads_for(0, matrix.desc.rows * matrix.desc.cols);
-        to.dst           = dst;
-        to.room          = cuda_sparse_nbytes(matrix.desc, matrix.n_padded);
-        to.out           = &stored.matrix;
-        to.part          = &stored.part;
-        to.outgrown      = &stored.outgrown;
-        return find_upload(matrix.format->name())->upload(view, to);
+        return uploader.whole(view, threads_for(0, plan.matrix.desc.rows * plan.matrix.desc.cols));
     }
 };
 
@@ -57,30 +39,28 @@ cuda_sparse_uploader * uploader_of(load_session & current, gpu & device) {
 
 } // namespace
 
-size_t matrix_nbytes(const gpu & device, const sparse_tensor_info & matrix) {
-    return static_cast<size_t>(cuda_reserved_nbytes(matrix, device.shared_nbytes));
+gpu_plan plan_of(const gpu & device, const sparse_tensor_info & matrix) {
+    gpu_matrix m = gpu_matrix_of(*matrix.format, matrix.desc, matrix.n_padded, matrix.value_type, matrix.nbytes_values);
+    m.in_blocks  = m.in_blocks && matrix.ne[1] == matrix.desc.rows; // those of stacked matrices lie across all of them
+    return choose(m, gpu_device_of(device.shared_nbytes));
 }
 
 int upload_matrix(gpu & device, cuda_sparse_uploader & uploader, const sparse_tensor_info & matrix, void * dst,
                   const payload_reader & read, std::unique_ptr<stored_matrix> * out) {
     auto m             = std::make_unique<stored_matrix>();
     m->rows_per_matrix = matrix.ne[1];
-    upload_consumer consumer(uploader, device, matrix, dst, *m);
-    if (cuda_own_nbytes(matrix, device.shared_nbytes) == 0) {
-        if (const int status =
-                uploader.begin(matrix.desc, matrix.n_padded, dst, cuda_rows_nbytes(matrix, device.shared_nbytes))) {
-            return status;
-        }
-    }
-    if (const int status = read(consumer)) {
+    m->plan            = plan_of(device, matrix);
+    upload_consumer consumer(uploader, m->plan);
+    int             status = uploader.begin(m->plan, dst);
+    status                 = status ? status : read(consumer);
+    status                 = status ? status : uploader.finish(&m->matrix, &m->verdict, &m->outgrown);
+    if (status) {
         return status;
     }
-    if (!consumer.finished) {
-        if (const int status = uploader.finish(&m->matrix, &m->outgrown)) {
-            return status;
-        }
-    }
-    const size_t dense  = static_cast<size_t>(m->rows_per_matrix * GGML_PAD(m->matrix.cols, 8) * 2);
+    log_debug("%s: %s: %s, %lld bytes reserved%s (%s)\n", device.name.c_str(), matrix.name.c_str(),
+              text_of(m->verdict.shape).c_str(), static_cast<long long>(m->plan.nbytes),
+              m->outgrown ? ", memory of its own" : "", m->verdict.reason.c_str());
+    const size_t dense  = static_cast<size_t>(m->rows_per_matrix * GGML_PAD(matrix.desc.cols, 8) * 2);
     device.panel_nbytes = std::max<size_t>(device.panel_nbytes, std::min(dense, device.max_panel_nbytes));
     *out                = std::move(m);
     return GGML_MACKO_STATUS_OK;

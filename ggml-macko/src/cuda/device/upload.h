@@ -9,13 +9,13 @@
 
 namespace macko::cuda {
 
-// Bytes that the matrix takes in a buffer of this GPU, from its header alone.
-size_t matrix_nbytes(const gpu & device, const sparse_tensor_info & matrix);
+// How this GPU keeps a matrix, from its header alone; plan.nbytes is what it takes in a buffer.
+gpu_plan plan_of(const gpu & device, const sparse_tensor_info & matrix);
 
 // Gives the payload of a matrix to a consumer, and returns a ggml_macko_status.
 using payload_reader = std::function<int(payload_consumer &)>;
 
-// Puts a matrix at dst, matrix_nbytes() of memory of this GPU, and sees to it that contexts have memory in which they
+// Puts a matrix at dst, plan.nbytes of memory of this GPU, and sees to it that contexts have memory in which they
 // make it dense.
 [[nodiscard]] int upload_matrix(gpu & device, cuda_sparse_uploader & uploader, const sparse_tensor_info & matrix,
                                 void * dst, const payload_reader & read, std::unique_ptr<stored_matrix> * out);

@@ -26,11 +26,11 @@ namespace macko::cuda {
 namespace {
 
 bool shares_kernel(const ggml_tensor * a, const ggml_tensor * b) {
-    return cuda_sparse_same_kernel(stored(a->src[0])->matrix, stored(b->src[0])->matrix);
+    return have_same_kernel(stored(a->src[0])->matrix, stored(b->src[0])->matrix);
 }
 
 // the kernels of a part in another layout have neither the norm in front nor the product of gate and up behind
-bool has_part(const ggml_tensor * product) { return stored(product->src[0])->matrix.part != nullptr; }
+bool fuses(const ggml_tensor * product) { return has_fused_products(stored(product->src[0])->matrix); }
 
 // GET_ROWS that chooses the only row of its source, so that it changes nothing
 bool is_only_row(const ggml_tensor * t) {
@@ -136,7 +136,7 @@ bool fused_sparse_products::match_products(const op_context & ctx, const ggml_cg
                                            const ggml_tensor * input) {
     for (int k = first; k < graph->n_nodes && n_ < CUDA_SPARSE_MAX_GROUPED && can_join(ctx, graph->nodes[k], input);
          k     = next_node(graph, k)) {
-        if (norm_ && has_part(graph->nodes[k])) {
+        if (norm_ && !fuses(graph->nodes[k])) {
             return false;
         }
         members_[n_++] = { graph->nodes[k], graph->nodes[k], k, nullptr, nullptr };
@@ -220,7 +220,7 @@ void fused_sparse_products::match_glu(const ggml_cgraph * graph) {
     const ggml_tensor * p0  = members_[0].product;
     const ggml_tensor * p1  = members_[1].product;
 
-    const bool one_kernel = shares_kernel(p0, p1) && !has_part(p0) && !has_part(p1);
+    const bool one_kernel = shares_kernel(p0, p1);
     const bool used_once =
         ggml_node_has_n_uses(graph, members_[0].index, 1) && ggml_node_has_n_uses(graph, members_[1].index, 1);
     const bool is_swiglu = ggml_get_glu_op(glu) == GGML_GLU_OP_SWIGLU && glu->src[1] && is_f32_rows(glu);

@@ -1,55 +1,56 @@
 // Sparse rows back to dense ones: for products with many columns (a panel of rows at a time, then a dense product) and
 // for get_tensor.
 #include "cuda/lib/common.cuh"
-#include "cuda/sparse/groups.cuh"
-#include "cuda/sparse/mul-mat-params.cuh"
+#include "cuda/sparse/product.cuh"
+#include "cuda/sparse/row-split-groups.cuh"
 
 #include <algorithm>
 
 namespace macko::cuda {
 
-// ---- FUSED, CODED ----
+// ---- INLINE_DELTA, EXP_CODED ----
 
 struct densify_params {
-    cuda_sparse_matrix m;
-    int64_t            row_begin;
-    int64_t            row_end;
-    uint16_t *         dst;
-    int64_t            ld;
-    int32_t            rows;   // that a block has in shared memory at a time, at most 32 / lanes
-    int32_t            pitch;  // elements of a row there: those of dst, and behind them where fillers may land
-    int32_t            vector; // 8 if rows of dst are aligned to 16 bytes and cols is a multiple of 8, else 1
-    uint32_t           weight[16];
+    row_split_layout m;
+    int64_t          row_begin;
+    int64_t          row_end;
+    uint16_t *       dst;
+    int64_t          ld;
+    int32_t          rows;   // that a block has in shared memory at a time, at most 32 / lanes
+    int32_t          pitch;  // elements of a row there: those of dst, and behind them where fillers may land
+    int32_t          vector; // 8 if rows of dst are aligned to 16 bytes and cols is a multiple of 8, else 1
+    uint32_t         weight[16];
 };
 
 constexpr int MAX_DENSIFY_WARPS = 8;
 
 // Positions are counted in units of 2^-SHIFT bytes of 16-bit columns, STEP units from one delta step to the next:
-// set_fused_weights() and set_coded_weights() divide STEP by up to 64.
-template <int BITS, bool BANKED> constexpr uint32_t DENSIFY_SHIFT = !BANKED && BITS < 6 ? 6 : 0;
-template <int BITS, bool BANKED> constexpr uint32_t DENSIFY_STEP  = (BANKED ? 64u : 2u) << DENSIFY_SHIFT<BITS, BANKED>;
+// set_inline_delta_weights() and set_exp_coded_weights() divide STEP by up to 64.
+template <int BITS, bool BANK_ORDER> constexpr uint32_t DENSIFY_SHIFT = !BANK_ORDER && BITS < 6 ? 6 : 0;
+template <int BITS, bool BANK_ORDER>
+constexpr uint32_t DENSIFY_STEP = (BANK_ORDER ? 64u : 2u) << DENSIFY_SHIFT<BITS, BANK_ORDER>;
 
 // A block per row (with fewer than 32 runs, per several rows): zeros in shared memory, entries scattered to their
 // columns there, then one pass to dst. Each warp has a share of the groups of every run; the sum of the deltas in front
 // of them says where it starts. The groups of the next row are on their way while this one goes to dst.
-template <typename T, int BITS, bool BANKED>
+template <typename T, int BITS, bool BANK_ORDER>
 __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
-    densify_interleaved_kernel(const __grid_constant__ densify_params p) {
+    densify_row_split_kernel(const __grid_constant__ densify_params p) {
     constexpr int DEPTH   = 4; // groups requested at a time
     constexpr int ENTRIES = group_bits<T, BITS>::ENTRIES, PARTS = group_bits<T, BITS>::PARTS,
                   PER_PART  = ENTRIES / PARTS;
-    constexpr uint32_t STEP = DENSIFY_STEP<BITS, BANKED>, shift = DENSIFY_SHIFT<BITS, BANKED>;
+    constexpr uint32_t STEP = DENSIFY_STEP<BITS, BANK_ORDER>, shift = DENSIFY_SHIFT<BITS, BANK_ORDER>;
     extern __shared__ __align__(16) uint16_t dense[];
     __shared__ uint32_t                      advance[MAX_DENSIFY_WARPS][32];
-    const cuda_sparse_matrix &               m     = p.m;
+    const row_split_layout &                 m     = p.m;
     const int                                lanes = m.lanes, rows = p.rows;
     const int                                warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const int                                lane = threadIdx.x % lanes, sub = threadIdx.x % 32 / lanes;
     const int                                pitch = p.pitch;
-    // minus the bytes of all positions of a row; only used if BANKED
+    // minus the bytes of all positions of a row; only used if BANK_ORDER
     const uint32_t negative = 2 - 64 * static_cast<uint32_t>(m.bank_width);
     const float    power    = __int_as_float((127 + m.exponent) << 23); // 2^exponent
-    const bool     bf16     = is_coded<T> ? is_bf16<T> : m.type == GGML_MACKO_TYPE_BF16;
+    const bool     bf16     = is_exp_coded<T> ? is_bf16<T> : m.type == GGML_MACKO_TYPE_BF16;
     char *         mine     = reinterpret_cast<char *>(dense + sub * pitch); // only touched if sub < rows
     cuda_wait_for_previous();
     cuda_allow_next();
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             if (first + d < to) {
-                bits[d].load(m.values, span.slot(lane, lanes, first + d));
+                bits[d].load(m.groups, span.slot(lane, lanes, first + d));
             }
         }
     };
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
         end = span.end_step(lane, lanes), end_of_outliers = span.end_of_outliers(lane, lanes);
         load(from);
         if (warp == 0 && end < end_of_outliers) {
-            outliers.load(m.values, span.slot(lane, lanes, end));
+            outliers.load(m.groups, span.slot(lane, lanes, end));
         }
     };
 
@@ -102,7 +103,7 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
 #pragma unroll 4
             for (int s = from + DEPTH; s < to; s++) {
                 group_bits<T, BITS> c;
-                c.load(m.values, span.slot(lane, lanes, s));
+                c.load(m.groups, span.slot(lane, lanes, s));
                 add(c);
             }
 #pragma unroll
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
         for (int w = 0; w < warp; w++) {
             at += advance[w][threadIdx.x % 32];
         }
-        if (BANKED && warps > 1) {
+        if (BANK_ORDER && warps > 1) {
             at %= (0 - negative) << shift;
         }
         for (int s = from; s < to; s += DEPTH) {
@@ -125,32 +126,32 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
             for (int d = 0; d < DEPTH; d++) {
                 if (s + d < to) {
                     const auto scatter = [&](auto part) {
-                        [[maybe_unused]] uint32_t pairs[PER_PART / 2]; // CODED
-                        if constexpr (is_coded<T>) {
+                        [[maybe_unused]] uint32_t pairs[PER_PART / 2]; // EXP_CODED
+                        if constexpr (is_exp_coded<T>) {
                             bits[d].template scaled<decltype(part)::value>(pairs, __float_as_uint(power));
                         }
                         at = bits[d].template walk<decltype(part)::value>(at, p.weight, [&](auto entry, uint32_t sum) {
                             constexpr int k       = decltype(entry)::value;
                             constexpr int in_part = k % PER_PART;
                             uint16_t      value;
-                            if constexpr (is_coded<T>) {
+                            if constexpr (is_exp_coded<T>) {
                                 value = static_cast<uint16_t>(pairs[in_part / 2] >> 16 * (in_part % 2));
                             } else {
                                 value = bits[d].template half<k>();
                             }
                             uint32_t to = (sum >> shift) + in_part * (STEP >> shift);
-                            if (BANKED) {
+                            if (BANK_ORDER) {
                                 to = wrap(to, negative);
                             }
                             // What is zero here may be an outlier, and fillers behind the last entry of a row would
                             // hit the first ones.
                             if (value != 0) {
                                 *reinterpret_cast<uint16_t *>(mine + to) =
-                                    is_coded<T> ? value : from_fused(value, power, bf16);
+                                    is_exp_coded<T> ? value : from_inline_delta(value, power, bf16);
                             }
                         });
                         at += PER_PART * STEP;
-                        if (BANKED) {
+                        if (BANK_ORDER) {
                             at = wrap(at, negative << shift);
                         }
                     };
@@ -165,12 +166,12 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
         if (warp == 0) {
             for (int step = end; step < end_of_outliers; step++) {
                 if (step > end) {
-                    outliers.load(m.values, span.slot(lane, lanes, step));
+                    outliers.load(m.groups, span.slot(lane, lanes, step));
                 }
                 outliers.for_each_outlier([&](int, uint32_t column, uint32_t value) {
                     if (value != 0) {
                         *reinterpret_cast<uint16_t *>(mine + column * 2) =
-                            is_coded<T> ? narrowed(value, bf16) : static_cast<uint16_t>(value);
+                            is_exp_coded<T> ? narrowed(value, bf16) : static_cast<uint16_t>(value);
                     }
                 });
             }
@@ -195,16 +196,16 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
     }
 }
 
-template <typename T, int BITS, bool BANKED>
-static cudaError_t launch_densify_interleaved(densify_params & p, cudaStream_t stream) {
+template <typename T, int BITS, bool BANK_ORDER>
+static cudaError_t launch_densify_row_split(densify_params & p, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
-    if (is_coded<T>) {
-        set_coded_weights(p.weight, BITS, DENSIFY_STEP<BITS, BANKED>);
+    if (is_exp_coded<T>) {
+        set_exp_coded_weights(p.weight, BITS, DENSIFY_STEP<BITS, BANK_ORDER>);
     } else {
-        set_fused_weights(p.weight, BITS, DENSIFY_STEP<BITS, BANKED>);
+        set_inline_delta_weights(p.weight, BITS, DENSIFY_STEP<BITS, BANK_ORDER>);
     }
-    const auto kernel = densify_interleaved_kernel<T, BITS, BANKED>;
+    const auto kernel = densify_row_split_kernel<T, BITS, BANK_ORDER>;
     p.pitch           = static_cast<int32_t>(
         (std::max<int64_t>(p.m.cols + group_bits<T, BITS>::ENTRIES, 32 * p.m.bank_width) + 7) & ~int64_t(7));
     const int64_t pitch_nbytes = p.pitch * 2; // fits shared memory, since x, which is twice as large, does
@@ -223,36 +224,50 @@ static cudaError_t launch_densify_interleaved(densify_params & p, cudaStream_t s
     return cudaGetLastError();
 }
 
-template <typename X> static cudaError_t launch_densify_coded(densify_params & p, cudaStream_t stream) {
+template <typename X> static cudaError_t launch_densify_exp_coded(densify_params & p, cudaStream_t stream) {
     switch (p.m.delta_bits) {
-        case 2:  return launch_densify_interleaved<coded<X>, 2, true>(p, stream);
-        case 4:  return launch_densify_interleaved<coded<X>, 4, true>(p, stream);
-        default: return launch_densify_interleaved<coded<X>, 6, false>(p, stream);
+        case 2:  return launch_densify_row_split<exp_coded<X>, 2, true>(p, stream);
+        case 4:  return launch_densify_row_split<exp_coded<X>, 4, true>(p, stream);
+        default: return launch_densify_row_split<exp_coded<X>, 6, false>(p, stream);
     }
 }
 
 // F16 and BF16 matrices share kernels
-static cudaError_t launch_densify_fused(densify_params & p, cudaStream_t stream) {
-    using T           = fused<__half>;
+static cudaError_t launch_densify_inline_delta(densify_params & p, cudaStream_t stream) {
+    using T           = inline_delta<__half>;
     const bool banked = p.m.bank_width != 0;
     switch (p.m.delta_bits) {
         case 2:
-            return banked ? launch_densify_interleaved<T, 2, true>(p, stream)
-                          : launch_densify_interleaved<T, 2, false>(p, stream);
-        case 3: return launch_densify_interleaved<T, 3, true>(p, stream);
+            return banked ? launch_densify_row_split<T, 2, true>(p, stream)
+                          : launch_densify_row_split<T, 2, false>(p, stream);
+        case 3: return launch_densify_row_split<T, 3, true>(p, stream);
         case 4:
-            return banked ? launch_densify_interleaved<T, 4, true>(p, stream)
-                          : launch_densify_interleaved<T, 4, false>(p, stream);
-        default: return launch_densify_interleaved<T, 6, false>(p, stream);
+            return banked ? launch_densify_row_split<T, 4, true>(p, stream)
+                          : launch_densify_row_split<T, 4, false>(p, stream);
+        default: return launch_densify_row_split<T, 6, false>(p, stream);
     }
 }
 
-// ---- FILE ----
+static densify_params params_of(const row_split_layout & w, const dense_rows & to) {
+    const bool aligned = reinterpret_cast<uintptr_t>(to.dst) % 16 == 0 && to.ld % 8 == 0 && w.cols % 8 == 0;
+    return { w, to.row_begin, to.row_end, static_cast<uint16_t *>(to.dst), to.ld, 1, 0, aligned ? 8 : 1, {} };
+}
+cudaError_t densify(const inline_delta_layout & w, const dense_rows & to) {
+    densify_params p = params_of(w, to);
+    return launch_densify_inline_delta(p, to.stream);
+}
+cudaError_t densify(const exp_coded_layout & w, const dense_rows & to) {
+    densify_params p = params_of(w, to);
+    return w.type == GGML_MACKO_TYPE_F16 ? launch_densify_exp_coded<__half>(p, to.stream)
+                                         : launch_densify_exp_coded<__nv_bfloat16>(p, to.stream);
+}
+
+// ---- MACKO ----
 
 // a block per row: zeros, then one warp writes the entries
 template <typename U>
 __global__ void __launch_bounds__(128)
-    densify_file_kernel(const cuda_sparse_matrix m, int64_t row_begin, int64_t row_end, U * dst, int64_t ld) {
+    densify_macko_kernel(const macko_layout m, int64_t row_begin, int64_t row_end, U * dst, int64_t ld) {
     const U * values = reinterpret_cast<const U *>(m.values);
     const int lane   = threadIdx.x % 32;
     cuda_wait_for_previous();
@@ -267,7 +282,7 @@ __global__ void __launch_bounds__(128)
         const int end    = m.row_ptr[row + 1];
         for (int e = m.row_ptr[row]; e < end && threadIdx.x < 32; e += 32) {
             const int k    = e + lane;
-            const int step = warp_prefix_sum(k < end ? 1 + file_delta(m.deltas, k, m.delta_bits) : 0);
+            const int step = warp_prefix_sum(k < end ? 1 + macko_delta(m.deltas, k, m.delta_bits) : 0);
             if (k < end && values[k] != 0) {
                 out[column + step] = values[k];
             }
@@ -277,37 +292,24 @@ __global__ void __launch_bounds__(128)
     }
 }
 
-template <typename U>
-static cudaError_t launch_densify_file(const cuda_sparse_matrix & m, int64_t row_begin, int64_t row_end, void * dst,
-                                       int64_t ld, cudaStream_t stream) {
-    const int64_t blocks = std::min<int64_t>(row_end - row_begin, 1 << 20);
-    densify_file_kernel<U>
-        <<<static_cast<unsigned>(blocks), 128, 0, stream>>>(m, row_begin, row_end, static_cast<U *>(dst), ld);
+template <typename U> static cudaError_t launch_densify_macko(const macko_layout & m, const dense_rows & to) {
+    const int64_t blocks = std::min<int64_t>(to.row_end - to.row_begin, 1 << 20);
+    densify_macko_kernel<U><<<static_cast<unsigned>(blocks), 128, 0, to.stream>>>(m, to.row_begin, to.row_end,
+                                                                                  static_cast<U *>(to.dst), to.ld);
     return cudaGetLastError();
 }
 
-cudaError_t cuda_sparse_densify(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, void * dst,
-                                int64_t ld, cudaStream_t stream) {
-    if (row_begin >= row_end) {
-        return cudaSuccess;
-    }
-    if (w.part) {
-        return w.part->densify(row_begin, row_end, dst, ld, stream);
-    }
-    if (w.layout == CUDA_SPARSE_LAYOUT_QUANTIZED) {
-        return cuda_quantized_densify(w, row_begin, row_end, dst, ld, stream);
-    }
-    if (w.layout == CUDA_SPARSE_LAYOUT_FILE) { // always that of F32
-        return w.type == GGML_MACKO_TYPE_F32 ? launch_densify_file<uint32_t>(w, row_begin, row_end, dst, ld, stream)
-                                             : launch_densify_file<uint16_t>(w, row_begin, row_end, dst, ld, stream);
-    }
-    const bool     aligned = reinterpret_cast<uintptr_t>(dst) % 16 == 0 && ld % 8 == 0 && w.cols % 8 == 0;
-    densify_params p       = { w, row_begin, row_end, static_cast<uint16_t *>(dst), ld, 1, 0, aligned ? 8 : 1, {} };
-    if (w.layout == CUDA_SPARSE_LAYOUT_FUSED) {
-        return launch_densify_fused(p, stream);
-    }
-    return w.type == GGML_MACKO_TYPE_F16 ? launch_densify_coded<__half>(p, stream)
-                                         : launch_densify_coded<__nv_bfloat16>(p, stream);
+cudaError_t densify(const macko_layout & w, const dense_rows & to) {
+    return w.type == GGML_MACKO_TYPE_F32 ? launch_densify_macko<uint32_t>(w, to)
+                                         : launch_densify_macko<uint16_t>(w, to);
+}
+
+// ---- any ----
+
+cudaError_t cuda_sparse_densify(const gpu_layout & w, int64_t row_begin, int64_t row_end, void * dst, int64_t ld,
+                                cudaStream_t stream) {
+    const dense_rows to = { row_begin, row_end, dst, ld, stream };
+    return row_begin < row_end ? std::visit([&](const auto & layout) { return densify(layout, to); }, w) : cudaSuccess;
 }
 
 } // namespace macko::cuda

@@ -1,10 +1,10 @@
-// Sparse times dense on the GPU: y = W x for one or many columns of x, float32 in and out, float32 sums, W as in
-// layout.h. Knows no ggml. Every function only enqueues on the stream it is given unless said otherwise: it neither
-// allocates nor synchronizes, so all of it can be captured in a CUDA graph. Results do not depend on timing: there are
-// no float atomics.
+// Sparse times dense on the GPU: y = W x for one or many columns of x, float32 in and out, float32 sums, W in one of
+// the layouts of gpu-layout/layouts.h. No ggml. Every function only enqueues on the stream it is given unless said
+// otherwise: it neither allocates nor synchronizes, so all of it can be captured in a CUDA graph. Results do not depend
+// on timing: there are no float atomics.
 #pragma once
 
-#include "cuda/sparse/quantized.h"
+#include "gpu-layout/choose.h"
 
 #include <cuda_runtime.h>
 #include <memory>
@@ -18,23 +18,17 @@ constexpr int CUDA_SPARSE_MAX_GROUPED = 4; // matrices in one launch
 constexpr int64_t CUDA_SPARSE_X16_COLS = 14336, CUDA_SPARSE_X16_COLUMNS = 32,
                   CUDA_SPARSE_X16_NBYTES = CUDA_SPARSE_X16_COLS * CUDA_SPARSE_X16_COLUMNS * 2;
 
-// whether matrices can share a launch: one kernel, and one x in shared memory, serve both
-inline bool cuda_sparse_same_kernel(const cuda_sparse_matrix & a, const cuda_sparse_matrix & b) {
-    return a.cols == b.cols && a.type == b.type && a.value_type == b.value_type && a.delta_bits == b.delta_bits &&
-           a.layout == b.layout && a.lanes == b.lanes;
-}
-
-// y_i = epilogue(W_i * prologue(x)) for matrices that share x. One launch if cuda_sparse_same_kernel() says so of all
+// y_i = epilogue(W_i * prologue(x)) for matrices that share x. One launch if have_same_kernel() for all
 // W_i; else one launch each, and silu_mul is cudaErrorNotSupported. x, y and residual are device pointers; columns (one
 // per token) are ld* floats apart.
 // Sums are float32. If x has several columns and the weights have 16 bits, x is rounded to their type, as in ggml's own
 // products; a single column is not. With quantized weights x is always rounded, to multiples of max |x| / 32767 of its
 // column after the norm.
 struct cuda_sparse_mul_mat_params {
-    int32_t                    n_matrices;
-    const cuda_sparse_matrix * w[CUDA_SPARSE_MAX_GROUPED];
-    float *                    y[CUDA_SPARSE_MAX_GROUPED]; // row_end - row_begin floats per column, all written
-    int64_t                    ldy[CUDA_SPARSE_MAX_GROUPED];
+    int32_t            n_matrices;
+    const gpu_layout * w[CUDA_SPARSE_MAX_GROUPED];
+    float *            y[CUDA_SPARSE_MAX_GROUPED]; // row_end - row_begin floats per column, all written
+    int64_t            ldy[CUDA_SPARSE_MAX_GROUPED];
     // added to y, laid out like y, may be y itself; or null
     const float * residual[CUDA_SPARSE_MAX_GROUPED];
     // row_end - row_begin floats, added to each column; or null
@@ -72,29 +66,16 @@ struct cuda_sparse_mul_mat_params {
     cuda_sparse_mul_mat_params columns(int64_t j, int64_t n) const; // n columns from column j on
 };
 
-// A matrix in the layout of another codec, with kernels of its own. cuda_sparse_matrix::part points to it; products and
-// cuda_sparse_densify() go there by themselves.
-class matrix_part {
-public:
-    virtual ~matrix_part() = default;
-    // The product of this matrix alone, as cuda_sparse_mul_mat() would. params: n_matrices is 1; no norm, no silu_mul,
-    // no experts
-    virtual cudaError_t mul_mat(const cuda_sparse_mul_mat_params & params, cudaStream_t stream) const = 0;
-    // as cuda_sparse_densify()
-    virtual cudaError_t densify(int64_t row_begin, int64_t row_end, void * dst, int64_t ld,
-                                cudaStream_t stream) const = 0;
-};
-
 // The largest n at which cuda_sparse_mul_mat(), with x16 or with expert_ids, is faster than cuda_sparse_densify() and a
 // dense product: a property of the device and the matrix. Larger n are correct, but slow.
-int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, bool experts);
+int64_t cuda_sparse_mul_mat_max_n(const gpu_layout & w, bool experts);
 
 cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & params, cudaStream_t stream);
 
-// Writes rows row_begin ... row_end-1 as dense rows of w.cols elements of type w.type, `ld` elements apart. Values that
+// Writes rows row_begin ... row_end-1 as dense rows of its cols elements of its type, `ld` elements apart. Values that
 // are not quantized keep their bits.
-cudaError_t cuda_sparse_densify(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, void * dst,
-                                int64_t ld, cudaStream_t stream);
+cudaError_t cuda_sparse_densify(const gpu_layout & w, int64_t row_begin, int64_t row_end, void * dst, int64_t ld,
+                                cudaStream_t stream);
 
 struct cuda_free {
     void operator()(void * memory) const { cudaFree(memory); }
@@ -109,24 +90,17 @@ public:
     [[nodiscard]] static int create(int device, std::unique_ptr<cuda_sparse_uploader> * out);
     ~cuda_sparse_uploader();
 
-    // dst: `reserved` bytes of device memory, aligned to CUDA_SPARSE_ALIGNMENT: those of either cuda_sparse_nbytes()
-    [[nodiscard]] int begin(const macko_desc & desc, int64_t n_padded, void * dst, int64_t reserved);
-    [[nodiscard]] int begin(const macko_desc & desc, int64_t n_padded, void * dst) {
-        return begin(desc, n_padded, dst, cuda_sparse_nbytes(desc, n_padded));
-    }
+    // Begins a matrix, which arrives as MACKO rows or as a whole. dst: plan.nbytes bytes of device memory, aligned to
+    // GPU_ALIGNMENT.
+    [[nodiscard]] int begin(const gpu_plan & plan, void * dst);
     // a range of rows, in any order, each row once
     [[nodiscard]] int rows(const macko_view & view);
-    // After all rows: chooses the layout and makes it. The matrix is complete on return. One of unusual structure that
-    // needs more than the reserved bytes gets memory of its own, *outgrown, which has to live as long as the matrix.
-    [[nodiscard]] int finish(cuda_sparse_matrix * out, cuda_memory * outgrown);
-    [[nodiscard]] int finish(cuda_sparse_matrix * out) { return finish(out, nullptr); } // all bytes are reserved
-    // A packed matrix with quantized values, as a whole. dst: the bytes of cuda_quantized_bind() with
-    // cuda_quantized_max_outliers(); *outgrown as above.
-    [[nodiscard]] int packed(const packed_view & view, const quantized_shape & shape, void * dst, int n_threads,
-                             cuda_sparse_matrix * out, cuda_memory * outgrown);
-    // For tests and measurements: this layout (enum cuda_sparse_layout) with these lanes (0: as usual), or an error if
-    // it does not fit or has no kernels.
-    [[nodiscard]] int finish(cuda_sparse_matrix * out, int32_t layout, int32_t lanes);
+    // The matrix as a whole, if arrives_whole(). view has passed all checks and is not needed afterwards.
+    [[nodiscard]] int whole(const codec_view & view, int n_threads);
+    // After all rows, or the whole: makes the layout that settle() decides, *verdict. A forced plan whose candidates do
+    // not fit is BAD_ARGUMENT. A matrix of unusual structure that needs more than the reserved bytes gets memory of its
+    // own, *outgrown, which has to live as long as the matrix.
+    [[nodiscard]] int finish(gpu_layout * out, layout_verdict * verdict, cuda_memory * outgrown);
 
 private:
     struct impl;

@@ -1,5 +1,5 @@
-// Rows of the QUANTIZED layout (quantized.h) back to dense ones.
-#include "cuda/sparse/mul-mat-params.cuh"
+// Rows of the QUANTIZED layout (gpu-layout/quantized.h) back to dense ones.
+#include "cuda/sparse/product.cuh"
 #include "cuda/sparse/quantized-groups.cuh"
 
 #include <algorithm>
@@ -7,12 +7,12 @@
 namespace macko::cuda {
 
 struct densify_quantized_params {
-    cuda_sparse_matrix m;
-    int64_t            row_begin, row_end;
-    void *             dst;
-    int64_t            ld;
-    int32_t            pitch;  // elements of a row in shared memory, a multiple of 8
-    bool               vector; // rows of dst are aligned to 16 bytes and take a multiple of 16 bytes
+    quantized_layout m;
+    int64_t          row_begin, row_end;
+    void *           dst;
+    int64_t          ld;
+    int32_t          pitch;  // elements of a row in shared memory, a multiple of 8
+    bool             vector; // rows of dst are aligned to 16 bytes and take a multiple of 16 bytes
 };
 
 // d * q rounded to nearest even, the largest finite value where that overflows, +0 for 0 (FORMAT.md section 7)
@@ -29,17 +29,17 @@ __device__ __forceinline__ void to_dense(__nv_bfloat16 * to, float v) {
 template <typename V, int BITS, typename D>
 __global__ void __launch_bounds__(32) densify_quantized_kernel(const __grid_constant__ densify_quantized_params p) {
     extern __shared__ __align__(16) uint4 shared_rows[];
-    const cuda_sparse_matrix &            m = p.m;
+    const quantized_layout &              m = p.m;
     const int lanes = m.lanes, rows = 32 / lanes, lane = threadIdx.x % lanes, sub = threadIdx.x / lanes,
-              width = m.bank_width;
+              width = m.width;
     D * mine        = reinterpret_cast<D *>(shared_rows) + sub * p.pitch;
     cuda_wait_for_previous();
     cuda_allow_next();
 
     for (int64_t row0 = p.row_begin + static_cast<int64_t>(blockIdx.x) * rows; row0 < p.row_end;
          row0 += static_cast<int64_t>(gridDim.x) * rows) {
-        const int64_t   row    = row0 + sub;
-        const uint8_t * record = reinterpret_cast<const uint8_t *>(m.row_ptr) + row * quantized_row_nbytes(lanes);
+        const int64_t            row    = row0 + sub;
+        const uint8_t *          record = m.row_heads + row * quantized_row_nbytes(lanes);
         const cuda_quantized_row head =
             row < p.row_end ? *reinterpret_cast<const cuda_quantized_row *>(record) : cuda_quantized_row{};
         const int           groups    = head.n_groups;
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(32) densify_quantized_kernel(const __grid_cons
         };
         for (int s = 0; s < run.groups; s++) {
             loaded_group<V, BITS> g;
-            g.load(m.values, static_cast<unsigned>(quantized_group(head, lanes, s, run.slot)));
+            g.load(m.groups, static_cast<unsigned>(quantized_group(head, lanes, s, run.slot)));
             const float d     = g.scale() * V::UNIT;
             const auto  quads = [&](auto i) {
                 constexpr int I = decltype(i)::value;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(32) densify_quantized_kernel(const __grid_cons
         }
         if (BITS < 8 && lane < quantized_segments(head, lanes)) {
             quantized_segment s;
-            s.load(m.deltas, static_cast<int>(head.rest >> 8) + lane);
+            s.load(m.groups_end, static_cast<int>(head.rest >> 8) + lane);
             column = column_of(static_cast<int>(s.word()));
             scatter(s.scale() * V::UNIT, s.values(0), s.deltas<BITS>(0));
             scatter(s.scale() * V::UNIT, s.values(1), s.deltas<BITS>(1) >> BITS);
@@ -147,11 +147,10 @@ template <typename V> static cudaError_t launch_densify_type(densify_quantized_p
     }
 }
 
-cudaError_t cuda_quantized_densify(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, void * dst,
-                                   int64_t ld, cudaStream_t stream) {
-    densify_quantized_params p = { w, row_begin, row_end, dst, ld, 0, false };
-    return w.value_type == GGML_MACKO_TYPE_Q8_0 ? launch_densify_type<q8_0_values>(p, stream)
-                                                : launch_densify_type<q4_0_values>(p, stream);
+cudaError_t densify(const quantized_layout & w, const dense_rows & to) {
+    densify_quantized_params p = { w, to.row_begin, to.row_end, to.dst, to.ld, 0, false };
+    return w.value_type == GGML_MACKO_TYPE_Q8_0 ? launch_densify_type<q8_0_values>(p, to.stream)
+                                                : launch_densify_type<q4_0_values>(p, to.stream);
 }
 
 } // namespace macko::cuda

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/lib/common.cuh"
-#include "cuda/sparse/quantized.h"
+#include "gpu-layout/quantized.h"
 
 namespace macko::cuda {
 

@@ -1,9 +1,9 @@
-// y = W x for up to four columns of x, W in the QUANTIZED layout (quantized.h): quantized values times x in 16-bit
-// integers.
+// y = W x for up to four columns of x, W in the QUANTIZED layout (gpu-layout/quantized.h): quantized values times x in
+// 16-bit integers.
 //
 // x is rounded to multiples of max |x| / 32767, one scale per column, and kept in shared memory. Products and sums of a
 // group are exact integers (dp2a: two products per instruction), which its scale turns into float32. That adds at most
-// sum |w| max |x| / 65534 to the usual error bound. The rest is as in interleaved.cuh: rows are dealt to warps, DEPTH
+// sum |w| max |x| / 65534 to the usual error bound. The rest is as in row-split.cuh: rows are dealt to warps, DEPTH
 // groups per run are on their way, the first ones before x is there.
 //
 // Included by one .cu file per value type, so that they compile side by side. The kernel is longer than other functions
@@ -11,7 +11,7 @@
 #pragma once
 
 #include "cuda/lib/copies.cuh"
-#include "cuda/sparse/mul-mat-params.cuh"
+#include "cuda/sparse/product.cuh"
 #include "cuda/sparse/quantized-groups.cuh"
 
 #include <algorithm>
@@ -176,13 +176,13 @@ struct word_rows {
 // Slot lane * width + row is word row * 32 + lane. A warp takes some rows of each copy of x, `rows_apart` from one copy
 // to the next, so that it reads from 32 banks, and writes each row to all copies, in an order in which it writes to 32
 // banks.
-__device__ __forceinline__ word_rows rows_of_x(const sparse_launch & p, int lane_bits, int lane, int warp) {
+__device__ __forceinline__ word_rows rows_of_x(const quantized_launch & p, int lane_bits, int lane, int warp) {
     const int skip = warp * p.rows_of_warp, top = (lane >> lane_bits) * p.rows_apart + skip;
     return { (lane & (p.lanes - 1)) * p.width + top, top * 32 + lane,
              min(min(p.rows_of_warp, p.rows_apart - skip), p.width - top) };
 }
 // The first rows again, behind x. Their first word is there already, as the slot behind the last one.
-__device__ __forceinline__ word_rows rows_behind_x(const sparse_launch & p, int lane, int warp) {
+__device__ __forceinline__ word_rows rows_behind_x(const quantized_launch & p, int lane, int warp) {
     const int again = warp * p.again_of_warp, begin = again + (again + lane == 0);
     return { (lane & (p.lanes - 1)) * p.width + begin, p.modulus + begin * 32 + lane,
              min(again + p.again_of_warp, p.overshoot / 32) - begin };
@@ -235,8 +235,8 @@ __device__ __forceinline__ void store_rows(const float * column, uint16_t * x, c
 
 // A column in shared memory to words and s.scales. Ends with a barrier.
 template <int NX>
-__device__ __forceinline__ void fill_column(const quantized_memory & s, const sparse_launch & p, const word_rows & rows,
-                                            const word_rows & behind, float * column, int i) {
+__device__ __forceinline__ void fill_column(const quantized_memory & s, const quantized_launch & p,
+                                            const word_rows & rows, const word_rows & behind, float * column, int i) {
     const int  threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x), lane = thread & 31;
     const int  warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32);
     float      squares = 0.0f;
@@ -312,7 +312,7 @@ __device__ __forceinline__ float lanes_sum(float v, int lanes) {
 // ---- the kernel ----
 
 template <typename V, int BITS, int NX, int THREADS, int DEPTH>
-__global__ void __launch_bounds__(THREADS, 1) sparse_quantized_kernel(const __grid_constant__ sparse_launch p) {
+__global__ void __launch_bounds__(THREADS, 1) sparse_quantized_kernel(const __grid_constant__ quantized_launch p) {
     extern __shared__ __align__(16) uint32_t shared_words[];
     constexpr int                            WORDS = (NX + 1) / 2;
     quantized_memory                         s;
@@ -370,10 +370,10 @@ __global__ void __launch_bounds__(THREADS, 1) sparse_quantized_kernel(const __gr
         r.matrix = t.matrix;
         r.row    = t.valid ? t.row : NO_ROW;
         if (t.valid && row_offset >= 0) {
-            const sparse_operand & m   = p.m[t.matrix];
-            const unsigned         row = m.row_begin + row_offset + t.row, nbytes = quantized_row_nbytes(lanes);
-            const uint8_t * record = reinterpret_cast<const uint8_t *>(m.row_ptr) + static_cast<uint64_t>(row) * nbytes;
-            r.head                 = __ldg(reinterpret_cast<const int4 *>(record));
+            const quantized_operand & m   = p.m[t.matrix];
+            const unsigned            row = m.row_begin + row_offset + t.row, nbytes = quantized_row_nbytes(lanes);
+            const uint8_t *           record = m.row_heads + static_cast<uint64_t>(row) * nbytes;
+            r.head                           = __ldg(reinterpret_cast<const int4 *>(record));
             r.base = __ldg(reinterpret_cast<const uint16_t *>(record + sizeof(cuda_quantized_row)) + lane);
         }
         return r;
@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(THREADS, 1) sparse_quantized_kernel(const __gr
     const auto fetch_rest = [&](cursor & c) {
         c.segment.w = make_uint4(0, 0, 0, 0);
         if (BITS < 8 && lane < static_cast<int>(c.rest & 255)) {
-            c.segment.load(p.m[c.matrix].deltas, static_cast<int>(c.rest >> 8) + lane);
+            c.segment.load(p.m[c.matrix].groups_end, static_cast<int>(c.rest >> 8) + lane);
         }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -419,7 +419,7 @@ __global__ void __launch_bounds__(THREADS, 1) sparse_quantized_kernel(const __gr
     dot_group<V, BITS, NX> groups[DEPTH];
     const auto             load = [&](dot_group<V, BITS, NX> & g, const cursor & c, int step) {
         if (step < c.own) {
-            g.load(p.m[c.matrix].values,
+            g.load(p.m[c.matrix].groups,
                    step < c.full ? c.first + step * CUDA_QUANTIZED_TILE : c.behind + (step << lane_bits));
         }
     };
@@ -567,7 +567,7 @@ __global__ void __launch_bounds__(THREADS, 1) sparse_quantized_kernel(const __gr
 // ---- launch ----
 
 template <typename V, int BITS, int NX, int THREADS, int DEPTH>
-cudaError_t launch_quantized_config(sparse_launch & p, int grid_y, cudaStream_t stream) {
+cudaError_t launch_quantized_config(quantized_launch & p, int grid_y, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
     const int blocks =
@@ -594,7 +594,7 @@ cudaError_t launch_quantized_config(sparse_launch & p, int grid_y, cudaStream_t 
 }
 
 template <typename V, int BITS>
-cudaError_t launch_quantized_bits(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
+cudaError_t launch_quantized_bits(quantized_launch & p, int nx, int grid_y, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
     switch (nx) {
@@ -610,8 +610,9 @@ cudaError_t launch_quantized_bits(sparse_launch & p, int nx, int grid_y, cudaStr
     }
 }
 
-template <typename V> cudaError_t launch_quantized(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
-    switch (p.m[0].delta_bits) {
+template <typename V>
+cudaError_t launch_quantized(quantized_launch & p, int delta_bits, int nx, int grid_y, cudaStream_t stream) {
+    switch (delta_bits) {
         case 3:  return launch_quantized_bits<V, 3>(p, nx, grid_y, stream);
         case 4:  return launch_quantized_bits<V, 4>(p, nx, grid_y, stream);
         default: return launch_quantized_bits<V, 8>(p, nx, grid_y, stream);

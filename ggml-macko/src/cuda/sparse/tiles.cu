@@ -9,7 +9,8 @@ constexpr int STAGE_THREADS = 256;
 // Blocks along y: two columns, 8 apart, that share operands; along x: some of their elements. Columns that are not
 // there become zeros.
 template <typename H> // __half or __nv_bfloat16: the type of the matrix
-__global__ void __launch_bounds__(STAGE_THREADS) stage_x_kernel(const __grid_constant__ sparse_launch p, uint4 * x16) {
+__global__ void __launch_bounds__(STAGE_THREADS)
+    stage_x_kernel(const __grid_constant__ row_split_launch p, uint4 * x16) {
     __shared__ float2 partial[STAGE_THREADS / 32];
     const int         set = blockIdx.y / 8, column = set * 16 + blockIdx.y % 8, thread = threadIdx.x,
               i = blockIdx.x * STAGE_THREADS + thread, n = p.cols / 4;
@@ -48,29 +49,43 @@ __global__ void __launch_bounds__(STAGE_THREADS) stage_x_kernel(const __grid_con
     }
 }
 
-bool takes_tiles(const cuda_sparse_matrix & w) {
-    constexpr int    MAX_EXPONENT = 15; // FUSED: 2^exponent is an F16
+template <typename M> static bool fits_tiles(const M & w, bool coded) {
     cuda_device_info device;
-    const bool       coded = w.layout == CUDA_SPARSE_LAYOUT_CODED;
-    const bool       fused = w.layout == CUDA_SPARSE_LAYOUT_FUSED && w.type == GGML_MACKO_TYPE_F16;
-    return (coded || (fused && w.exponent <= MAX_EXPONENT)) && (w.bank_width || w.delta_bits == 6) &&
-           tiles_built(coded, w.delta_bits, w.lanes) && w.cols % 32 == 0 && w.cols <= CUDA_SPARSE_X16_COLS &&
-           cuda_current_device(&device) == cudaSuccess && (w.type == GGML_MACKO_TYPE_F16 || device.cc >= 80) &&
-           most_tile_blocks(static_cast<int>(cuda_sparse_words(w)), device.shared_nbytes) > 0;
+    return (w.bank_width || w.delta_bits == 6) && tiles_built(coded, w.delta_bits, w.lanes) && w.cols % 32 == 0 &&
+           w.cols <= CUDA_SPARSE_X16_COLS && cuda_current_device(&device) == cudaSuccess &&
+           (w.type == GGML_MACKO_TYPE_F16 || device.cc >= 80) &&
+           most_tile_blocks(static_cast<int>(x_words_of(w)), device.shared_nbytes) > 0;
 }
+bool takes_tiles(const inline_delta_layout & w) {
+    constexpr int MAX_EXPONENT = 15; // 2^exponent is an F16
+    return w.type == GGML_MACKO_TYPE_F16 && w.exponent <= MAX_EXPONENT && fits_tiles(w, false);
+}
+bool takes_tiles(const exp_coded_layout & w) { return fits_tiles(w, true); }
 
-cudaError_t launch_tiles(const sparse_launch & p, const cuda_sparse_matrix & w, void * x16, cudaStream_t stream) {
+// launch: of the layout's tiles
+template <typename M, typename F>
+static cudaError_t multiply_tiles(const M & w, const cuda_sparse_mul_mat_params & a, cudaStream_t stream, F && launch) {
+    const row_split_launch p = row_split_product(w, a, 32 / w.lanes);
+    if (p.n_warp_rows == 0) {
+        return cudaSuccess;
+    }
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
-    tiles_launch q = { p, static_cast<const uint4 *>(x16), 0, 0 };
+    tiles_launch q = { p, static_cast<const uint4 *>(a.x16), 0, 0 };
     const dim3   blocks((p.cols / 4 + STAGE_THREADS - 1) / STAGE_THREADS,
                       p.n_columns <= 16 ? 8 : CUDA_SPARSE_X16_COLUMNS / 2);
-    const bool   f16 = w.type == GGML_MACKO_TYPE_F16;
-    CUDA_TRY(cuda_launch(f16 ? stage_x_kernel<__half> : stage_x_kernel<__nv_bfloat16>, blocks, dim3(STAGE_THREADS), 0,
-                         p.programmatic && device.cc >= 90, stream, p, static_cast<uint4 *>(x16)));
-    return w.layout == CUDA_SPARSE_LAYOUT_FUSED ? launch_fused_tiles(q, device, stream)
-           : f16                                ? launch_coded_tiles_f16(q, device, stream)
-                                                : launch_coded_tiles_bf16(q, device, stream);
+    CUDA_TRY(cuda_launch(w.type == GGML_MACKO_TYPE_F16 ? stage_x_kernel<__half> : stage_x_kernel<__nv_bfloat16>, blocks,
+                         dim3(STAGE_THREADS), 0, p.programmatic && device.cc >= 90, stream, p,
+                         static_cast<uint4 *>(a.x16)));
+    return launch(q, row_split_shape{ w.delta_bits, w.lanes, w.bank_width != 0 }, device, stream);
+}
+cudaError_t multiply_by_tiles(const inline_delta_layout & w, const cuda_sparse_mul_mat_params & a,
+                              cudaStream_t stream) {
+    return multiply_tiles(w, a, stream, launch_inline_delta_tiles);
+}
+cudaError_t multiply_by_tiles(const exp_coded_layout & w, const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
+    return multiply_tiles(w, a, stream,
+                          w.type == GGML_MACKO_TYPE_F16 ? launch_exp_coded_tiles_f16 : launch_exp_coded_tiles_bf16);
 }
 
 } // namespace macko::cuda

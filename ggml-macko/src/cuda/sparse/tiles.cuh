@@ -1,5 +1,5 @@
-// y = W x for 9 to 32 columns of x on tensor cores, W in the layout FUSED or CODED: rows become dense in shared memory,
-// a tile of 8, 16 or 24 of them at a time, and are multiplied there.
+// y = W x for 9 to 32 columns of x on tensor cores, W in the layout INLINE_DELTA or EXP_CODED: rows become dense in
+// shared memory, a tile of 8, 16 or 24 of them at a time, and are multiplied there.
 //
 //   stage_x_kernel  x, normalized, in 16 bits and in the order of the tensor cores' operands, into the caller's memory
 //   tiles_kernel    One block per multiprocessor. Each warp makes some rows of the tile dense, 32 runs at a time;
@@ -12,25 +12,28 @@
 #pragma once
 
 #include "cuda/lib/mma.cuh"
-#include "cuda/sparse/groups.cuh"
-#include "cuda/sparse/mul-mat-params.cuh"
+#include "cuda/sparse/product.cuh"
+#include "cuda/sparse/row-split-groups.cuh"
 
 #include <algorithm>
 
 namespace macko::cuda {
 
 struct tiles_launch {
-    sparse_launch p;            // its warp_rows are tiles
-    const uint4 * x16;          // by 32 columns of W, then 16 of x: two operands, each by thread of a warp
-    int32_t       pitch;        // bytes of a row in shared memory
-    int32_t       shares;       // warps that multiply: as many as there is room for the sums of
-    bool          sums_in_tile; // the sums go where the rows were, because there is no room beside them
+    row_split_launch p;            // its warp_rows are tiles
+    const uint4 *    x16;          // by 32 columns of W, then 16 of x: two operands, each by thread of a warp
+    int32_t          pitch;        // bytes of a row in shared memory
+    int32_t          shares;       // warps that multiply: as many as there is room for the sums of
+    bool             sums_in_tile; // the sums go where the rows were, because there is no room beside them
 };
 
 // launch of tiles_kernel: one function per .cu file
-cudaError_t launch_fused_tiles(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream);
-cudaError_t launch_coded_tiles_f16(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream);
-cudaError_t launch_coded_tiles_bf16(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream);
+cudaError_t launch_inline_delta_tiles(tiles_launch & q, const row_split_shape & s, const cuda_device_info & device,
+                                      cudaStream_t stream);
+cudaError_t launch_exp_coded_tiles_f16(tiles_launch & q, const row_split_shape & s, const cuda_device_info & device,
+                                       cudaStream_t stream);
+cudaError_t launch_exp_coded_tiles_bf16(tiles_launch & q, const row_split_shape & s, const cuda_device_info & device,
+                                        cudaStream_t stream);
 
 // ---- the kernel ----
 
@@ -64,7 +67,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
     constexpr int TILE             = 8 * BLOCKS; // rows
     using group_type               = group_bits<T, BITS>;
     constexpr int      PART        = group_type::ENTRIES / group_type::PARTS; // entries
-    constexpr bool     BANKED      = BITS != 6;
+    constexpr bool     BANK_ORDER  = BITS != 6;
     constexpr uint32_t STEP_NBYTES = tile_step_nbytes(BITS);     // bytes from one delta step to the next
     constexpr int      SUMS        = BLOCKS * SETS * 4;          // per thread
     constexpr int      TURNS = std::max(1, TILE / ROWS / WARPS); // a warp has rows warp * ROWS ... of each WARPS * ROWS
@@ -72,7 +75,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
     static_assert(TILE % ROWS == 0 && (TURNS == 1 || TILE == TURNS * WARPS * ROWS),
                   "all warps that have rows have as many");
     extern __shared__ __align__(128) uint8_t tile[];
-    const sparse_launch &                    p = q.p;
+    const row_split_launch &                 p = q.p;
     float * sums = reinterpret_cast<float *>(q.sums_in_tile ? tile : tile + TILE * q.pitch);
 
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / 32, row_of_tile = warp * ROWS + threadIdx.x % 32 / LANES;
@@ -96,13 +99,13 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
         const sparse_task task = task_of(blockIdx.x + turn / TURNS * gridDim.x, r);
         row_start         s    = {};
         if (task.valid && r < TILE) {
-            const sparse_operand & m = p.m[task.matrix];
-            s.matrix                 = task.matrix;
-            const int row            = m.row_begin + task.row;
-            s.begin                  = __ldg(m.row_ptr + row);
-            s.end                    = __ldg(m.row_ptr + row + 1);
-            s.tail                   = __ldg(m.tails + row);
-            s.base                   = __ldg(m.bases + static_cast<int64_t>(row) * LANES + lane);
+            const row_split_operand & m = p.m[task.matrix];
+            s.matrix                    = task.matrix;
+            const int row               = m.row_begin + task.row;
+            s.begin                     = __ldg(m.row_ptr + row);
+            s.end                       = __ldg(m.row_ptr + row + 1);
+            s.tail                      = __ldg(m.tails + row);
+            s.base                      = __ldg(m.bases + static_cast<int64_t>(row) * LANES + lane);
         }
         return s;
     };
@@ -117,7 +120,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
         const row_span row(s.begin, s.end, s.tail);
         cursor         c;
         c.matrix          = s.matrix;
-        c.groups          = group_type::values_at(p.m[s.matrix].values, row.slot(lane, LANES, 0));
+        c.groups          = group_type::values_at(p.m[s.matrix].groups, row.slot(lane, LANES, 0));
         c.begin           = row.first_step(lane);
         c.end             = row.end_step(lane, LANES);
         c.end_of_outliers = row.end_of_outliers(lane, LANES);
@@ -171,7 +174,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
                 at = group.template walk<decltype(part)::value>(at, p.weight, [&](auto entry, uint32_t x_slot) {
                     constexpr int  k     = decltype(entry)::value % PART;
                     const uint32_t value = k % 2 ? words[k / 2] >> 16 : words[k / 2];
-                    if (BANKED) {
+                    if (BANK_ORDER) {
                         reduce_once(x_slot, limit[k], x_period);
                     }
                     if (decltype(all)::value || (value & 0xffff)) {
@@ -179,7 +182,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
                     }
                 });
                 at += PART * STEP_NBYTES;
-                if (BANKED) {
+                if (BANK_ORDER) {
                     reduce_once(at, limit[PART], x_period);
                 }
             };
@@ -326,7 +329,7 @@ inline int most_tile_blocks(int modulus, int shared_nbytes) {
     return 8 * tile_pitch(modulus) <= shared_nbytes ? blocks : 0;
 }
 // the blocks with which all multiprocessors are done soonest
-inline int best_tile_blocks(const sparse_launch & p, const cuda_device_info & device) {
+inline int best_tile_blocks(const row_split_launch & p, const cuda_device_info & device) {
     constexpr int MULTIPLICATION = 12; // of a tile takes about as long as making 12 rows dense
     int           rows = 0, best = 0, least = 0;
     for (int i = 0; i < p.n_matrices; i++) {
@@ -346,25 +349,24 @@ inline int best_tile_blocks(const sparse_launch & p, const cuda_device_info & de
 
 // Deltas of 6 bits are of matrices with few entries: rows that suit 32 lanes are too wide for tiles.
 constexpr bool tiles_built(bool coded, int bits, int lanes) {
-    return cuda_sparse_built_lanes(coded ? CUDA_SPARSE_LAYOUT_CODED : CUDA_SPARSE_LAYOUT_FUSED, GGML_MACKO_TYPE_F16,
-                                   bits, bits < 6)
-               .has(lanes) &&
-           (bits < 6 || lanes < 32);
+    const lanes_range built = coded ? exp_coded_built_lanes(GGML_MACKO_TYPE_F16, bits, bits < 6)
+                                    : inline_delta_built_lanes(GGML_MACKO_TYPE_F16, bits, bits < 6);
+    return built.has(lanes) && (bits < 6 || lanes < 32);
 }
 
 template <typename T, int BITS, int LANES, int BLOCKS, int SETS>
 cudaError_t launch_tiles_config(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
     // Where runs are few, some warps only multiply, and the others have more groups on their way. Rows are dense
     // soonest with 24 warps; x of 32 columns comes sooner with 12, which have registers for it.
-    constexpr int TILE            = 8 * BLOCKS,
-                  WARPS           = BLOCKS == 3 && LANES == 32 && SETS == 1      ? 24
-                                    : BLOCKS == 3 || (BLOCKS == 2 && LANES < 32) ? 12
-                                                                                 : 16,
-                  DEPTH           = (BLOCKS == 3 ? 72 / WARPS : 128 / std::max(LANES, 16)) / (is_coded<T> ? 2 : 1);
-    constexpr int64_t SUMS_NBYTES = sums_nbytes(BLOCKS, SETS);
-    sparse_launch &   p           = q.p;
-    const int         rows        = p.silu_mul ? TILE / 2 : TILE;
-    p.n_warp_rows                 = 0;
+    constexpr int TILE             = 8 * BLOCKS,
+                  WARPS            = BLOCKS == 3 && LANES == 32 && SETS == 1      ? 24
+                                     : BLOCKS == 3 || (BLOCKS == 2 && LANES < 32) ? 12
+                                                                                  : 16,
+                  DEPTH            = (BLOCKS == 3 ? 72 / WARPS : 128 / std::max(LANES, 16)) / (is_exp_coded<T> ? 2 : 1);
+    constexpr int64_t  SUMS_NBYTES = sums_nbytes(BLOCKS, SETS);
+    row_split_launch & p           = q.p;
+    const int          rows        = p.silu_mul ? TILE / 2 : TILE;
+    p.n_warp_rows                  = 0;
     for (int i = 0; i < p.n_matrices; i++) {
         p.m[i].first_warp_rows = p.n_warp_rows;
         p.n_warp_rows += i == 0 || !p.silu_mul ? (p.m[i].n_rows + rows - 1) / rows : 0;
@@ -391,21 +393,21 @@ cudaError_t launch_tiles_blocks(tiles_launch & q, const cuda_device_info & devic
     }
 }
 template <typename T, int BITS>
-cudaError_t launch_tiles_bits(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
-    if (is_coded<T>) {
-        set_coded_weights(q.p.weight, BITS, tile_step_nbytes(BITS));
+cudaError_t launch_tiles_bits(tiles_launch & q, int lanes, const cuda_device_info & device, cudaStream_t stream) {
+    if (is_exp_coded<T>) {
+        set_exp_coded_weights(q.p.weight, BITS, tile_step_nbytes(BITS));
     } else {
-        set_fused_weights(q.p.weight, BITS, tile_step_nbytes(BITS));
+        set_inline_delta_weights(q.p.weight, BITS, tile_step_nbytes(BITS));
     }
     const auto launch = [&](auto n) {
         constexpr int LANES = decltype(n)::value;
-        if constexpr (tiles_built(is_coded<T>, BITS, LANES)) {
+        if constexpr (tiles_built(is_exp_coded<T>, BITS, LANES)) {
             return launch_tiles_blocks<T, BITS, LANES>(q, device, stream);
         } else {
             return cudaErrorNotSupported; // takes_tiles() says no
         }
     };
-    switch (q.p.lanes) {
+    switch (lanes) {
         case 8:  return launch(std::integral_constant<int, 8>());
         case 16: return launch(std::integral_constant<int, 16>());
         default: return launch(std::integral_constant<int, 32>());

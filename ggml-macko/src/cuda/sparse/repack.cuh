@@ -1,0 +1,37 @@
+// The survey of row-split layouts on the GPU, and their upload; see survey_step (gpu-layout/plan.h). Internal to
+// cuda/sparse. All functions synchronize with the stream and return a ggml_macko_status.
+#pragma once
+
+#include "cuda/lib/common.cuh"
+#include "gpu-layout/survey.h"
+
+namespace macko::cuda {
+
+// what kernels count, in device memory
+struct repack_counts {
+    int64_t groups;
+    int64_t unused_groups;
+    int32_t impossible; // whether some row has outliers that cannot be kept
+    int32_t overshoot;
+    int32_t exponents[N_EXPONENTS + 1];
+};
+
+struct repacker {
+    macko_layout     raw;  // the matrix as in the file, in device memory
+    macko_desc       desc; // of the file
+    cuda_device_info device;
+    repack_counts *  counts;
+    cudaStream_t     stream;
+};
+
+// EXPONENT
+[[nodiscard]] int find_exponent(const repacker & r, const inline_delta_layout & m, shape_survey * found);
+[[nodiscard]] int find_exponent(const repacker & r, const exp_coded_layout & m, shape_survey * found);
+// GROUPS, with m.exponent. Writes m.row_ptr and m.tails.
+[[nodiscard]] int count_groups(const repacker & r, const inline_delta_layout & m, shape_survey * found);
+[[nodiscard]] int count_groups(const repacker & r, const exp_coded_layout & m, shape_survey * found);
+// OVERSHOOT, right after count_groups(). Writes the matrix.
+[[nodiscard]] int make_groups(const repacker & r, const inline_delta_layout & m, shape_survey * found);
+[[nodiscard]] int make_groups(const repacker & r, const exp_coded_layout & m, shape_survey * found);
+
+} // namespace macko::cuda

@@ -1,0 +1,365 @@
+// Brings a sparse matrix to the GPU in the layout that settle() decides. The arrays of MACKO rows go to device staging
+// memory as they are, and kernels there make the layout (repack.cu); the host makes QUANTIZED and ROW_BLOCKS.
+#include "codec/macko/encode.h"
+#include "codec/team.h"
+#include "cuda/sparse/mul-mat.cuh"
+#include "cuda/sparse/repack.cuh"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+
+namespace macko::cuda {
+
+constexpr int64_t PINNED_NBYTES = int64_t(512) << 10; // about the rows that a thread hands over at a time
+constexpr int     N_PINNED      = 32;                 // pinning more takes too long
+
+// one piece of pinned memory, on its own stream
+struct pinned_buffer {
+    void *       data      = nullptr;
+    cudaStream_t stream    = nullptr;
+    bool         in_flight = false; // a copy may still read it
+};
+
+struct cuda_sparse_uploader::impl {
+    int                         device         = 0;
+    cuda_device_info            info           = {};
+    uint8_t *                   staging        = nullptr; // device memory
+    int64_t                     staging_nbytes = 0;
+    repack_counts *             counts         = nullptr; // device memory
+    pinned_buffer               pinned[N_PINNED];
+    std::mutex                  mutex;
+    std::condition_variable     freed;
+    std::deque<pinned_buffer *> unused;     // buffers that nobody fills, the one that was filled first in front
+    quantized_image             image = {}; // kept for the next matrix: fresh pages are slow
+
+    // what is there of one matrix
+    struct matrix_state {
+        gpu_plan           plan         = {};
+        void *             dst          = nullptr; // plan.nbytes bytes
+        macko_layout       raw          = {};      // in staging memory
+        bool               have_row_ptr = false;
+        const codec_view * whole        = nullptr; // if it came as a whole
+        int                n_threads    = 1;
+        layout_survey      survey       = {};
+        quantized_shape    image        = {};
+        int                counted      = -1; // the candidate whose groups are counted in its memory
+        int                made         = -1; // the candidate that is made
+        gpu_layout         layout       = {};
+        layout_verdict     verdict      = { survey_step::EXPONENT, 0, {}, 0, {} }; // settled: needs NOTHING
+        cuda_memory        own;                                                    // memory beside dst
+    };
+    matrix_state at;
+
+    ~impl() {
+        cudaSetDevice(device);
+        for (pinned_buffer & p : pinned) {
+            if (p.stream) {
+                cudaStreamSynchronize(p.stream);
+                cudaStreamDestroy(p.stream);
+            }
+            cudaFreeHost(p.data);
+        }
+        cudaFree(staging);
+        cudaFree(counts);
+    }
+
+    // Host memory of any kind to the device, from several threads; returns when `from` may be reused. The bytes are
+    // there after arrived().
+    int copy(void * to, const void * from, int64_t nbytes) {
+        CUDA_OK(cudaSetDevice(device));
+        for (int64_t at = 0; at < nbytes; at += PINNED_NBYTES) {
+            const cudaError_t copied =
+                copy_piece(static_cast<uint8_t *>(to) + at, static_cast<const uint8_t *>(from) + at,
+                           static_cast<size_t>(std::min(PINNED_NBYTES, nbytes - at)));
+            CUDA_OK(copied);
+        }
+        return GGML_MACKO_STATUS_OK;
+    }
+
+    cudaError_t copy_piece(void * to, const void * from, size_t nbytes) {
+        pinned_buffer * p = nullptr;
+        {
+            std::unique_lock<std::mutex> lock(mutex);
+            freed.wait(lock, [&] { return !unused.empty(); });
+            p = unused.front();
+            unused.pop_front();
+        }
+        cudaError_t error = cudaStreamSynchronize(p->stream);
+        if (error == cudaSuccess) {
+            memcpy(p->data, from, nbytes);
+            p->in_flight = true;
+            error        = cudaMemcpyAsync(to, p->data, nbytes, cudaMemcpyHostToDevice, p->stream);
+        }
+        {
+            const std::lock_guard<std::mutex> lock(mutex);
+            unused.push_back(p);
+        }
+        freed.notify_one();
+        return error;
+    }
+
+    // Waits for all copies. No thread may be copying.
+    int arrived() {
+        for (pinned_buffer & p : pinned) {
+            if (p.in_flight) {
+                CUDA_OK(cudaStreamSynchronize(p.stream));
+                p.in_flight = false;
+            }
+        }
+        return GGML_MACKO_STATUS_OK;
+    }
+
+    // Staging memory for the arrays of MACKO rows.
+    int stage() {
+        const gpu_matrix & m      = at.plan.matrix;
+        const int64_t      nbytes = bind_macko(m.desc, m.n_padded, nullptr).nbytes;
+        if (nbytes > staging_nbytes) {
+            CUDA_OK(cudaFree(staging));
+            staging        = nullptr;
+            staging_nbytes = 0;
+            CUDA_OK(cudaMalloc(&staging, static_cast<size_t>(nbytes)));
+            staging_nbytes = nbytes;
+        }
+        at.raw = bind_macko(m.desc, m.n_padded, staging);
+        return GGML_MACKO_STATUS_OK;
+    }
+
+    // The memory of a candidate: what is reserved, or memory of its own.
+    int memory_of(int64_t nbytes, void ** memory) {
+        if (nbytes > at.plan.nbytes && !at.own) {
+            CUDA_OK(cudaMalloc(memory, static_cast<size_t>(nbytes)));
+            at.own.reset(*memory);
+        }
+        *memory = nbytes > at.plan.nbytes ? at.own.get() : at.dst;
+        return GGML_MACKO_STATUS_OK;
+    }
+
+    // ---- one step of the survey, or the layout itself ----
+    // m: the candidate of v, bound to its memory
+
+    int step(const macko_layout & m, const layout_verdict &, shape_survey *) {
+        CUDA_OK(cudaMemcpyAsync(m.values, staging, static_cast<size_t>(m.nbytes), cudaMemcpyDeviceToDevice,
+                                pinned[0].stream));
+        CUDA_OK(cudaStreamSynchronize(pinned[0].stream));
+        return GGML_MACKO_STATUS_OK;
+    }
+
+    template <typename M> int row_split(M & m, const layout_verdict & v, shape_survey * found) {
+        const repacker r         = { at.raw, at.plan.matrix.desc, info, counts, pinned[0].stream };
+        const int      candidate = static_cast<int>(v.candidate);
+        if (v.needs == survey_step::EXPONENT) {
+            return find_exponent(r, m, found);
+        }
+        m.exponent = found->exponent;
+        if (v.needs == survey_step::GROUPS || (at.counted != candidate && at.made != candidate)) {
+            at.counted = candidate;
+            at.made    = -1;
+            if (const int status = count_groups(r, m, found)) {
+                return status;
+            }
+        }
+        if (v.needs != survey_step::GROUPS && at.made != candidate) {
+            at.made = candidate;
+            if (const int status = make_groups(r, m, found)) {
+                return status;
+            }
+        }
+        m.overshoot = found->overshoot;
+        return GGML_MACKO_STATUS_OK;
+    }
+    int step(inline_delta_layout & m, const layout_verdict & v, shape_survey * found) { return row_split(m, v, found); }
+    int step(exp_coded_layout & m, const layout_verdict & v, shape_survey * found) { return row_split(m, v, found); }
+
+    int step(quantized_layout & m, const layout_verdict & v, shape_survey * found) {
+        const quantized_shape & shape = std::get<quantized_shape>(v.shape);
+        if (v.needs == survey_step::OUTLIERS || shape.bits != at.image.bits ||
+            shape.max_outliers != at.image.max_outliers) {
+            make_quantized(static_cast<const packed_view &>(*at.whole), shape, at.n_threads, &image);
+            at.image          = shape;
+            found->n_outliers = image.n_outliers;
+        }
+        if (v.needs == survey_step::OUTLIERS) {
+            return GGML_MACKO_STATUS_OK;
+        }
+        m.overshoot      = image.matrix.overshoot;
+        const int status = copy(m.groups, image.memory.data(), m.nbytes);
+        const int late   = arrived();
+        return status ? status : late;
+    }
+
+    int step(row_blocks_layout & m, const layout_verdict & v, shape_survey * found) {
+        const ec_csr_view &     view  = static_cast<const ec_csr_view &>(*at.whole);
+        const row_blocks_layout sizes = bind_row_blocks(view, nullptr);
+        if (v.needs == survey_step::NBYTES) {
+            found->nbytes = sizes.nbytes;
+            return GGML_MACKO_STATUS_OK;
+        }
+        void * memory = nullptr;
+        if (const int status = memory_of(v.nbytes, &memory)) {
+            return status;
+        }
+        std::vector<uint8_t> arrays(static_cast<size_t>(sizes.nbytes_arrays), 0);
+        fill_row_blocks(view, at.n_threads, bind_row_blocks(view, arrays.data()));
+        m                = bind_row_blocks(view, memory);
+        const int status = copy(memory, arrays.data(), m.nbytes_arrays);
+        const int late   = arrived();
+        return status ? status : late;
+    }
+
+    int advance(const layout_verdict & v, gpu_layout * out) {
+        shape_survey & found  = at.survey.of[at.plan.candidates[v.candidate].survey];
+        void *         memory = nullptr;
+        if (const int status = memory_of(v.nbytes, &memory)) {
+            return status;
+        }
+        *out = bind_layout(at.plan.matrix, v.shape, v.nbytes, memory);
+        if (const int status = std::visit([&](auto & m) { return step(m, v, &found); }, *out)) {
+            return status;
+        }
+        found.done = std::max(found.done, v.needs);
+        return GGML_MACKO_STATUS_OK;
+    }
+
+    // Makes the matrix, whose rows have arrived or which is there as a whole.
+    int make() {
+        do {
+            at.verdict = settle(at.plan, at.survey);
+            if (at.verdict.candidate == at.plan.candidates.size()) { // of a forced plan
+                return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "no layout fits the matrix%s", at.verdict.reason.c_str());
+            }
+            if (const int status = advance(at.verdict, &at.layout)) {
+                return status;
+            }
+        } while (at.verdict.needs != survey_step::NOTHING);
+        return GGML_MACKO_STATUS_OK;
+    }
+};
+
+cuda_sparse_uploader::cuda_sparse_uploader(std::unique_ptr<impl> p) : impl_(std::move(p)) {}
+cuda_sparse_uploader::~cuda_sparse_uploader() = default;
+
+int cuda_sparse_uploader::create(int device, std::unique_ptr<cuda_sparse_uploader> * out) {
+    auto p    = std::make_unique<impl>();
+    p->device = device;
+    CUDA_OK(cudaSetDevice(device));
+    CUDA_OK(cuda_current_device(&p->info));
+    for (pinned_buffer & buffer : p->pinned) {
+        CUDA_OK(cudaMallocHost(&buffer.data, static_cast<size_t>(PINNED_NBYTES)));
+        CUDA_OK(cudaStreamCreateWithFlags(&buffer.stream, cudaStreamNonBlocking));
+        p->unused.push_back(&buffer);
+    }
+    CUDA_OK(cudaMalloc(&p->counts, sizeof(repack_counts)));
+    out->reset(new cuda_sparse_uploader(std::move(p)));
+    return GGML_MACKO_STATUS_OK;
+}
+
+int cuda_sparse_uploader::begin(const gpu_plan & plan, void * dst) {
+    impl & s = *impl_;
+    CUDA_OK(cudaSetDevice(s.device));
+    if (const int status = s.arrived()) { // copies of a matrix that was given up
+        return status;
+    }
+    s.at      = {};
+    s.at.plan = plan;
+    s.at.dst  = dst;
+    return arrives_whole(plan) ? GGML_MACKO_STATUS_OK : s.stage();
+}
+
+int cuda_sparse_uploader::rows(const macko_view & view) {
+    impl &             s     = *impl_;
+    const macko_rows & r     = view.rows();
+    bool               first = false;
+    {
+        std::lock_guard<std::mutex> lock(s.mutex);
+        first             = !s.at.have_row_ptr;
+        s.at.have_row_ptr = true;
+    }
+    int status = GGML_MACKO_STATUS_OK;
+    if (first) {
+        status = s.copy(s.at.raw.row_ptr, r.row_ptr, (s.at.raw.rows + 1) * 4);
+    }
+    const int64_t begin = r.row_ptr[r.row_begin], end = r.row_ptr[r.row_end], b = s.at.raw.delta_bits;
+    const int64_t value = value_nbytes(s.at.raw.type);
+    if (status == GGML_MACKO_STATUS_OK && begin < end) {
+        status = s.copy(s.at.raw.values + begin * value,
+                        static_cast<const uint8_t *>(r.values) + (begin - r.base) * value, (end - begin) * value);
+    }
+    // The first and the last byte may hold deltas of neighbouring rows. The neighbour writes the same bytes of the
+    // file.
+    const int64_t byte_begin = begin * b / 8, byte_end = (end * b + 7) / 8;
+    if (status == GGML_MACKO_STATUS_OK && begin < end) {
+        status = s.copy(s.at.raw.deltas + byte_begin, r.deltas + byte_begin - r.base * b / 8, byte_end - byte_begin);
+    }
+    return status;
+}
+
+// Brings the arrays of a matrix that was recoded to MACKO to the staging memory, from several threads.
+static int upload_rows(cuda_sparse_uploader & uploader, const macko_matrix & m, int n_threads) {
+    constexpr int64_t ROWS = 256; // at a time
+    std::atomic<int>  failed{ GGML_MACKO_STATUS_OK };
+    parallel_parts(n_threads, m.desc.rows, ROWS, [&](int64_t begin, int64_t end, int) {
+        macko_view view;
+        int        status = failed.load();
+        if (!status) {
+            status = validate({ m.desc, begin, end, m.row_ptr.data(), 0, m.values.data(), m.deltas.data() }, &view);
+            status = status ? status : uploader.rows(view);
+        }
+        if (status) {
+            failed = status;
+        }
+    });
+    return failed ? fail(failed, "a matrix could not be copied to the GPU") : GGML_MACKO_STATUS_OK;
+}
+
+int cuda_sparse_uploader::whole(const codec_view & view, int n_threads) {
+    impl & s       = *impl_;
+    s.at.whole     = &view;
+    s.at.n_threads = n_threads;
+    CUDA_OK(cudaSetDevice(s.device));
+    if (!s.at.plan.matrix.in_blocks) {
+        return s.make();
+    }
+    // blocks stay blocks, or become rows whose deltas are chosen now
+    layout_verdict v = settle(s.at.plan, s.at.survey);
+    if (v.needs == survey_step::NBYTES) {
+        gpu_layout blocks;
+        if (const int status = s.advance(v, &blocks)) {
+            return status;
+        }
+        v = settle(s.at.plan, s.at.survey);
+    }
+    if (std::holds_alternative<row_blocks_shape>(v.shape)) {
+        return s.make();
+    }
+    gpu_matrix   rows = {};
+    macko_matrix recoded;
+    int          status = smallest_rows(static_cast<const ec_csr_view &>(view), n_threads, &rows);
+    status              = status ? status : recode(view, rows.desc.delta_bits, n_threads, &recoded);
+    status              = status ? status : begin(choose(rows, s.at.plan.device), s.at.dst);
+    return status ? status : upload_rows(*this, recoded, n_threads);
+}
+
+int cuda_sparse_uploader::finish(gpu_layout * out, layout_verdict * verdict, cuda_memory * outgrown) {
+    impl & s = *impl_;
+    CUDA_OK(cudaSetDevice(s.device));
+    if (const int status = s.arrived()) {
+        return status;
+    }
+    if (s.at.verdict.needs != survey_step::NOTHING) { // no whole has been made
+        if (const int status = s.make()) {
+            return status;
+        }
+    }
+    *out     = s.at.layout;
+    *verdict = s.at.verdict;
+    if (verdict->nbytes > s.at.plan.nbytes) {
+        *outgrown = std::move(s.at.own);
+    }
+    s.at.own.reset();
+    return GGML_MACKO_STATUS_OK;
+}
+
+} // namespace macko::cuda

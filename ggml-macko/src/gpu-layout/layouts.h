@@ -1,0 +1,40 @@
+// The layouts in which a GPU keeps sparse matrices, as one variant. Made from the file's arrays when a matrix is
+// loaded, never stored on file. docs/design/gpu-layouts.md draws each of them.
+//
+// Adding a layout: a struct and a shape in a header of its own, both added to the variants here; one entry in choose()
+// (choose.h); an upload in cuda/sparse/upload.cu; a family of kernels, which launches and densify visit.
+#pragma once
+
+#include "gpu-layout/exp-coded.h"
+#include "gpu-layout/inline-delta.h"
+#include "gpu-layout/macko.h"
+#include "gpu-layout/quantized.h"
+#include "gpu-layout/row-blocks.h"
+
+#include <variant>
+
+namespace macko::cuda {
+
+// what choose() decides: the numbers that a layout is made with
+using layout_shape = std::variant<macko_shape, inline_delta_shape, exp_coded_shape, quantized_shape, row_blocks_shape>;
+// a matrix in memory; the alternatives are those of layout_shape, in the same order
+using gpu_layout =
+    std::variant<macko_layout, inline_delta_layout, exp_coded_layout, quantized_layout, row_blocks_layout>;
+
+const char * layout_name(const layout_shape & shape);
+const char * layout_name(const gpu_layout & layout);
+
+inline const layout_base & base_of(const gpu_layout & layout) {
+    return std::visit([](const auto & l) -> const layout_base & { return l; }, layout);
+}
+
+// A layout of this shape in `nbytes` of memory (null: offsets instead of pointers). The arrays of ROW_BLOCKS depend on
+// more than its header: bind_row_blocks() binds them.
+gpu_layout bind_layout(const gpu_matrix & matrix, const layout_shape & shape, int64_t nbytes, void * memory);
+
+// whether products with the matrix can have norms, silu_mul and experts (cuda/sparse/mul-mat.cuh)
+inline bool has_fused_products(const gpu_layout & layout) { return !std::holds_alternative<row_blocks_layout>(layout); }
+// whether matrices can share a launch: one kernel, and one x in shared memory, suit both
+bool have_same_kernel(const gpu_layout & a, const gpu_layout & b);
+
+} // namespace macko::cuda

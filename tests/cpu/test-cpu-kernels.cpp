@@ -790,7 +790,7 @@ TEST(values_stay_coded_where_that_is_faster) {
     CHECK(nbytes == 4 * (2 + 10 * n_blocks), "%ld bytes", (long)nbytes);
     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
         const auto type_of = [&](const macko_desc & desc, int64_t n) {
-            return form_in_memory_with(*set, desc, GGML_MACKO_TYPE_CODED, n).value_type;
+            return choose_cpu_layout_with(*set, desc, GGML_MACKO_TYPE_CODED, n).form.value_type;
         };
         const int32_t kept = has_coded(*set) ? GGML_MACKO_TYPE_CODED : GGML_MACKO_TYPE_F16;
         CHECK(has_coded(*set) == (strcmp(set->name, "avx512-vbmi2") == 0), "%s", set->name);
@@ -827,7 +827,7 @@ TEST(values_become_bundles_where_that_is_faster) {
                                                 : macko_desc{ 500, 2000, t.type, 4, percent * 10000 };
                 const float       below = k % 2 ? set->short_bundles_below : set->bundles_below;
                 const int64_t     coded = d.nnz * 3; // bytes; coded so, no set keeps them
-                const bitmap_form form  = form_in_memory_with(*set, d, t.value_type, coded);
+                const bitmap_form form  = choose_cpu_layout_with(*set, d, t.value_type, coded).form;
                 const bool        want  = is_quant_type(t.value_type)     ? set->quant_bundles
                                           : t.type == GGML_MACKO_TYPE_F32 ? false
                                                                           : percent < 100 * below;
@@ -1339,7 +1339,7 @@ static void bench_columns_of(const kernel_set & set, int64_t rows, int64_t cols,
             c.coded = std::make_unique<coded_matrix>(m, -1, 1);
             c.w     = c.coded->w;
         } else {
-            const bitmap_form form = form_in_memory_with(set, m.desc, type, 0);
+            const bitmap_form form = choose_cpu_layout_with(set, m.desc, type, 0).form;
             c.memory               = std::make_unique<guarded>(bitmap_nbytes(m.desc, form));
             c.w                    = pack(m, 4, rows, *c.memory, form.bundles);
         }

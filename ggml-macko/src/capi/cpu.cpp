@@ -27,7 +27,7 @@ static std::unique_ptr<void, void (*)(void *)> aligned_memory(int64_t nbytes) {
 
 // value_type: on file, as values_nbytes
 static ggml_macko_cpu_matrix empty_matrix(const macko_desc & desc, int32_t value_type, int64_t values_nbytes = 0) {
-    bitmap_form           form = form_in_memory(desc, value_type, values_nbytes);
+    bitmap_form           form = choose_cpu_layout(desc, value_type, values_nbytes).form;
     ggml_macko_cpu_matrix m;
     // x are floats here; bundles of F16 and BF16 are fast with x that are rounded to their type
     form.bundles = form.bundles && is_quant_type(form.value_type);
@@ -117,6 +117,32 @@ int ggml_macko_cpu_matrix_init(const ggml_macko_matrix * m, int n_threads, ggml_
             return status;
         }
         *out = matrix.release();
+        return GGML_MACKO_STATUS_OK;
+    });
+}
+
+int ggml_macko_cpu_layout(const ggml_macko_matrix * m, ggml_macko_layout * layout) {
+    return c_boundary([&]() -> int {
+        if (!m || !m->format || !layout) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+        }
+        const codec * format = find_codec(m->format);
+        if (!format) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "format '%s' is not known to this build",
+                        printable(m->format).text);
+        }
+        const char * kernels = nullptr;
+        int          status  = check_header(*format, *m);
+        status               = status ? status : select_kernels(&kernels);
+        if (status) {
+            return status;
+        }
+        const cpu_plan plan = choose_cpu_layout(rows_desc(*format, *m), m->value_type, m->arrays[0].nbytes);
+        *layout             = {};
+        layout->nbytes      = plan.nbytes;
+        layout->name        = plan.layout;
+        layout->is_settled  = strcmp(plan.layout, "BUNDLES") != 0;
+        snprintf(layout->reason, sizeof(layout->reason), "%s (%s)", plan.reason, kernels);
         return GGML_MACKO_STATUS_OK;
     });
 }

@@ -10,7 +10,7 @@
 namespace macko::cpu {
 
 static bitmap_form form_of(const sparse_tensor_info & matrix) {
-    return form_in_memory(matrix.desc, matrix.value_type, matrix.nbytes_values);
+    return choose_cpu_layout(matrix.desc, matrix.value_type, matrix.nbytes_values).form;
 }
 
 static int64_t columns_nbytes_of(const sparse_tensor_info & matrix) {

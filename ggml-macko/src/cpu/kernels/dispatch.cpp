@@ -151,25 +151,39 @@ bool multiplies_with(const kernel_set & set, const bitmap_matrix & w) {
 // than expanded ones, which depends on the set: moving bytes, signs and a bit of the exponents to their columns is
 // cheap with AVX-512 VBMI2, while all other sets would expand each product's values anew. Rows of a few columns are
 // smaller without the rows' alignment.
-bitmap_form form_in_memory_with(const kernel_set & set, const macko_desc & desc, int32_t value_type,
+cpu_plan choose_cpu_layout_with(const kernel_set & set, const macko_desc & desc, int32_t value_type,
                                 int64_t values_nbytes) {
+    const auto plan = [&](const bitmap_form & form, const char * reason) {
+        const bool bundles = form.bundles && bundles_nbytes(desc, form.value_type) > 0;
+        return cpu_plan{ form, bitmap_nbytes(desc, form),
+                         form.value_type == GGML_MACKO_TYPE_CODED ? "CODED_BITMAP"
+                         : bundles                                ? "BUNDLES"
+                                                                  : "BITMAP",
+                         form.bundles && !bundles ? "too few non-zeros or too many columns for bundles" : reason };
+    };
     const double elements = static_cast<double>(desc.rows) * static_cast<double>(desc.cols);
     const float  below    = desc.cols <= SHORT_ROW ? set.short_bundles_below : set.bundles_below;
     const bool   sparse   = static_cast<double>(desc.nnz) < elements * static_cast<double>(below);
     if (is_quant_type(value_type)) {
-        return { value_type, set.quant_bundles };
+        return plan({ value_type, set.quant_bundles },
+                    set.quant_bundles ? "quantized values, which these kernels multiply faster in bundles"
+                                      : "quantized values, which these kernels multiply from a bitmap");
     }
-    const bitmap_form expanded = { desc.type, sparse && has_bundles(desc.type) };
+    const cpu_plan expanded = plan({ desc.type, sparse && has_bundles(desc.type) },
+                                   !has_bundles(desc.type) ? "values of 32 bits"
+                                   : sparse ? "few non-zeros, which these kernels multiply faster in bundles"
+                                            : "non-zeros that these kernels multiply as fast from a bitmap");
     if (value_type != GGML_MACKO_TYPE_CODED) {
         return expanded;
     }
-    const bitmap_form as_stored = { value_type, false, values_nbytes };
-    const bool        faster = static_cast<double>(desc.nnz) >= elements * static_cast<double>(set.costs.coded_from) ||
+    const bool faster = static_cast<double>(desc.nnz) >= elements * static_cast<double>(set.costs.coded_from) ||
                         (desc.type == GGML_MACKO_TYPE_F32 && has_coded(set));
-    return faster && bitmap_takes_coded(desc, values_nbytes) &&
-                   bitmap_nbytes(desc, as_stored) < bitmap_nbytes(desc, expanded)
-               ? as_stored
-               : expanded;
+    if (!faster || !bitmap_takes_coded(desc, values_nbytes)) {
+        return expanded;
+    }
+    const cpu_plan as_stored =
+        plan({ value_type, false, values_nbytes }, "coded values, which these kernels multiply as they are");
+    return as_stored.nbytes < expanded.nbytes ? as_stored : expanded;
 }
 
 // With more x, products with bundles are faster by panels; those of F16 and BF16 may be so only beyond MAX_PLANES.
@@ -363,8 +377,8 @@ static const kernel_set & set_in_use() {
     return set;
 }
 
-bitmap_form form_in_memory(const macko_desc & desc, int32_t value_type, int64_t values_nbytes) {
-    return form_in_memory_with(set_in_use(), desc, value_type, values_nbytes);
+cpu_plan choose_cpu_layout(const macko_desc & desc, int32_t value_type, int64_t values_nbytes) {
+    return choose_cpu_layout_with(set_in_use(), desc, value_type, values_nbytes);
 }
 
 const char * cpu_with_own_forms() { return has_own_forms(set_in_use()) ? "Zen 4" : ""; }

@@ -82,8 +82,8 @@ bool has_rows16(const kernel_set & set, int32_t type);
 bool has_coded(const kernel_set & set);
 // whether the set multiplies with this matrix, which has been packed
 bool multiplies_with(const kernel_set & set, const bitmap_matrix & w);
-// form_in_memory() with a given set
-bitmap_form form_in_memory_with(const kernel_set & set, const macko_desc & desc, int32_t value_type,
+// choose_cpu_layout() with a given set, a pure function
+cpu_plan choose_cpu_layout_with(const kernel_set & set, const macko_desc & desc, int32_t value_type,
                                 int64_t values_nbytes);
 
 extern const kernel_set kernels_portable;

@@ -50,7 +50,13 @@ bool same_prepared_x(const mul_mat_params & p, const mul_mat_params & q);
 // What a matrix is in memory for the kernels in use, from the type of its values on file and the bytes that they take
 // there: coded values stay coded where these kernels multiply faster with them, and are expanded where not; quantized,
 // F16 and BF16 values become bundles where they multiply faster with those.
-bitmap_form form_in_memory(const macko_desc & desc, int32_t value_type, int64_t values_nbytes);
+struct cpu_plan {
+    bitmap_form  form;
+    int64_t      nbytes;
+    const char * layout; // BITMAP, CODED_BITMAP or BUNDLES; bundles that take more than `nbytes` become a bitmap
+    const char * reason;
+};
+cpu_plan choose_cpu_layout(const macko_desc & desc, int32_t value_type, int64_t values_nbytes);
 // What that depends on besides the kernels' name: the CPU's, if it has forms of its own, else "".
 const char * cpu_with_own_forms();
 

@@ -22,8 +22,8 @@
 // Quantized, F16 and BF16 matrices may have another form in the same memory, bundles (bundles.h): then there are
 // neither masks nor values.
 //
-// Coded values (FORMAT.md section 8, with m = 7 and e = 2) stay coded where form_in_memory() says so. Outliers are not
-// in the masks, so that what is there has one form: the upper 16 bits of a float, of which the low eight are in
+// Coded values (FORMAT.md section 8, with m = 7 and e = 2) stay coded where choose_cpu_layout() decides so. Outliers
+// are not in the masks, so that what is there has one form: the upper 16 bits of a float, of which the low eight are in
 // `values`, and the others are a number `high`, to which a bit of `highs` is added, below a bit of `signs`. Each row
 // begins at a multiple of eight values, so that threads that pack rows share no byte. Outliers are listed by rows.
 #pragma once
@@ -55,7 +55,7 @@ struct coded_parts {
     uint16_t * outlier_cols; // ascending in a row
 };
 
-// What a matrix is to be in memory; form_in_memory() chooses.
+// What a matrix is to be in memory; choose_cpu_layout() chooses.
 struct bitmap_form {
     int32_t value_type;
     bool    bundles      = false; // values may become bundles

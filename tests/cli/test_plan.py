@@ -227,6 +227,47 @@ def test_gpu_memory_from_a_sample_of_rows_is_nearly_the_same(shapes, monkeypatch
     assert by_type(sampled)[type_name].nbytes_gpu == pytest.approx(exact.nbytes_gpu, rel=0.02)
 
 
+@pytest.mark.parametrize("type_name", ["macko", "sparse-lossless", "sparse-q4_0", "ec-csr"])
+def test_inspect_shows_how_a_gpu_keeps_each_tensor(shapes, tmp_path, macko, type_name):
+    with console.quiet():
+        ggml_macko.convert(shapes, tmp_path / "out.gguf", type_name)
+    report = json.loads(macko("inspect", "--json", "--device", "cuda:sm_86", tmp_path / "out.gguf").out)
+    layouts = [t["layout"] for t in report["tensors"] if t["storage"] != "dense"]
+    dense = sum(t["nbytes"] for t in report["tensors"] if t["storage"] == "dense")
+    assert layouts and sum(layout["nbytes"] for layout in layouts) + dense == reserved(tmp_path / "out.gguf")
+    assert all(layout["is_settled"] and layout["reason"] for layout in layouts)
+    quantized = type_name == "sparse-q4_0"
+    assert all((layout["name"] == "QUANTIZED") == quantized for layout in layouts)
+    assert quantized or {"EXP_CODED", "INLINE_DELTA"} <= {layout["name"] for layout in layouts}
+    table = macko("inspect", "--device", "cuda:227KB", tmp_path / "out.gguf").out
+    assert "bytes reserved" in table and all(layout["name"] in table for layout in layouts)
+
+
+@pytest.mark.parametrize("type_name", ["macko", "sparse-lossless", "sparse-q4_0"])
+def test_inspect_shows_how_the_cpu_keeps_each_tensor(shapes, tmp_path, macko, type_name):
+    with console.quiet():
+        ggml_macko.convert(shapes, tmp_path / "out.gguf", type_name)
+    report = json.loads(macko("inspect", "--json", "--device", "cpu", tmp_path / "out.gguf").out)
+    layouts = [t["layout"] for t in report["tensors"] if t["storage"] != "dense"]
+    assert layouts and {layout["name"] for layout in layouts} <= {"BITMAP", "CODED_BITMAP", "BUNDLES"}
+    for layout in layouts:
+        assert layout["nbytes"] > 0 and layout["is_settled"] == (layout["name"] != "BUNDLES")
+        assert layout["reason"].endswith(f"({bindings.cpu_kernels()})")
+
+
+def test_headers_name_the_layouts_that_are_possible():
+    header = coded_header(64, 4096, 64 * 2048, 10)
+    layout = bindings.gpu_layout(header)
+    assert (layout.name, layout.delta_bits, layout.lanes, layout.bank_order) == ("EXP_CODED", 2, 16, True)
+    assert not layout.is_settled and "MACKO" in layout.reason and layout.nbytes == bindings.gpu_nbytes(header)
+
+
+@pytest.mark.parametrize("device", ["cuda:sm_42", "cuda:99", "gpu", "cuda:", "cpu:99KB"])
+def test_unknown_device_is_refused(shapes, macko, device):
+    done = macko("inspect", "--device", device, shapes)
+    assert done.code == 1 and f"device '{device}': expected cpu, cuda:sm_75" in done.err
+
+
 def coded_header(rows, cols, nnz, n_outliers):
     """Of a packed matrix of BF16 values in ten bits."""
     words = coded.n_words(coded.Coding(coded.Widths(7, 2, 0), n_outliers), TYPE_BF16, nnz)

@@ -13,6 +13,7 @@ from ..benchmark import plot
 from ..commands.arguments import add_quiet
 from ..conversion.inspect import ModelReport, TensorReport, inspect
 from ..gguf.activation_keys import is_rule_key
+from ..native.codec import DeviceLayout
 
 HELP = "show what a model file holds"
 
@@ -27,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file with thresholds of neurons (macko calibrate --activations) these; then totals of the file."
     )
     parser.add_argument("model", metavar="MODEL", help="GGUF model; the first file of a split one")
+    parser.add_argument(
+        "--device",
+        metavar="DEVICE",
+        help="also show how a device keeps each sparse tensor in memory, and why: cpu (with the kernels in use), "
+        "cuda:sm_86 or another compute capability, or cuda:99KB, the shared memory that a block may use; needs no GPU",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--plot",
@@ -42,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.plot:
         plot.check_output(args.plot, args.force, [args.model])
-    report = inspect(args.model, n_threads=args.threads)
+    report = inspect(args.model, n_threads=args.threads, device=args.device)
     if args.plot:
         draw(report, args.plot, args.force)
     if args.json:
@@ -84,6 +91,8 @@ def _tensor_as_json(t: TensorReport) -> dict[str, Any]:
     }
     if t.sets is not None:
         out["sets"] = [dataclasses.asdict(s) for s in t.sets]
+    if t.layout is not None:
+        out["layout"] = dataclasses.asdict(t.layout)
     if t.coding is not None:
         out["coding"] = {**dataclasses.asdict(t.coding), "coverage": t.coding.coverage}
     return out
@@ -135,6 +144,10 @@ def print_report(report: ModelReport) -> None:
         headers = ["tensor", "bits per value", "mantissa bits", "exponents", "coverage", "outliers"]
         print(console.table(coded, headers))
         print()
+    kept = [_layout_row(t.name, t.layout) for t in report.tensors if t.layout is not None]
+    if kept:
+        print(console.table(kept, ["tensor", "layout", "delta bits", "lanes", "order", "bytes reserved", "reason"]))
+        print()
     rule = report.skip_rule
     if rule is not None:
         neurons = {t.name: t.shape[0] for t in report.tensors}
@@ -152,6 +165,20 @@ def print_report(report: ModelReport) -> None:
     print(f"{len(report.tensors)} tensors, {report.n_sparse} stored sparse, {report.n_parameters} parameters")
     print(console.model_line("file size", report.nbytes, report.n_parameters))
     print(console.model_line("dense size", report.nbytes_dense, report.n_parameters))
+
+
+def _layout_row(name: str, layout: DeviceLayout) -> list[Any]:
+    order = "" if not layout.lanes else "banks" if layout.bank_order else "columns"
+    own = f"; {layout.own_nbytes} bytes beside those reserved" if layout.own_nbytes else ""
+    return [
+        name,
+        layout.name,
+        layout.delta_bits or None,
+        layout.lanes or None,
+        order,
+        layout.nbytes,
+        layout.reason + own,
+    ]
 
 
 def draw(report: ModelReport, path: str, force: bool) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .. import console
+from .. import console, errors
 from ..codecs import registry
 from ..codecs.codec import ValueCoding
 from ..gguf import tensor_rules
 from ..gguf.activation_keys import SkipRule, read_rule
 from ..gguf.files import Model, Tensor, type_name
+from ..native.codec import DeviceLayout, cpu_layout, gpu_layout
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class TensorReport:
     # tensor that could be stored sparse, is as large as dense
     sets: tuple[BlockSet, ...] | None = None  # of a format in blocks
     coding: ValueCoding | None = None  # of values that are coded without loss
+    layout: DeviceLayout | None = None  # in the memory of the device that was asked for
 
     @property
     def effective_density(self) -> float:
@@ -85,13 +88,38 @@ class ModelReport:
         return self.nbytes * 8 / self.n_parameters if self.n_parameters else None
 
 
-def inspect(path: str | os.PathLike[str], *, n_threads: int = 0) -> ModelReport:
+SHARED_KB = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227, "sm_120": 99}
+"""Shared memory that a block may use, in KB, by compute capability."""
+
+
+def parse_device(text: str) -> int:
+    """Bytes of shared memory of a GPU: `cuda` (a GeForce card), `cuda:sm_86`, `cuda:99KB`, or both with a comma; 0 for
+    `cpu`.
+    """
+    if text == "cpu":
+        return 0
+    name, colon, details = text.partition(":")
+    words = details.split(",") if colon else ["sm_86"]
+    sizes = []
+    for word in words:
+        size = re.fullmatch(r"(\d{1,6})KB", word)
+        if word not in SHARED_KB and not size:
+            name = ""
+        sizes.append(int(size[1]) if size else SHARED_KB.get(word, 0))
+    if name != "cuda":
+        known = ", ".join(f"cuda:{word}" for word in SHARED_KB)
+        raise errors.error(errors.BAD_ARGUMENT, f"device '{text}': expected cpu, {known}, or cuda:<n>KB")
+    return sizes[-1] << 10
+
+
+def inspect(path: str | os.PathLike[str], *, n_threads: int = 0, device: str | None = None) -> ModelReport:
     """Describes a GGUF model, dense or sparse: for each tensor the density of non-zeros, the share of padding entries,
     and bytes as stored. Dense tensors are read to count their zeros; n_threads=0 uses all cores.
 
-    path: the model, or the first file of a split one. Raises MackoError if it is not a valid model, OSError if it
-    cannot be read.
+    path: the model, or the first file of a split one. device: also finds the layout of each sparse tensor in the memory
+    of that device; see parse_device(). Raises MackoError if it is not a valid model, OSError if it cannot be read.
     """
+    shared_nbytes = None if device is None else parse_device(device)
     with Model(path) as model:
         keys = {k.name: k.value() for k in model.keys if k.name in ("general.architecture", "general.name")}
         keys.update({k.name: k.value() for k in model.keys if k.name.startswith("macko.")})
@@ -104,20 +132,22 @@ def inspect(path: str | os.PathLike[str], *, n_threads: int = 0) -> ModelReport:
             skip_rule=read_rule(model),
             nbytes=model.nbytes,
             tensors=tuple(
-                inspect_tensor(t, n_threads)
+                inspect_tensor(t, n_threads, shared_nbytes)
                 for t in console.tracked(model.tensors, "reading", lambda t: t.nbytes_stored, "B")
             ),
         )
 
 
-def inspect_tensor(t: Tensor, n_threads: int = 0) -> TensorReport:
-    density = padding = sets = coding = None
+def inspect_tensor(t: Tensor, n_threads: int = 0, shared_nbytes: int | None = None) -> TensorReport:
+    density = padding = sets = coding = layout = None
     if t.codec is not None and t.sparse is not None:
         stored = t.stored_arrays()
         n_stored = t.codec.n_stored(stored)
         density = t.sparse.nnz / t.n_elements
         padding = (n_stored - t.sparse.nnz) / n_stored if n_stored else 0.0
         coding = t.codec.coding(stored, t.sparse.value_type, t.sparse.nnz)
+        if shared_nbytes is not None:
+            layout = _layout_of(t, shared_nbytes, n_threads)
         table = t.codec.sets(stored)
         if table is not None:
             rows = table.tolist()
@@ -138,7 +168,15 @@ def inspect_tensor(t: Tensor, n_threads: int = 0) -> TensorReport:
         break_even_density=_break_even(t),
         sets=sets,
         coding=coding,
+        layout=layout,
     )
+
+
+def _layout_of(t: Tensor, shared_nbytes: int, n_threads: int) -> DeviceLayout:
+    m = t.read_sparse()
+    if not shared_nbytes:
+        return cpu_layout(m.header)
+    return gpu_layout(m, shared_nbytes, stacked=len(t.ne) > 2, n_threads=n_threads)
 
 
 def _break_even(t: Tensor) -> float | None:

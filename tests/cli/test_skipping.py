@@ -241,7 +241,7 @@ def test_json_says_what_was_skipped_in_each_layer(macko):
     assert [p["down"] for p in skip["parts"]] == [f"blk.{i}.ffn_down.weight" for i in range(4)]
     assert skip["measured"] == pytest.approx(np.mean([p["measured"] for p in skip["parts"]]))
     for part in skip["parts"]:  # the same text: at least the wanted share, and no more than a bin more
-        assert part["wanted"] == 0.5 and part["threshold"] > 0 and part["zeros"] == 0
+        assert part["wanted"] == 0.5 and part["threshold"] > 0
         assert part["measured"] == pytest.approx(0.5, abs=0.01)
     done = macko("perplexity", *args, "--skip", 0.5, "--skip-score", "product", "--skip-allocation", "greedy")
     first, second = done.out.splitlines()
@@ -249,15 +249,14 @@ def test_json_says_what_was_skipped_in_each_layer(macko):
     assert second.startswith("skipped: ") and second.endswith("% of the neurons in 4 layers (wanted: 50.00%)")
 
 
-def test_json_says_how_many_neurons_without_a_gate_are_zero(model_of, macko):
+def test_neurons_without_a_gate_that_are_zero_go_first(model_of, macko):
     args = ["-m", model_of("arcee"), "-f", SAMPLE, "-ngl", 0, "-c", 64, "--chunks", 2, "--json", "--skip-text", SAMPLE]
     plain = json.loads(macko("perplexity", *args[:-2]).out)
     done = macko("perplexity", *args, "--skip", 0.3, "--skip-score", "product", "--skip-chunks", 2)
     assert done.code == 0
     found = json.loads(done.out)
     assert found["ppl"] == plain["ppl"]  # all that is skipped is zero
-    for part in found["skip"]["parts"]:  # of the same chunks; the last layer's measured share is of their second halves
-        assert 0.3 < part["zeros"] < 0.6 and part["measured"] == pytest.approx(part["zeros"], abs=0.02)
+    assert all(0.3 < part["measured"] < 0.6 for part in found["skip"]["parts"])
 
 
 # ---- bad input ----

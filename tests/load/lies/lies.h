@@ -3,7 +3,6 @@
 
 #include "gguf-builder.h"
 #include "gguf/model-keys.h"
-#include "load/activation-keys.h"
 #include "load/dense-stream.h"
 #include "load/payload.h"
 #include "test.h"

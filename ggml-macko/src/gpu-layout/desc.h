@@ -12,7 +12,7 @@ struct gpu_matrix {
     // values at most that do not have one of three exponents and 8 significant bits, as the size of coded values on
     // file tells; -1: the header does not tell
     int64_t max_outliers = -1;
-    bool    in_blocks    = false; // the file has it in blocks of rows (EC-CSR), which are not those of stacked matrices
+    bool    in_blocks    = false; // the file has it in blocks of rows, which are not those of stacked matrices
 };
 // nbytes_values: of the first component on file, or 0
 gpu_matrix gpu_matrix_of(const codec & format, const macko_desc & desc, int64_t n_padded, int32_t value_type,

@@ -149,6 +149,26 @@ def test_links_lead_somewhere(page):
             assert anchor in slugs, f"{target}{anchor}"
 
 
+FIGURES = {  # README.md -> page of the guide, start of a row of its tables
+    "pruned to 50 % and recovered: 10.8 MiB, perplexity 10.81": (
+        "pruning",
+        "... sparse-q4_nl | 10.8 MiB | 3.93 | 10.81",
+    ),
+    "Dense Q4_K_M: 13.5 MiB, 11.00": ("pruning", "dense Q4_K_M | 13.5 MiB | 4.89 | 11.00"),
+    "50 % of them zero, generate 1.6 times": ("performance", "sparse F16, 50 % zeros | 28.1 (1.63x) | 22.6 (1.60x)"),
+    "439 tokens/s with 4-bit values": ("performance", "sparse-q4_nl, 50 % zeros | 2.8 | 439 /"),
+    "llama.cpp's Q4_K_M 269": ("performance", "llama.cpp Q4_K_M | 4.1 | 269 /"),
+    "F16 174": ("performance", "llama.cpp F16 | 12.9 | 174 /"),
+}
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_figure_of_readme_stands_in_the_guide(figure):
+    page, row = FIGURES[figure]
+    assert figure in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"\n| {row} " in (ROOT / "docs" / "guide" / f"{page}.md").read_text(encoding="utf-8")
+
+
 def test_readme_is_short():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     lines = text.splitlines()

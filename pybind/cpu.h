@@ -1,4 +1,4 @@
-// CPU kernels on plain arrays. Same order and names as ggml-macko.h, which says what each does.
+// CPU kernels on plain arrays. Same order and names as ggml-macko.h, which documents them.
 struct ggml_macko_cpu_matrix;
 int  ggml_macko_cpu_matrix_init(const struct ggml_macko_matrix * m, int n_threads, struct ggml_macko_cpu_matrix ** out);
 void ggml_macko_cpu_matrix_free(struct ggml_macko_cpu_matrix * m);

@@ -1,5 +1,5 @@
-// GGUF files, dense or sparse, whose header passed all checks. Same order and names as ggml-macko.h, which
-// says what each does.
+// GGUF files, dense or sparse, whose header passed all checks. Same order and names as ggml-macko.h, which documents
+// them.
 struct ggml_macko_file;
 
 int     ggml_macko_file_open(const char * path, bool require_model, struct ggml_macko_file ** out);

@@ -1,5 +1,5 @@
-// The library: status codes, value types, last error, versions. Same order and names as ggml-macko.h, which
-// says what each does.
+// The library: status codes, value types, last error, versions. Same order and names as ggml-macko.h, which documents
+// them.
 enum ggml_macko_status {
     GGML_MACKO_STATUS_OK = 0,
 

@@ -1,4 +1,4 @@
-// Loading into llama.cpp. Same order and names as ggml-macko.h, which says what each does.
+// Loading into llama.cpp. Same order and names as ggml-macko.h, which documents them.
 enum ggml_macko_load_flags {
     GGML_MACKO_LOAD_COMPRESS            = 1,
     GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS = 2,

@@ -19,7 +19,7 @@ namespace {
 
 using version = std::array<int, 3>;
 
-// "0.25.3" or "0.25.3-dev"; all 0 for what is no version, so that it is older than any
+// Parses "0.25.3" or "0.25.3-dev". Text that is no version gives all zeros, which is older than any version.
 version parse_version(const char * text) {
     version v = {};
     return text && sscanf(text, "%9d.%9d.%9d", &v[0], &v[1], &v[2]) == 3 ? v : version{};

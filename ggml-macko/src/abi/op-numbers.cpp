@@ -12,10 +12,10 @@ namespace {
 
 struct used_op {
     ggml_op      op;
-    const char * name; // what ggml_op_name() calls it
+    const char * name; // the result of ggml_op_name()
 };
 
-// every op that a file of cpu/ or cuda/ compares with
+// All ops that files in cpu/ or cuda/ compare with.
 #define USED(name) { GGML_OP_##name, #name }
 constexpr used_op USED_OPS[] = {
     USED(NONE),     USED(DUP),      USED(ADD),     USED(ADD_ID),  USED(SUB),        USED(MUL),

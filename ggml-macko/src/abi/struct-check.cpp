@@ -1,5 +1,6 @@
-// A probe is an object whose words are addresses of functions, each of which says which word it is. Whatever word of it
-// the running ggml takes for a callback may be called, and what it returns for a plain member tells the place, too.
+// A probe is an object whose words are addresses of functions, and each function records the index of its word. The
+// running ggml can call any word as a callback. If it returns a word as a plain member, the address reveals the index
+// of the word.
 #include "abi/struct-check.h"
 
 #include "ggml-backend-impl.h"
@@ -15,11 +16,11 @@ namespace macko {
 
 namespace {
 
-constexpr size_t N_WORDS = 64; // more than any object of ggml here has, in any version
+constexpr size_t N_WORDS = 64; // more than any ggml object used here has, in any version
 
 size_t called = N_WORDS;
 
-// What every callback returns: a name, a non-zero size, an address, and "true" in its lowest byte.
+// Result of every callback: a name, a non-zero size, an address, and "true" in its lowest byte.
 alignas(256) char answer[512] = "\0probe";
 
 using word = void * (*)();
@@ -39,7 +40,7 @@ template <typename OBJECT> struct probe {
     static_assert(sizeof(OBJECT) < sizeof(words), "a callback behind the object must still be a word of the probe");
 
     OBJECT * get() { return reinterpret_cast<OBJECT *>(words.data()); }
-    // the value of a member of size T that is at an offset
+    // Value of a member of type T at an offset.
     template <typename T> T at(size_t offset) const {
         T value;
         memcpy(&value, reinterpret_cast<const char *>(words.data()) + offset, sizeof(value));
@@ -53,7 +54,7 @@ bool was_called(size_t offset) {
     return same;
 }
 
-// leaves the function with the member's name if `call` calls another callback than that of the member
+// Returns the member's name from the enclosing function if `call` invokes a different callback.
 #define CHECK_CALLBACK(object, member, call)         \
     do {                                             \
         static_cast<void>(call);                     \
@@ -62,7 +63,7 @@ bool was_called(size_t offset) {
         }                                            \
     } while (0)
 
-// leaves the function with the member's name if `value` is not what the probe p has there
+// Returns the member's name from the enclosing function if `value` differs from the member in probe p.
 #define CHECK_VALUE(p, object, member, value)                                        \
     do {                                                                             \
         if ((value) != (p).at<decltype(object::member)>(offsetof(object, member))) { \
@@ -134,7 +135,7 @@ const char * check_graph(ggml_context * ctx) {
         const char * begin = static_cast<const char *>(ggml_get_mem_buffer(ctx));
         return p >= begin && p < begin + ggml_get_mem_size(ctx);
     };
-    // ggml lays the arrays of a graph behind it, so the first one tells the size of the struct
+    // ggml places a graph's arrays directly behind the struct, so the address of the first array reveals its size
     if (reinterpret_cast<const char *>(graph->nodes) != reinterpret_cast<const char *>(graph) + sizeof(ggml_cgraph)) {
         return "sizeof(ggml_cgraph)";
     }
@@ -181,7 +182,7 @@ const char * check_buffer(ggml_tensor * t) {
     CHECK_CALLBACK(ggml_backend_buffer, iface.memset_tensor, ggml_backend_tensor_memset(t, 0, 0, sizeof(bytes)));
     CHECK_CALLBACK(ggml_backend_buffer, iface.cpy_tensor, ggml_backend_buffer_copy_tensor(t, t));
     t->buffer = nullptr;
-    // one that ggml makes, as it does for each of ours
+    // ggml makes this buffer, as it does for each of our buffers
     probe<ggml_backend_buffer_type> type;
     const ggml_backend_buffer_i     iface = b->iface;
     ggml_backend_buffer_t           made  = ggml_backend_buffer_init(type.get(), iface, answer, sizeof(answer));
@@ -211,7 +212,7 @@ const char * check_backend(ggml_tensor * t, ggml_cgraph * graph) {
     probe<ggml_backend_event> event;
     CHECK_CALLBACK(ggml_backend, iface.event_record, ggml_backend_event_record(event.get(), b));
     CHECK_CALLBACK(ggml_backend, iface.event_wait, ggml_backend_event_wait(b, event.get()));
-    // nothing that is exported calls graph_optimize, which lies between event_wait and this
+    // no exported function calls graph_optimize, which lies between event_wait and this member
     CHECK_VALUE(p, ggml_backend, device, ggml_backend_get_device(b));
     return nullptr;
 }
@@ -220,7 +221,7 @@ const char * check_device_properties() {
     probe<ggml_backend_device> p;
     uint8_t                    bytes[4 * sizeof(ggml_backend_dev_props)];
     memset(bytes, 0xa5, sizeof(bytes));
-    // ggml clears the properties before it asks for them
+    // ggml clears the properties before it requests them
     CHECK_CALLBACK(ggml_backend_device, iface.get_props,
                    ggml_backend_dev_get_props(p.get(), reinterpret_cast<ggml_backend_dev_props *>(bytes)));
     size_t n = 0;

@@ -3,8 +3,8 @@
 
 namespace macko {
 
-// The first struct member that is not where our headers have it, such as "ggml_tensor.data"; null: all are. Calls only
-// functions of libggml-base that every version has, on objects whose words are all functions that may be called.
+// The first struct member whose offset differs from our headers, such as "ggml_tensor.data"; null if there is none.
+// Calls only functions of libggml-base that every version has, on objects whose words are all callable functions.
 const char * first_different_member();
 
 } // namespace macko

@@ -130,7 +130,8 @@ static void log_skips(const model_file & file, const char * none) {
              file.path.c_str(), static_cast<size_t>(n));
 }
 
-// What devices keep by columns, and what counts as zero there. Asked once, so that all sizes of a load agree.
+// Decides which weights devices keep by columns, and which inputs count as zero. Runs once, so all sizes of a load
+// agree.
 static int choose_columns(model_file * file, bool logs) {
     const bool has_columns = !getenv("GGML_MACKO_NO_COLUMNS");
     if (wants_skips()) {
@@ -178,7 +179,7 @@ int load_session::open(const char * path, compression how, bool strict, bool no_
     return GGML_MACKO_STATUS_OK;
 }
 
-// A load goes on without a cache.
+// Logs why the load continues without a cache.
 static void log_no_cache() { log_warn("ggml-macko: no cache: %s\n", ggml_macko_last_error()); }
 
 void load_session::open_cache(const char * cache_for) {
@@ -226,9 +227,9 @@ int load_session::begin(bool sparse_only, const char * cache_for, FILE ** stream
     }
     loaded_.assign(file_->sparse.size(), false);
     for (const sparse_tensor_info & m : file_->sparse) {
-        // llama.cpp asks a device about one operation per weight, and an architecture may use it in another one, too,
-        // which ends the process if the weight is sparse. So where nobody has looked, only weights that are known to be
-        // multiplied are sparse in memory.
+        // llama.cpp asks a device about one operation per weight, but an architecture may also use the weight in
+        // another operation, which ends the process if the weight is sparse. So for an architecture without rules, only
+        // weights with a known use in a product become sparse.
         if (file_->has_rules || weight_use(m.name, m.n_dims) != GGML_MACKO_WEIGHT_OTHER) {
             by_name_.emplace(m.name, &m);
         }
@@ -247,7 +248,7 @@ int load_session::begin(bool sparse_only, const char * cache_for, FILE ** stream
 void load_session::stop() {
     if (stream_) {
         current_session = outer_;
-        fclose(stream_); // here, because an exit handler that closes it would call hooks of a library that is gone
+        fclose(stream_); // close it here: an exit handler would call hooks of an unloaded library
         stream_ = nullptr;
     }
 }

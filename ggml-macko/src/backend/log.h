@@ -47,7 +47,7 @@ __attribute__((format(printf, 1, 2))) inline void log_info(const char * format, 
     va_end(args);
 }
 
-// llama.cpp's --verbose shows these
+// llama.cpp shows these messages with --verbose.
 __attribute__((format(printf, 1, 2))) inline void log_debug(const char * format, ...) {
     va_list args;
     va_start(args, format);

@@ -14,7 +14,7 @@ int64_t offload_columns_in_use() { return min_columns; }
 
 int64_t offload_columns(const ggml_tensor * op) {
     switch (op_of(op)) {
-        case GGML_OP_GET_ROWS:   return 0; // it reads few of the rows
+        case GGML_OP_GET_ROWS:   return 0; // reads few of the rows
         case GGML_OP_MUL_MAT:    return op->ne[1];
         case GGML_OP_MUL_MAT_ID: return op->ne[2];
         default:                 return ggml_nrows(op);
@@ -27,7 +27,7 @@ bool wants_offload(const ggml_tensor * op) {
     if (!is_product || !host_weights_of(w) || w->type == GGML_TYPE_F32) { // only sparse kernels are exact for F32
         return false;
     }
-    // several matrices: an expert has its share of the columns, and each of stacked matrices has columns of its own
+    // with several matrices: an expert gets its share of the columns, and each stacked matrix has columns of its own
     return pays_to_offload({ { w->ne[0], w->ne[1] }, w->ne[2] * w->ne[3], ggml_nrows(op) }, min_columns);
 }
 

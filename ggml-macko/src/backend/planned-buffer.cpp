@@ -10,14 +10,14 @@ namespace {
 struct planned : ggml_backend_buffer_type {
     ggml_backend_buffer_type_t              real;
     bool                                    host;
-    std::unordered_map<std::string, size_t> nbytes; // of sparse matrices, by name
+    std::unordered_map<std::string, size_t> nbytes; // bytes of the sparse matrices, by name
 };
 
 const planned & planned_of(ggml_backend_buffer_type_t buft) { return *static_cast<const planned *>(buft); }
 
 const char * get_name(ggml_backend_buffer_type_t buft) { return ggml_backend_buft_name(planned_of(buft).real); }
 
-// for tensors that are placed beside the model's weights; the weights get a buffer of 0 bytes, which ggml makes itself
+// for tensors beside the model's weights; the weights get a buffer of 0 bytes, which ggml makes itself
 ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     return ggml_backend_buft_alloc_buffer(planned_of(buft).real, size);
 }

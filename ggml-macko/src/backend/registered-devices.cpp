@@ -3,8 +3,8 @@
 
 namespace macko {
 
-// The plugin is not linked to libggml, which has the list of devices; Python loads it without making its symbols
-// global.
+// The plugin is not linked to libggml, which has the list of devices, and Python loads libggml without making its
+// symbols global.
 static void * find_function(const char * name) { return platform::find_function("ggml", name); }
 
 std::vector<ggml_backend_dev_t> registered_devices() {

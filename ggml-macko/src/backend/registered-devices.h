@@ -7,11 +7,11 @@
 
 namespace macko {
 
-// None if the process has no shared libggml.
+// Empty if the process has no shared libggml.
 std::vector<ggml_backend_dev_t> registered_devices();
-// ggml's CPU, or nullptr
+// ggml's CPU device, or nullptr.
 ggml_backend_dev_t cpu_device();
-// of a backend of that device
+// Sets the threads of a backend of that device.
 void set_cpu_threads(ggml_backend_t cpu, int n_threads);
 
 } // namespace macko

@@ -23,7 +23,7 @@ static int find_format(const char * name, const codec ** format) {
                           name ? printable(name).text : "(null)");
 }
 
-// the format of m, and its view, which points into m's arrays
+// Finds the format of m and makes a view, which points into m's arrays.
 static int open_checked(const ggml_macko_matrix * m, int n_threads, std::unique_ptr<codec_view> * view) {
     const codec * format = nullptr;
     if (!m) {

@@ -25,11 +25,11 @@ static std::unique_ptr<void, void (*)(void *)> aligned_memory(int64_t nbytes) {
     return { memory, free };
 }
 
-// value_type: on file, as values_nbytes
+// value_type: the type in the file, like values_nbytes.
 static ggml_macko_cpu_matrix empty_matrix(const macko_desc & desc, int32_t value_type, int64_t values_nbytes = 0) {
     bitmap_form           form = choose_cpu_layout(desc, value_type, values_nbytes).form;
     ggml_macko_cpu_matrix m;
-    // x are floats here; bundles of F16 and BF16 are fast with x that are rounded to their type
+    // x is float here; bundles of F16 and BF16 are fast only if x is rounded to their type
     form.bundles = form.bundles && is_quant_type(form.value_type);
     m.nbytes     = bitmap_nbytes(desc, form);
     m.memory     = aligned_memory(m.nbytes);
@@ -37,10 +37,10 @@ static ggml_macko_cpu_matrix empty_matrix(const macko_desc & desc, int32_t value
     return m;
 }
 
-// Rows of a MACKO matrix. Where a range of rows starts among the values is known only when the ranges before it are
-// counted: the first pass counts, the second packs.
+// Packs the rows of a MACKO matrix. The position of a range of rows among the values depends on the ranges before it,
+// so the first pass counts and the second pass packs.
 static int pack_rows(const macko_matrix_view & view, int n_threads, ggml_macko_cpu_matrix * out) {
-    // at the first row of a range: the non-zeros of the range, later of the ranges before it
+    // at the first row of each range: the non-zeros of the range; after the sum, of all ranges before it
     std::vector<int64_t> first(static_cast<size_t>(view.desc().rows) + 1, 0);
     if (const int status = view.for_each_range(n_threads, [&](const macko_view & rows) {
             if (rows.rows().row_begin < rows.rows().row_end) {

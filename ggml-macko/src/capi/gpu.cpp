@@ -1,5 +1,5 @@
-// The C API over how a GPU would keep a matrix. Checks arguments, calls one function, and keeps exceptions inside.
-// Needs neither CUDA nor a GPU.
+// The C API over the GPU's layout of a matrix. Checks arguments, calls one function, and keeps exceptions inside. Needs
+// neither CUDA nor a GPU.
 #include "codec/registry.h"
 #include "codec/team.h"
 #include "gpu-layout/survey.h"
@@ -44,7 +44,7 @@ void describe(const cuda::layout_shape & shape, const std::string & reason, ggml
     snprintf(out->reason, sizeof(out->reason), "%s", reason.c_str());
 }
 
-// all that the header decides
+// Reasons of all decisions that depend only on the header.
 std::string reasons_of(const cuda::gpu_plan & plan) {
     std::string reasons;
     for (const cuda::layout_candidate & c : plan.candidates) {

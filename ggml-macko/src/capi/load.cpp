@@ -1,5 +1,5 @@
-// The C API over loads, and what the plugin was built for. Checks arguments and keeps exceptions inside; the load
-// itself is backend/load-session.h.
+// The C API over loads and supported versions. Checks arguments and keeps exceptions inside; backend/load-session.h
+// does the loading.
 #include "abi/ggml-abi.h"
 #include "backend/load-session.h"
 #include "cpu/kernels/kernels.h"
@@ -10,7 +10,8 @@
 
 using namespace macko;
 
-// llama_model_params of any version: a function of llama.cpp that takes the struct reads as much of it as it knows
+// llama_model_params of any version. A function of llama.cpp that gets this struct by value reads only the bytes of its
+// own version.
 struct any_params {
     static constexpr int32_t MAX_NBYTES = 256;
     alignas(8) char bytes[MAX_NBYTES];
@@ -18,7 +19,7 @@ struct any_params {
 
 using progress_callback = bool (*)(float progress, void * user_data); // llama_progress_callback
 
-// The functions of libllama in their own types.
+// The functions of libllama with their real types.
 struct llama_functions {
     llama_model * (*load_from_file)(const char * path, any_params params);
     llama_model * (*load_from_file_ptr)(FILE * stream, any_params params);
@@ -30,7 +31,7 @@ struct llama_functions {
           model_free(reinterpret_cast<decltype(model_free)>(l.model_free)) {}
 };
 
-// A copy of the caller's parameters, and its members by the places that the caller names.
+// A copy of the caller's parameters, with access to members at the caller's offsets.
 class model_params {
 public:
     model_params(const void * params, const ggml_macko_params_layout & layout) : layout_(layout) {
@@ -59,8 +60,8 @@ public:
         set(layout_.progress_callback, callback);
         set(layout_.progress_callback_user_data, user_data);
     }
-    // The stream has no file descriptor that could be mapped. Of the weights, llama.cpp would lock the dense ones only.
-    // And it would check placeholders instead of values; the plugin checks the values of every sparse tensor.
+    // The stream has no file descriptor to map. llama.cpp would lock only the dense weights, and would check
+    // placeholders instead of values. The plugin checks the values of every sparse tensor.
     void read_plainly() {
         if (layout_.load_mode >= 0) {
             set(layout_.load_mode, int32_t(0)); // LLAMA_LOAD_MODE_NONE
@@ -84,7 +85,7 @@ private:
     any_params               value_ = {};
 };
 
-// The caller's progress callback, which may load and run other models: no load is current while it runs.
+// The caller's progress callback, which may load and run other models. No load is current while it runs.
 struct caller_progress {
     progress_callback callback;
     void *            user_data;
@@ -96,14 +97,14 @@ struct caller_progress {
     }
 };
 
-// Serves a vetted file to llama.cpp. The session is current only inside this call, whatever happens to the caller.
+// Passes a checked file to llama.cpp. The session is current only during this call, even if the caller fails.
 static int load_sparse(load_session & session, model_params params, int32_t flags, const llama_functions & llama,
                        llama_model ** model) {
-    const char * kernels = nullptr; // after opening: a wrong GGML_MACKO_FORCE must not affect dense models
+    const char * kernels = nullptr; // read after opening: a wrong GGML_MACKO_FORCE must not affect dense models
     if (const int status = cpu::select_kernels(&kernels)) {
         return status;
     }
-    // Bytes in memory depend on the kernels, on some CPUs, and on what becomes of negative zeros.
+    // The bytes in memory depend on the kernels, on some CPUs, and on the handling of negative zeros.
     const std::string cache_for =
         std::string("kernels ") + kernels + cpu::cpu_with_own_forms() + ", flags " +
         std::to_string(flags & (GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS));
@@ -167,19 +168,20 @@ static constexpr ggml_macko_params_layout KNOWN_LAYOUTS[] = {
     { 80, 48, 56, 72, 73, 76, 24, -1, -1, -1 }, // and with lazy_mode
 };
 
-// As any_params, but what cannot be copied is returned in memory for which the caller passes the address.
+// Like any_params, but with a deleted copy constructor, so that a function returns it through an address from the
+// caller.
 struct returned_params {
     alignas(8) char bytes[any_params::MAX_NBYTES];
     returned_params(const returned_params &) = delete;
 };
 
-// Of the struct that a function returns: it writes all members to the address that it gets. The last one is a bool,
-// which never has the value of the filling.
+// Size of the struct that a function returns. The function writes all members to the address that it gets. The last
+// member is a bool, which never equals the fill byte.
 static int32_t nbytes_written(void (*default_params)(void)) {
     constexpr char                filling = 0x5a;
     alignas(returned_params) char memory[sizeof(returned_params)];
     memset(memory, filling, sizeof(memory));
-    asm volatile("" : : "r"(memory) : "memory"); // else the filling, which nobody reads, need not be there
+    asm volatile("" : : "r"(memory) : "memory"); // otherwise the compiler may drop the fill, which no code reads
     const auto * params = new (memory) returned_params(reinterpret_cast<returned_params (*)()>(default_params)());
     int32_t      n      = sizeof(memory);
     while (n > 0 && params->bytes[n - 1] == filling) {

@@ -1,4 +1,4 @@
-// Numbers and strings as a GGUF file has them, appended to a header that is being made.
+// Appends numbers and strings in GGUF's encoding to a new header.
 #pragma once
 
 #include <cstdint>

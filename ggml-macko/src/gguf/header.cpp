@@ -1,6 +1,6 @@
-// Strict reader of a GGUF v3 header. Each count is compared with its limit and with the number of bytes that are left
-// in the file before the elements are read and checked, so that no number in the file determines the size of an
-// allocation before that many bytes are known to exist. This file knows nothing of models or sparse tensors.
+// Strict reader of a GGUF v3 header. Before reading any elements, it compares their count with a limit and with the
+// number of bytes left in the file, so no number in the file can cause an allocation that exceeds the bytes in the
+// file. This file has no code for models or sparse tensors.
 #include "gguf/header.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace macko {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "GGUF v3 files and this reader are little-endian");
 
-constexpr int64_t  CHUNK_MIN      = 64 << 10; // of the first read; each further read doubles the bytes that are there
+constexpr int64_t  CHUNK_MIN      = 64 << 10; // size of the first read; each further read doubles the bytes in memory
 constexpr int64_t  CHUNK_MAX      = 4 << 20;
 constexpr uint64_t MAX_KEY_NAME   = 65535; // limit of the GGUF specification
 constexpr int64_t  KEY_NBYTES_MIN = 8 + 1 + 4 + 1;
@@ -101,7 +101,7 @@ static bool is_printable_ascii(std::string_view s) {
     return std::all_of(s.begin(), s.end(), [](char c) { return c >= 0x20 && c < 0x7f; });
 }
 
-// Index of an element that occurs twice, or -1. It sorts instead of hashing, because a file could be made to have many
+// Index of an element that occurs twice, or -1. It sorts instead of hashing, because a hostile file could contain many
 // hash collisions.
 template <typename T> static int64_t find_duplicate(const std::vector<T> & items) {
     std::vector<size_t> order(items.size());
@@ -126,7 +126,7 @@ struct reader {
     std::vector<uint8_t> & bytes;
     int64_t                pos = 0;
 
-    // Bytes of the file behind pos, whether they have been read or not.
+    // bytes of the file behind pos, whether already read or not
     int64_t left() const { return source.size() - pos; }
 
     // Reads from the file until bytes holds n bytes from pos on.
@@ -349,7 +349,7 @@ static int read_count(uint64_t n, uint64_t limit, int64_t nbytes_min, int64_t le
     return GGML_MACKO_STATUS_OK;
 }
 
-// What a file that is no GGUF seems to be, as people get them where they get models; nullptr if nothing is known.
+// Names the likely format of a file that is not a GGUF, among formats that model sites offer; nullptr if unknown.
 static const char * other_format(const byte_source & source) {
     char       start[9];
     const auto begins = [&](const char * text) { return memcmp(start, text, strlen(text)) == 0; };
@@ -492,7 +492,7 @@ bool gguf_header::get_float(const gguf_key & key, uint64_t i, double * out) cons
     }
 }
 
-// The string at p, which was already found to lie inside the header; *next points behind it.
+// The string at p, which lies inside the header; *next points behind it.
 static std::string_view string_at(const std::vector<uint8_t> & bytes, size_t pos, size_t * next) {
     const size_t n = static_cast<size_t>(load_le<uint64_t>(bytes.data() + pos));
     *next          = pos + sizeof(uint64_t) + n;

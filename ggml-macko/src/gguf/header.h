@@ -1,6 +1,6 @@
 // Reads and checks the header of an untrusted GGUF file (FORMAT.md sections 1 and 4). It does not use ggml, whose
-// parser aborts or allocates too much memory on files that must be refused. It reads its bytes through byte_source, so
-// that a fuzzer can pass them from memory.
+// parser aborts or allocates too much memory on files that must be refused. It reads through byte_source, so a fuzzer
+// can pass bytes from memory.
 #pragma once
 
 #include "codec/limits.h"

@@ -1,10 +1,10 @@
-// Checks the metadata and the tensor types that llama.cpp uses without a check of its own: it refuses values on which
-// llama.cpp fails an assertion, divides by zero, throws an exception through its C API, or computes NaN. The rules are
-// those of the llama.cpp in the llama-cpp-python that pyproject.toml names: they list the keys that this version reads
-// for the architectures in ARCHS, and all other keys are accepted, because llama.cpp ignores them. Of every other
-// architecture they list the keys that llama.cpp reads before it looks at the architecture; what it does with the
-// remaining ones is its own affair, as for a dense model. Tensor shapes are not checked here, because llama.cpp refuses
-// wrong shapes with an error.
+// Checks the metadata and the tensor types that llama.cpp uses without a check of its own. It refuses values on which
+// llama.cpp fails an assertion, divides by zero, throws an exception through its C API, or computes NaN. The rules
+// match the llama.cpp in the llama-cpp-python that pyproject.toml names. For the architectures in ARCHS they list the
+// keys that this version reads; all other keys are accepted, because llama.cpp ignores them. For every other
+// architecture they list the keys that llama.cpp reads before it looks at the architecture; the remaining keys are not
+// checked, as in a dense model. Tensor shapes are not checked here, because llama.cpp refuses wrong shapes with an
+// error.
 #include "gguf/model-keys.h"
 #include "gguf/names.h"
 #include "gguf/vocab-limits.h"
@@ -141,8 +141,8 @@ static const key_rule RULES[] = {
     { "%.rope.scaling.yarn_beta_fast",           GGUF_F32,    1e-3, 1e6, ARCH_MISTRAL3 },
     { "%.rope.scaling.yarn_beta_slow",           GGUF_F32,    1e-3, 1e6, ARCH_MISTRAL3 },
 
-    // Of an architecture without a row in ARCHS: what every architecture has, with 0 where some have none of it, as a
-    // state-space model has no heads.
+    // Keys that every architecture without a row in ARCHS has. The value may be 0 where an architecture lacks the
+    // feature; for example, a state-space model has no heads.
     { "%.block_count",                           GGUF_U32,    1, MAX_LAYERS, ARCH_OTHER | REQUIRED },
     { "%.context_length",                        GGUF_U32,    1, 1 << 24, ARCH_OTHER | REQUIRED },
     { "%.embedding_length",                      GGUF_U32,    1, MAX_WIDTH, ARCH_OTHER | REQUIRED },
@@ -305,7 +305,7 @@ struct hparams {
 
 } // namespace
 
-// of an architecture with rules
+// for an architecture with rules
 static int check_heads(const hparams & hp) {
     const int64_t n_embd    = hp.get("%.embedding_length", 1);
     const int64_t n_head    = hp.get("%.attention.head_count", 1);
@@ -363,7 +363,7 @@ static int check_experts(const hparams & hp) {
     return GGML_MACKO_STATUS_OK;
 }
 
-// of an architecture without rules
+// for an architecture without rules
 static int check_layers(const hparams & hp) {
     const int64_t n       = hp.get("%.block_count", 0);
     const int64_t n_nextn = hp.get("%.nextn_predict_layers", 0);
@@ -371,7 +371,7 @@ static int check_layers(const hparams & hp) {
                         : hp.bad("%.nextn_predict_layers", n_nextn, "does not fit block_count", n);
 }
 
-// Of an architecture without rules: no number of the model is NaN or infinite, whatever llama.cpp does with it.
+// For an architecture without rules: refuses a model with any NaN or infinite number, whether llama.cpp uses it or not.
 static int check_all_numbers(const hparams & hp) {
     for (const gguf_key & key : hp.header.keys) {
         if (key.name.compare(0, 10, "tokenizer.") == 0 ||
@@ -573,12 +573,11 @@ struct default_token {
     int64_t      id;   // -1: none
 };
 
-// A tokenizer of llama.cpp. The tokens that it takes where the key is missing must exist, because it does not check
-// them.
+// A tokenizer of llama.cpp. The default tokens for missing keys must exist, because llama.cpp does not check them.
 struct tokenizer_rules {
     const char *  model; // tokenizer.ggml.model
     bool          needs_merges;
-    bool          needs_bytes; // a token for each byte
+    bool          needs_bytes; // the vocabulary needs a token for each byte
     default_token defaults[5];
 };
 
@@ -602,7 +601,7 @@ static const tokenizer_rules TOKENIZERS[] = {
 };
 constexpr size_t N_RULED_TOKENIZERS = 2;
 
-// Checks tokenizer.ggml.*_token_id, and the values that they have where they are missing.
+// Checks tokenizer.ggml.*_token_id and the defaults of missing keys.
 static int check_token_ids(const gguf_header & header, const tokenizer_rules & rules, uint64_t n_tokens) {
     static const char * const names[] = { "bos",     "eos",     "eot",     "eom",     "unknown", "seperator",
                                           "padding", "cls",     "mask",    "fim_pre", "fim_suf", "fim_mid",
@@ -631,7 +630,7 @@ static int check_token_ids(const gguf_header & header, const tokenizer_rules & r
     return GGML_MACKO_STATUS_OK;
 }
 
-// *out is null for a model without a vocabulary, which only an architecture without rules may be.
+// *out is null for a model without a vocabulary, which only an architecture without rules may have.
 static int find_tokenizer(const gguf_header & header, bool has_rules, const tokenizer_rules ** out) {
     std::string model;
     header.get_string(*header.find("tokenizer.ggml.model"), 0, &model); // the table requires this key

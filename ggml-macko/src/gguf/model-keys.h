@@ -1,16 +1,16 @@
-// The model metadata that llama.cpp would abort or misbehave on (FORMAT.md section 5): a table of key, type and range
-// per architecture, and of what all architectures have. No ggml.
+// Checks the model metadata on which llama.cpp would abort or misbehave (FORMAT.md section 5): a table of keys, types
+// and ranges for each architecture, and for all architectures. Does not use ggml.
 #pragma once
 
 #include "gguf/header.h"
 
 namespace macko {
 
-// strict: an architecture without rules of its own is UNSUPPORTED_ARCH; else its general keys are checked.
+// strict: UNSUPPORTED_ARCH for an architecture without rules; otherwise its general keys are checked.
 [[nodiscard]] int check_model_keys(const gguf_header & header, bool strict);
-// whether the architecture has rules of its own; *arch: its name
+// Whether the architecture has rules of its own; *arch is its name.
 bool has_model_rules(const gguf_header & header, std::string * arch);
-// the same for the types of the tensors that llama.cpp gets to see (dense_tensors)
+// Checks the types of the tensors that llama.cpp sees (dense_tensors).
 [[nodiscard]] int check_model_tensors(const std::vector<gguf_tensor> & tensors, bool has_rules);
 
 } // namespace macko

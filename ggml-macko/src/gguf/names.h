@@ -1,4 +1,4 @@
-// What names of keys and tensors begin and end with.
+// Tests for prefixes and suffixes of names.
 #pragma once
 
 #include <string_view>

@@ -10,7 +10,7 @@ namespace macko {
 
 bool spreads_over_buckets(const std::vector<size_t> & hashes) {
     std::vector<uint32_t> items;
-    // an empty table chooses its sizes as llama.cpp's does: both are of one standard library
+    // an empty table grows like llama.cpp's tables: both use the same standard library
     std::unordered_set<int> table;
     for (size_t n_buckets = table.bucket_count();; n_buckets = table.bucket_count()) {
         const size_t n = std::min(hashes.size(), n_buckets); // a table has no more items than buckets
@@ -25,7 +25,7 @@ bool spreads_over_buckets(const std::vector<size_t> & hashes) {
         if (n_buckets >= hashes.size()) {
             return true;
         }
-        table.rehash(n_buckets == 1 ? 2 : 2 * n_buckets + 1); // libc++ begins with 0 buckets, and takes primes above 2
+        table.rehash(n_buckets == 1 ? 2 : 2 * n_buckets + 1); // libc++ starts with 0 buckets and uses primes above 2
     }
 }
 
@@ -54,7 +54,8 @@ static int check_length(const char * key, size_t i, const std::string & text, si
                                        key, i, text.size(), limit);
 }
 
-// For each character of a BPE token that stands for no byte, llama.cpp writes the whole token: lengths count squared.
+// For each character of a BPE token that represents no byte, llama.cpp writes the whole token: the cost is the length
+// squared.
 int check_token_limits(const std::vector<std::string> & tokens) {
     constexpr char      key[]   = "tokenizer.ggml.tokens";
     int64_t             squared = 0;
@@ -84,10 +85,10 @@ int check_merge_limits(const std::vector<std::string> & merges) {
         if (const int status = check_length(key, i, merges[i], MAX_MERGE_NBYTES)) {
             return status;
         }
-        // the two halves and their hash as in llama.cpp's table of ranks
+        // the two halves and their hash, as in llama.cpp's table of ranks
         const std::string word  = merges[i].c_str();
         const size_t      space = word.find(' ', 1);
-        if (space != std::string::npos) { // those without a space are one item
+        if (space != std::string::npos) { // all merges without a space are one item
             hashes.push_back(std::hash<std::string>{}(word.substr(0, space)) ^
                              (std::hash<std::string>{}(word.substr(space + 1)) << 1));
         }

@@ -1,5 +1,5 @@
-// Limits of a vocabulary, and of names, beyond which llama.cpp takes more time or memory than the bytes of the file
-// justify (FORMAT.md section 4). No ggml.
+// Limits of vocabularies and names. Beyond them, llama.cpp needs more time or memory than the bytes of the file justify
+// (FORMAT.md section 4). Does not use ggml.
 #pragma once
 
 #include "gguf/header.h"
@@ -17,12 +17,13 @@ constexpr int64_t MAX_SPECIAL_TOKENS  = 65536;
 constexpr int64_t MAX_BUCKET_WORK     = 64; // comparisons per item of a hash table, on average
 constexpr int64_t BUCKET_WORK_IGNORED = int64_t(1) << 22;
 
-// Lengths, and how the tokens spread over a hash table.
+// Check the lengths of tokens or merges, and their distribution in a hash table.
 [[nodiscard]] int check_token_limits(const std::vector<std::string> & tokens);
 [[nodiscard]] int check_merge_limits(const std::vector<std::string> & merges);
-// how the names of keys and tensors spread over a hash table
+// Checks the distribution of key and tensor names in a hash table.
 [[nodiscard]] int check_name_limits(const gguf_header & header);
-// whether strings spread over the buckets of a std::unordered_map, at all sizes that it has while it is filled
+// Whether strings are distributed well over the buckets of a std::unordered_map, at every size that it has while it
+// grows.
 bool spreads_over_buckets(const std::vector<size_t> & hashes);
 
 } // namespace macko

@@ -21,7 +21,7 @@ static const struct {
     { "macko.act.part.threshold", GGUF_F32, true },
 };
 
-constexpr uint64_t MAX_TEXT_NAME = 1024; // bytes: 255 of a file's name, those that are not UTF-8 replaced by three
+constexpr uint64_t MAX_TEXT_NAME = 1024; // bytes: 255 of a file name, if each non-UTF-8 byte becomes three
 
 bool is_activation_key(std::string_view name) {
     return std::any_of(std::begin(KEYS), std::end(KEYS), [&](const auto & known) { return name == known.name; });
@@ -41,7 +41,7 @@ static int check_types(const gguf_header & header) {
         if (!known.is_list) {
             continue;
         }
-        n_parts = n_parts == 0 ? key->n : n_parts; // the first list says how many there are
+        n_parts = n_parts == 0 ? key->n : n_parts; // the first list determines the number of parts
         if (key->n < 1 || key->n > MAX_TENSORS || key->n != n_parts) {
             return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE,
                         "key %s has %" PRIu64 " elements (1 ... %" PRIu64 ", as many as macko.act.part.down)",
@@ -65,7 +65,7 @@ static int check_one_of(const gguf_header & header, const char * name, std::init
                 printable(value.c_str(), value.size()).text, list.c_str());
 }
 
-// All elements of a key of F32 are finite and 0 ... max.
+// Checks that all elements of an F32 key are finite and in 0 ... max.
 static int check_numbers(const gguf_header & header, const char * name, double max) {
     const gguf_key & key = *header.find(name);
     for (uint64_t i = 0; i < key.n; i++) {

@@ -1,4 +1,4 @@
-// Checks and reads the keys macko.act.*: which neurons of a model may be skipped for a token (FORMAT.md section 9).
+// Checks the keys macko.act.*, which name the neurons that may be skipped for a token (FORMAT.md section 9).
 #pragma once
 
 #include "gguf/header.h"
@@ -9,7 +9,7 @@ namespace macko {
 
 bool is_activation_key(std::string_view name);
 
-// That all of these keys are there, with values in their ranges, or none of them.
+// Checks that either all of these keys exist, with values in their ranges, or none of them.
 [[nodiscard]] int check_activation_keys(const gguf_header & header);
 
 } // namespace macko

@@ -18,7 +18,7 @@ static bool is_word(char c) {
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
 }
 
-// Finds X in blk.N.X.weight; encoders and decoders of one model have a prefix of their own.
+// Extracts X from blk.N.X.weight. The encoder and decoder of one model have prefixes of their own.
 static bool block_part(std::string_view name, std::string_view * part) {
     constexpr std::string_view suffix = ".weight";
     for (const std::string_view prefix : { "enc.", "dec." }) {
@@ -60,14 +60,14 @@ static constexpr std::string_view OTHER_MATRICES[] = {
     "vis_down",
 };
 
-// What is called attn_ or ffn_ and is not a matrix, or a small one, or one of which llama.cpp uses a view.
+// Name parts of attn_ and ffn_ tensors that are no matrix, that are small, or that llama.cpp uses through a view.
 static constexpr std::string_view NO_MATRICES[] = {
     "norm", "_rel_b", "_sinks", "_exp_probs", "_inp_", "_compressor", "_conv", "_res_score", "_rot_embd", "_tid2eid",
 };
 
-// Not compressed are norms and biases, which have one dimension; token_embd and the tables of relative positions, from
-// which single rows are read; routers (ffn_gate_inp), which are small and choose the experts of a token; and what a
-// state-space model or RWKV computes its small gates and decays with.
+// Weights that stay dense: norms and biases, which have one dimension; token_embd and the tables of relative positions,
+// which are read by single rows; routers (ffn_gate_inp), which are small and choose the experts of a token; and the
+// small gates and decays of state-space models and RWKV.
 int weight_use(std::string_view name, int n_dims) {
     if (name == "output.weight") {
         return n_dims == 2 ? GGML_MACKO_WEIGHT_HEAD : GGML_MACKO_WEIGHT_OTHER;
@@ -100,7 +100,7 @@ namespace {
 struct tensor_count {
     ggml_macko_count       total = {};
     std::vector<row_count> rows;
-    int64_t                n_negative_zeros = 0; // that were counted as zeros
+    int64_t                n_negative_zeros = 0; // negative zeros that were counted as zeros
 };
 
 } // namespace
@@ -209,7 +209,7 @@ static int find_matrices(const model_file & file, bool bit_exact, std::vector<sp
     return file.check_unchanged();
 }
 
-// ---- cache of the last result, because llama.cpp opens a model several times to find out what fits into memory ----
+// ---- cache of the last result, because llama.cpp opens a model several times to see what fits into memory ----
 
 namespace {
 

@@ -1,5 +1,5 @@
-// The dense GGUF file as a list of segments: a header made from that of the sparse file, ranges of the sparse file,
-// sparse tensors in two parts, and zeros.
+// The dense GGUF file as a list of segments: a header derived from the sparse file's, ranges of the sparse file, two
+// segments per sparse tensor, and zeros.
 #include "load/dense-stream.h"
 #include "codec/team.h"
 #include "gguf/append.h"
@@ -19,12 +19,13 @@ static_assert(sizeof(tensor_placeholder) == 24, "the placeholder is copied byte 
 
 namespace {
 
-// Size of stdio's buffer. stdio reads a stream in pieces of this size, whatever size fread is called with; a piece is
-// large enough that all threads have work.
+// Size of stdio's buffer. stdio reads a stream in pieces of this size, whatever size fread is called with. A piece is
+// large enough to keep all threads busy.
 constexpr size_t  STREAM_NBYTES = 4 << 20;
 constexpr int64_t FEW_ZEROS     = 4096;
 
-// SEGMENT_UNREAD is the rest of a sparse tensor, behind its placeholder. Without a claim, both are dense elements.
+// SEGMENT_UNREAD is the rest of a sparse tensor, behind its placeholder. Without a claim, both segments are dense
+// elements.
 enum segment_kind { SEGMENT_HEADER, SEGMENT_FILE, SEGMENT_PLACEHOLDER, SEGMENT_UNREAD, SEGMENT_ZERO };
 
 struct segment {
@@ -66,7 +67,7 @@ struct dense_stream::impl {
 
     std::vector<bool>          claimed, was_decoded; // by index into file.sparse
     bool                       sparse_only = false;
-    std::mutex                 decoded_mutex;      // of the next two
+    std::mutex                 decoded_mutex;      // guards the next two members
     int64_t                    decoded_index = -1; // the matrix that `decoded` holds, or -1
     std::unique_ptr<uint8_t[]> decoded;
 
@@ -206,8 +207,8 @@ dense_stream::dense_reads dense_stream::decoded() const {
     return sum;
 }
 
-// n bytes of the dense elements of a matrix that nobody has claimed, from offset on. They are kept until the last one
-// was read, or another matrix is read.
+// Reads n bytes of the dense elements of an unclaimed matrix, from offset on. The decoded elements stay in memory until
+// the last one has been read, or another matrix is read.
 int dense_stream::impl::read_elements(int64_t index, int64_t offset, uint8_t * dst, int64_t n) {
     const sparse_tensor_info & m = file.sparse[static_cast<size_t>(index)];
     if (sparse_only) {
@@ -219,7 +220,7 @@ int dense_stream::impl::read_elements(int64_t index, int64_t offset, uint8_t * d
     const std::lock_guard<std::mutex> lock(decoded_mutex);
     if (decoded_index != index) {
         decoded_index = -1;
-        decoded.reset(); // before there is memory for another one
+        decoded.reset(); // frees its memory before the next matrix is decoded
         decoded.reset(new uint8_t[static_cast<size_t>(m.nbytes_dense)]);
         dense_consumer consumer(m.desc, decoded.get());
         if (const int status = read_payload(file, file.header, m, 0, consumer)) {
@@ -350,7 +351,7 @@ static ssize_t stream_read(void * c, char * buffer, size_t n) noexcept {
     cookie *      k   = static_cast<cookie *>(c);
     const int64_t len = k->file->contiguous_bytes(
         k->pos, std::min<int64_t>(static_cast<int64_t>(std::min<size_t>(n, INT64_MAX)), k->file->size() - k->pos));
-    // stdio, which called this, is C: an exception must not pass through it
+    // stdio, which calls this function, is C: no exception may pass through it
     if (const int status = c_boundary([&] { return k->file->read_at(k->pos, buffer, len); })) {
         k->record_error(k->file, status);
         errno = EIO;
@@ -393,7 +394,7 @@ FILE * dense_stream::open_stream() {
         (void)fail(GGML_MACKO_STATUS_IO, "no stream: %s", strerror(errno));
         return nullptr;
     }
-    k.release();  // from here on stream_close deletes it
+    k.release();  // stream_close deletes it from now on
     if (buffer) { // without a buffer of our own, stdio reads smaller pieces
         setvbuf(stream, buffer, _IOFBF, STREAM_NBYTES);
     }

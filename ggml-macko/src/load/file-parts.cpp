@@ -1,5 +1,5 @@
-// Opens the files of a model and reads across them. A model that llama-gguf-split has split consists of N files
-// NAME-00001-of-0000N.gguf, of which the first has the metadata.
+// Opens the files of a model and reads across them. A model that was split by llama-gguf-split consists of N files
+// NAME-00001-of-0000N.gguf; the first file has the metadata.
 #include "load/file-parts.h"
 #include "platform/platform.h"
 

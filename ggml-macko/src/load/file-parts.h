@@ -8,8 +8,8 @@
 
 namespace macko {
 
-// A file of a model: most have one, split models several. Offsets in a model count through its files, one after the
-// other.
+// A file of a model. Most models have one; split models have several. Offsets in a model count through its files in
+// order.
 struct file_part {
     std::string path;
     int64_t     begin  = 0;
@@ -18,24 +18,24 @@ struct file_part {
 };
 
 struct model_file : byte_source {
-    std::string                     path; // of the first file
+    std::string                     path; // path of the first file
     std::vector<file_part>          parts;
-    gguf_header                     header;            // of a split model: the first file's, with the tensors of all
-    std::string                     arch;              // general.architecture, of a model that passed the checks
-    bool                            has_rules = false; // those of its architecture (gguf/model-keys.h)
+    gguf_header                     header;            // split model: the first file's, with the tensors of all files
+    std::string                     arch;              // general.architecture of a model that passed the checks
+    bool                            has_rules = false; // rules exist for its architecture (gguf/model-keys.h)
     bool                            is_sparse = false;
     std::vector<sparse_tensor_info> sparse;
-    std::vector<int64_t>            tensor_sparse_index; // per table entry: matrix it is a component of, or -1
+    std::vector<int64_t>            tensor_sparse_index; // per table entry: the matrix that it belongs to, or -1
 
     ~model_file() override;
     int64_t           size() const override;
-    [[nodiscard]] int read(int64_t offset, void * dst, int64_t n) const override; // EINTR and short reads handled
+    [[nodiscard]] int read(int64_t offset, void * dst, int64_t n) const override; // handles EINTR and short reads
     [[nodiscard]] int check_unchanged() const;      // FILE_CHANGED if inode, size or mtime differ from `opened`
-    [[nodiscard]] int open(const char * file_path); // the first file. Regular files only (symlinks to one are followed)
-    // opens the other files of a split model, if header says that it is one; their tensors join header's
+    [[nodiscard]] int open(const char * file_path); // the first file; regular files only (and symlinks to them)
+    // Opens the other files of a split model, if the header declares one, and appends their tensors to the header.
     [[nodiscard]] int append_parts();
 };
-// inode, size and mtime
+// Compares inode, size and mtime.
 bool is_same_file(const struct stat & a, const struct stat & b);
 // *count = 1 for a model that is not split
 [[nodiscard]] int split_count(const gguf_header & header, int64_t * count);

@@ -11,7 +11,7 @@ namespace macko {
 
 namespace {
 
-constexpr int64_t ALIGNMENT = 32; // of a GGUF that does not say otherwise
+constexpr int64_t ALIGNMENT = 32; // default alignment of a GGUF
 
 int64_t aligned(int64_t n) { return (n + ALIGNMENT - 1) & ~(ALIGNMENT - 1); }
 
@@ -46,7 +46,7 @@ void append_keys(std::vector<uint8_t> * out, const sparse_tensor_info & m) {
 }
 constexpr uint64_t N_KEYS = 7;
 
-// A header made here, then the components, which are read from the model.
+// A new header, then the components, which are read from the model.
 struct matrix_of_model : model_file {
     struct range {
         int64_t begin, source, n; // source: offset in the model
@@ -64,7 +64,7 @@ struct matrix_of_model : model_file {
             return fail(GGML_MACKO_STATUS_TRUNCATED, "reading past the end");
         }
         auto *     out  = static_cast<uint8_t *>(dst);
-        const auto part = [&](int64_t begin, int64_t end) { // [first, last) of [begin, end) that is asked for
+        const auto part = [&](int64_t begin, int64_t end) { // the part of [begin, end) that was requested
             return std::pair<int64_t, int64_t>(std::max(offset, begin), std::min(offset + n, end));
         };
         memset(out, 0, static_cast<size_t>(n)); // padding between the components
@@ -97,7 +97,7 @@ int make_matrix_file(const model_file & of, const sparse_tensor_info & matrix, s
     gguf_append<uint64_t>(&head, matrix.n_tensors);
     gguf_append<uint64_t>(&head, N_KEYS);
     append_keys(&head, matrix);
-    int64_t offset = 0; // in the data section
+    int64_t offset = 0; // offset in the data section
     for (size_t c = 0; c < matrix.n_tensors; c++) {
         const gguf_tensor & t = of.header.tensors[matrix.first + c];
         gguf_append(&head, std::string_view(t.name));
@@ -154,7 +154,7 @@ int received_file::read(int64_t offset, void * dst, int64_t n) const {
     auto   next = std::upper_bound(pieces_.begin(), pieces_.end(), offset,
                                    [](int64_t at, const piece & p) { return at < p.begin; });
     while (n > 0) {
-        const piece & p    = *(next++ - 1); // the last one that begins at or before offset
+        const piece & p    = *(next++ - 1); // the last piece that begins at or before offset
         const int64_t skip = offset - p.begin;
         const int64_t part = std::min(n, static_cast<int64_t>(p.bytes.size()) - skip);
         memcpy(out, p.bytes.data() + skip, static_cast<size_t>(part));

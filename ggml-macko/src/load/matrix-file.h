@@ -1,21 +1,21 @@
-// A sparse matrix as a sparse GGUF of its own, without the metadata of a model: the form in which it travels to another
-// process, where it is checked as a file is.
+// A sparse matrix as a sparse GGUF of its own, without the metadata of a model. In this form it travels to another
+// process, which checks it like any file.
 #pragma once
 
 #include "load/model-file.h"
 
 namespace macko {
 
-// The GGUF with the matrix `matrix` of `of`, which must outlive it; it passes check_matrix_file(). LIMIT: the matrix is
-// within the limits of FORMAT.md section 4 only as a part of the model. BAD_ARGUMENT: it is encoded on load.
+// Makes a GGUF with the matrix `matrix` of model `of`, which must outlive it. The result passes check_matrix_file().
+// LIMIT: the matrix alone exceeds the limits of FORMAT.md section 4. BAD_ARGUMENT: the matrix is encoded on load.
 [[nodiscard]] int make_matrix_file(const model_file & of, const sparse_tensor_info & matrix,
                                    std::unique_ptr<model_file> * out);
 
-// Reads the header of a GGUF from its bytes, and checks that it is of one sparse matrix, file->sparse[0], and of
-// nothing else. The payload is left to read_payload().
+// Reads the header of a GGUF from its bytes, and checks that it contains one sparse matrix, file->sparse[0], and
+// nothing else. read_payload() checks the payload.
 [[nodiscard]] int check_matrix_file(model_file * file);
 
-// Bytes of such a GGUF that arrive in pieces. Memory grows with what has arrived.
+// Bytes of such a GGUF that arrive in pieces. Memory grows with the bytes that have arrived.
 struct received_file : model_file {
     void append(const void * data, size_t n); // may throw std::bad_alloc
 

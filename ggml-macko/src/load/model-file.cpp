@@ -1,5 +1,5 @@
-// Opens GGUF models. It decides which checks a file has to pass for which purpose, and with which errors a file is left
-// to llama.cpp.
+// Opens GGUF models. Decides which checks a file must pass for each purpose, and which errors leave a file to
+// llama.cpp.
 #include "load/model-file.h"
 #include "gguf/model-keys.h"
 #include "load/compress.h"
@@ -10,8 +10,8 @@
 
 namespace macko {
 
-// How far a file whose header could not be parsed is searched for the keys of a sparse file. Headers of published
-// models have 20 MB at most.
+// How many bytes of a file with an invalid header are searched for the keys of a sparse file. Headers of published
+// models have at most 20 MB.
 constexpr int64_t CLAIM_SEARCH_NBYTES = 64 << 20;
 
 static int check_not_split(const gguf_header & header) {
@@ -57,12 +57,12 @@ int model_file_open(const char * path, bool require_model, std::unique_ptr<model
     return GGML_MACKO_STATUS_OK;
 }
 
-// Whether a file whose header could not be parsed contains the name of a key that only sparse files have.
+// Whether a file with an invalid header contains the name of a key that only sparse files have.
 static bool claims_to_be_sparse(const model_file & file) {
     static constexpr std::string_view keys[] = { "macko.version", "macko.tensor." };
     constexpr int64_t                 chunk  = 1 << 20;
-    constexpr int64_t overlap = 16; // at least the length of a name, so that none is cut at the end of a chunk
-    const int64_t     end     = std::min(file.size(), CLAIM_SEARCH_NBYTES);
+    constexpr int64_t overlap                = 16; // at least the length of a name, so that no chunk boundary hides one
+    const int64_t     end                    = std::min(file.size(), CLAIM_SEARCH_NBYTES);
     std::vector<char> buffer(static_cast<size_t>(std::min(end, chunk + overlap)));
     for (int64_t at = 0; at < end; at += chunk) {
         const int64_t n = std::min(end - at, chunk + overlap);
@@ -101,7 +101,7 @@ int model_file_open_sparse(const char * path, compression how, bool strict, std:
     auto file   = std::make_unique<model_file>();
     int  status = file->open(path);
     if (status != GGML_MACKO_STATUS_OK) {
-        prefix_error(path); // a FIFO or device is not left to llama.cpp, which would wait for its bytes or its end
+        prefix_error(path); // a FIFO or device is not left to llama.cpp, which would wait for its data or its end
         return status == GGML_MACKO_STATUS_NOT_A_FILE ? status : static_cast<int>(GGML_MACKO_STATUS_NOT_SPARSE);
     }
     status    = open_for_load(path, how, file.get());

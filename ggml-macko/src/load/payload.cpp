@@ -1,5 +1,5 @@
-// Reads the payload of one sparse tensor in blocks of rows, checks each block, and passes it to a consumer. A tensor
-// that is compressed on load is encoded here.
+// Reads the payload of one sparse tensor in blocks of rows, checks each block, and passes it to a consumer. This file
+// also encodes tensors that are compressed on load.
 #include "load/payload.h"
 #include "codec/macko/encode.h"
 #include "codec/macko/matrix-view.h"
@@ -20,7 +20,7 @@ constexpr int64_t BLOCK_NBYTES = 512 << 10;
 
 namespace {
 
-// Keeps the error of the first block in the order of the file, whichever thread finds it. Blocks behind that one are
+// Keeps the error of the first block in file order, independent of which thread finds it. Blocks after that block are
 // skipped.
 struct first_error {
     std::atomic<int64_t> block{ INT64_MAX };
@@ -51,8 +51,8 @@ public:
         const std::lock_guard<std::mutex> lock(mutex_);
         sum_ += n;
     }
-    // Adds n for block b and returns the sum of the blocks before it. It waits until those were added; waking up from
-    // the wait is slow.
+    // Adds n for block b and returns the sum of all blocks before it. Waits until those blocks were added; waking up
+    // from the wait is slow.
     int64_t add_in_order(int64_t b, int64_t n) {
         std::unique_lock<std::mutex> lock(mutex_);
         turn_.wait(lock, [&] { return next_ == b; });
@@ -82,7 +82,7 @@ struct payload_reader {
     int64_t             values_offset(int64_t entry) const {
         return component(MACKO_VALUES).offset + entry * value_nbytes(m.desc.type);
     }
-    // Offset in the file of the deltas from an entry on, which must be a multiple of 8.
+    // File offset of the deltas at an entry, which must be a multiple of 8.
     int64_t deltas_offset(int64_t entry) const {
         return component(MACKO_DELTAS).offset + entry * m.desc.delta_bits / 8;
     }
@@ -114,8 +114,8 @@ struct payload_reader {
         return check_padding(m.desc, n_stored, values, deltas, base, m.n_padded, n_deltas);
     }
 
-    // Divides the matrix into blocks of whole rows with about BLOCK_NBYTES each, which begin at multiples of so many
-    // rows. An empty row counts as well, because a consumer has work for it, too.
+    // Divides the matrix into blocks of whole rows with about BLOCK_NBYTES each. Blocks begin at a multiple of the
+    // given number of rows. An empty row counts as well, because a consumer has work for it, too.
     void make_blocks(int64_t multiple) {
         const int64_t bits_per_entry = 8 * value_nbytes(m.desc.type) + m.desc.delta_bits;
         const int64_t row_nbytes     = m.is_encoded_on_load() ? m.desc.cols * value_nbytes(m.desc.type) : 16;
@@ -151,7 +151,7 @@ struct payload_reader {
         // Both are whole bytes, because base and end are multiples of 8.
         const int64_t n_values = (end - base) * value_nbytes(m.desc.type);
         const int64_t n_deltas = (end - base) * m.desc.delta_bits / 8;
-        const size_t  slack    = 64; // because validate and consumers may load whole vectors
+        const size_t  slack    = 64; // validate and consumers may load whole vectors
         if (buffer.size() < static_cast<size_t>(n_values + n_deltas) + 2 * slack) {
             buffer.resize(static_cast<size_t>(n_values + n_deltas) + 2 * slack);
         }
@@ -251,8 +251,8 @@ int read_rows(const byte_source & source, const gguf_header & header, const spar
     return reader.read_blocks(n_team, consumer);
 }
 
-// Reads the whole matrix into memory that the file cannot change any more, and checks it. A consumer that does not
-// accept the format of the matrix gets it recoded to MACKO.
+// Reads the whole matrix into memory that changes of the file cannot affect, and checks it. A consumer that does not
+// accept the format of the matrix gets MACKO rows.
 int read_whole(const byte_source & source, const gguf_header & header, const sparse_tensor_info & m, int n_team,
                payload_consumer & consumer) {
     payload_reader reader = { source, header, m, {}, {}, {} };
@@ -261,7 +261,7 @@ int read_whole(const byte_source & source, const gguf_header & header, const spa
         std::unique_ptr<uint8_t[]> memory[GGML_MACKO_MAX_ARRAYS];
         for (size_t c = 0; c < m.n_tensors; c++) {
             const gguf_tensor & t = reader.component(c);
-            // The bytes are not initialized, so that the threads that read the file touch the pages first.
+            // leave the bytes uninitialized, so that the threads that read the file touch the pages first
             memory[c].reset(new uint8_t[static_cast<size_t>(t.nbytes)]);
             if (const int status = read_by_all(source, t.offset, memory[c].get(), t.nbytes, n_team)) {
                 return status;

@@ -207,7 +207,7 @@ static int read_matrices(model_file * file) {
 
 // ---- components ----
 
-// Names and their indices, sorted by name. It is not a hash table, because a file could be made to have many hash
+// Names and their indices, sorted by name. It is not a hash table, because a hostile file could contain many hash
 // collisions.
 using name_index = std::vector<std::pair<std::string_view, size_t>>;
 
@@ -252,8 +252,8 @@ static int check_components_of(const gguf_tensor * t, int64_t file_size, sparse_
         prefix_error(m->name.c_str());
         return status;
     }
-    // Not every format has a component with an element per row, but a recoded matrix has: its memory must be bounded by
-    // the size of the file.
+    // Not every format has a component with an element per row, but the MACKO rows made from it do. The size of the
+    // file must bound their memory.
     if (m->desc.rows / MAX_ROWS_PER_BYTE > file_size) {
         return fail(GGML_MACKO_STATUS_LIMIT,
                     "%s: %" PRId64 " rows from a file of %" PRId64 " bytes (limit %" PRId64 " x)", m->name.c_str(),
@@ -264,7 +264,7 @@ static int check_components_of(const gguf_tensor * t, int64_t file_size, sparse_
     return GGML_MACKO_STATUS_OK;
 }
 
-// Makes the tensors from table entry t on the components of a matrix.
+// Binds the tensors from table entry t on to a matrix as its components.
 static int bind_components(model_file * file, size_t t, size_t index) {
     sparse_tensor_info & m       = file->sparse[index];
     const auto &         tensors = file->header.tensors;
@@ -339,7 +339,7 @@ static int check_components(model_file * file) {
             t++;
         }
     }
-    // Here next is the number of matrices: all components exist, and each was bound or refused.
+    // now next is the number of matrices: all components exist, and each was bound or refused
     return GGML_MACKO_STATUS_OK;
 }
 

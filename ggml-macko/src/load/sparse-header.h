@@ -1,4 +1,4 @@
-// The sparse tensors of a model, as its header describes them.
+// The sparse tensors of a model, as described by its header.
 #pragma once
 
 #include "codec/codec.h"
@@ -8,40 +8,40 @@ namespace macko {
 
 struct model_file;
 
-// A sparse tensor of a model: what the header says of it (FORMAT.md section 2).
+// A sparse tensor of a model, as described by the header (FORMAT.md section 2).
 struct sparse_tensor_info {
     std::string   name;
     const codec * format;
-    macko_desc    desc;       // of the MACKO rows that a consumer may get: delta_bits is the format's choice
-    int32_t       value_type; // desc.type, or a type that only packed values have
+    macko_desc    desc;       // of the MACKO rows that a consumer may get; the format chooses delta_bits
+    int32_t       value_type; // desc.type, or a type that occurs only in packed matrices
     int32_t       bits;       // macko.tensor.delta_bits
     int32_t       n_dims;
     int64_t       ne[4];
-    int64_t       n_padded; // entries of those rows with their padding, or an upper bound
+    int64_t       n_padded; // entries of the MACKO rows with padding, or an upper bound
     int64_t       nbytes_dense;
-    size_t        first;     // of its tensors in gguf_header::tensors; the others follow it
-    size_t        n_tensors; // its components; one dense tensor if it is encoded on load
-    std::shared_ptr<const std::vector<int32_t>> row_ptr = nullptr; // as counted, if it is encoded on load (compress.h)
-    int64_t                                     n_negative_zeros = 0; // that become +0.0 when it is encoded on load
-    int64_t nbytes_values = 0; // of its first component on file; 0 if it is encoded on load
-    // A model is loaded, and multiplies this by vectors with many zeros (zero-inputs.h): a device is to keep it by
-    // columns, too. Never with GGML_MACKO_NO_COLUMNS, for whom memory matters more.
+    size_t        first;     // its first tensor in gguf_header::tensors; the others follow
+    size_t        n_tensors; // number of components; one dense tensor if the matrix is encoded on load
+    std::shared_ptr<const std::vector<int32_t>> row_ptr = nullptr;    // counted, if it is encoded on load (compress.h)
+    int64_t                                     n_negative_zeros = 0; // become +0.0 when it is encoded on load
+    int64_t nbytes_values = 0; // bytes of its first component in the file; 0 if the matrix is encoded on load
+    // The inputs of this matrix contain many zeros (zero-inputs.h), so a device should also keep it by columns. Set
+    // only while a model is loaded, and never with GGML_MACKO_NO_COLUMNS, which saves memory.
     bool by_columns = false;
-    // A model is loaded with GGML_MACKO_SKIP=1: an input of one token counts as zero if its magnitude, or its magnitude
-    // times the norm of its column, is less than this (thresholds.h). 0: none does.
+    // With GGML_MACKO_SKIP=1 and an input of one token, an element counts as zero if its magnitude, or its magnitude
+    // times the norm of its column, is less than this (thresholds.h). 0: no threshold.
     float threshold         = 0;
     bool  threshold_of_norm = false;
 
     bool is_encoded_on_load() const { return row_ptr != nullptr; }
-    // as a format's checks take it; component_tensors: its n_tensors tensors, or nullptr for a description without
-    // arrays
+    // The description for the checks of a format. component_tensors: its n_tensors tensors, or nullptr for a
+    // description without arrays.
     ggml_macko_matrix matrix(const gguf_tensor * component_tensors = nullptr) const;
 };
 
-// The checks on sparse tensors alone: fills is_sparse, sparse and tensor_sparse_index from header.
+// Runs only the checks of sparse tensors: fills is_sparse, sparse and tensor_sparse_index from the header.
 [[nodiscard]] int check_sparse_tensors(model_file * file);
-// The tensor table of the dense file: each sparse tensor as one tensor at the place of its first component. Offsets are
-// 0.
+// The tensor table of the dense file: each sparse tensor is one tensor at the position of its first component. All
+// offsets are 0.
 std::vector<gguf_tensor> dense_tensors(const model_file & file);
 
 } // namespace macko

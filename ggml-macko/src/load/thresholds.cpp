@@ -6,7 +6,7 @@
 namespace macko {
 
 int set_thresholds(model_file * file, const char ** none) {
-    const gguf_header & header = file->header; // passed check_activation_keys(), so that nothing below can fail
+    const gguf_header & header = file->header; // passed check_activation_keys(), so no read below can fail
     const gguf_key *    downs  = header.find("macko.act.part.down");
     if (downs == nullptr) {
         *none = "the file has no thresholds";
@@ -41,7 +41,7 @@ int set_thresholds(model_file * file, const char ** none) {
         }
         double threshold = 0;
         header.get_float(*header.find("macko.act.part.threshold"), i, &threshold);
-        if (it->second && !is_quant_type(it->second->value_type)) { // of quantized values there are no columns
+        if (it->second && !is_quant_type(it->second->value_type)) { // quantized values have no columns
             it->second->threshold         = static_cast<float>(threshold);
             it->second->threshold_of_norm = score == "wina";
             *none                         = nullptr;

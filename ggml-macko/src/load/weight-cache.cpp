@@ -19,11 +19,11 @@ struct cache_header {
     uint64_t index_begin, index_nbytes, index_checksum, key_nbytes;
 };
 constexpr char MAGIC[8] = { 'm', 'a', 'c', 'k', 'o', 'w', 'c', '1' };
-// of names and a key, with much to spare; what is longer is damaged
+// limit for names and key, with ample margin; a longer index is damaged
 constexpr uint64_t MAX_INDEX_NBYTES = 64 << 20;
 constexpr char     PARTIAL_SUFFIX[] = ".partial";
-constexpr time_t   OLD_PARTIAL      = 24 * 3600; // seconds; nobody writes a cache for that long
-constexpr time_t   TOO_YOUNG        = 2;         // seconds; more than the clock of any file system is coarse
+constexpr time_t   OLD_PARTIAL      = 24 * 3600; // seconds; no process writes a cache for that long
+constexpr time_t   TOO_YOUNG        = 2;         // seconds; longer than the time resolution of any file system
 
 int64_t to_whole(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -46,7 +46,7 @@ bool is_ours_alone(const struct stat & file) {
     return file.st_uid == geteuid() && (file.st_mode & (S_IWGRP | S_IWOTH)) == 0;
 }
 
-constexpr int LANES = 8; // of a checksum, which vector instructions add side by side
+constexpr int LANES = 8; // lanes of a checksum, which vector instructions add in parallel
 
 struct lane_sums {
     uint64_t sum[LANES] = {}, sum_of_sums[LANES] = {};
@@ -65,7 +65,7 @@ MACKO_CLONES void add_words(lane_sums & sums, const uint8_t * words, size_t n_ro
     sums = s;
 }
 
-constexpr int64_t PIECE = 1 << 20; // bytes that one thread sums up
+constexpr int64_t PIECE = 1 << 20; // bytes per thread and step
 
 } // namespace
 
@@ -107,7 +107,7 @@ int weight_cache::open(const model_file & model, const std::string & made_for, s
     if (cache->folder_.empty()) {
         return fail(GGML_MACKO_STATUS_IO, "neither XDG_CACHE_HOME nor HOME is an absolute path");
     }
-    mkdir(cache->folder_.c_str(), 0700); // what is there already, or cannot be made, is seen below
+    mkdir(cache->folder_.c_str(), 0700); // open() below detects all failures
     cache->folder_ += "/ggml-macko";
     mkdir(cache->folder_.c_str(), 0700);
     struct stat folder = {};
@@ -157,7 +157,7 @@ weight_cache::~weight_cache() {
     }
 }
 
-// ---- what is there ----
+// ---- the existing file ----
 
 static bool read_all(int fd, void * dst, size_t n, uint64_t offset) {
     for (auto * at = static_cast<uint8_t *>(dst); n > 0;) {
@@ -175,9 +175,9 @@ static bool read_all(int fd, void * dst, size_t n, uint64_t offset) {
     return true;
 }
 
-// Leaves entries_ empty if there is no cache file that may be used.
+// Leaves entries_ empty if there is no usable cache file.
 void weight_cache::read_index() {
-    // O_NONBLOCK: a FIFO of that name must not make the load wait
+    // O_NONBLOCK: a FIFO with that name must not block the load
     file_              = openat(folder_fd_, name_.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     struct stat  found = {};
     cache_header h     = {};
@@ -259,7 +259,7 @@ bool weight_cache::map(const std::string & name, void * memory, int64_t nbytes) 
     return true;
 }
 
-// ---- what replaces it ----
+// ---- the new file ----
 
 int weight_cache::write(int64_t offset, const void * data, size_t n) {
     for (const auto * at = static_cast<const uint8_t *>(data); n > 0;) {
@@ -277,7 +277,7 @@ int weight_cache::write(int64_t offset, const void * data, size_t n) {
     return GGML_MACKO_STATUS_OK;
 }
 
-// What processes have left behind that were killed while they wrote.
+// Removes files of processes that were killed while they wrote.
 void weight_cache::remove_old_partials() const {
     const int fd     = openat(folder_fd_, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     DIR *     folder = fd < 0 ? nullptr : fdopendir(fd);
@@ -314,7 +314,7 @@ int weight_cache::begin_file() {
         return failed("cannot create it");
     }
     end_ = static_cast<int64_t>(page_size());
-    // Weights of the old file stay: those of layers that are on a GPU this time were not asked for.
+    // keep the weights of the old file: weights of layers that are on a GPU this time were not requested
     for (const auto & [name, e] : entries_) {
         void * copy = platform::map_memory(static_cast<size_t>(to_whole(static_cast<int64_t>(e.nbytes), end_)), true);
         if (!copy) {
@@ -341,7 +341,7 @@ int weight_cache::append(const std::string & name, const void * memory, const en
 }
 
 int weight_cache::add(const std::string & name, const void * memory, int64_t nbytes) {
-    const bool is_there = entries_.count(name) != 0; // memory to map it was missing
+    const bool is_there = entries_.count(name) != 0; // there was no memory to map it
     if (too_young_ || is_there || nbytes == 0) {
         return GGML_MACKO_STATUS_OK;
     }
@@ -375,7 +375,7 @@ int weight_cache::commit() {
     if (const int status = write(0, &h, sizeof(h))) {
         return status;
     }
-    // Without fsync(): what a crash of the machine leaves incomplete has another checksum.
+    // No fsync(): data that a system crash leaves incomplete fails its checksum.
     if (renameat(folder_fd_, partial_name_.c_str(), folder_fd_, name_.c_str()) != 0) {
         return failed("cannot rename to it");
     }

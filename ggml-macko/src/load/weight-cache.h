@@ -1,17 +1,17 @@
-// Weights as a device keeps them in memory, in a file in the user's cache folder, so that the next load of the same
-// model maps them instead of reading, checking and repacking the model. Asked for by GGML_MACKO_LOAD_CACHE.
+// A cache file with weights in a device's memory layout, in the user's cache folder. The next load of the same model
+// maps the file instead of reading, checking and repacking the model. GGML_MACKO_LOAD_CACHE enables it.
 //
-// What is mapped goes to kernels without the checks that a payload gets, so a cache file is used only if
-//   * it and its folder belong to this user, and nobody else may write them;
-//   * it was made by this very library, for the same kernels, from files of the same inode, size and times as the
-//     model's: those passed the checks then (key, below);
-//   * the checksum of each weight is right, each time it is loaded.
+// Kernels use mapped weights without the checks of a payload, so a cache file is used only if
+//   * it and its folder belong to this user, and no other user may write them;
+//   * this very library made it, for the same kernels, from files with the same inode, size and times as the model's
+//     (key, below), which passed the checks at that time;
+//   * the checksum of each weight is correct, at each load.
 //
-// A cache file, in the byte order of the machine; all of it is replaced when something of it does not fit any more:
+// A cache file, in the byte order of the machine. It is replaced as a whole when any part of it no longer matches:
 //
 //   header     cache_header, at 0
-//   weights    each from a multiple of the page size on
-//   index      key, then for each weight: length of its name (uint32), name, where it is, bytes, checksum (uint64 each)
+//   weights    each at a multiple of the page size
+//   index      key, then for each weight: length of its name (uint32), name, offset, bytes, checksum (uint64 each)
 #pragma once
 
 #include "load/model-file.h"
@@ -25,20 +25,21 @@ namespace macko {
 
 class weight_cache {
 public:
-    // The cache of a model. made_for: what else its bytes depend on, besides model and library. IO or BAD_ARGUMENT,
-    // with a message: there is no folder for it, or somebody else could write in it. A cache file that does not fit, or
-    // none at all, is no error; it will be written, unless the model was changed within the last two seconds: then its
-    // times may be those of another content.
+    // The cache of a model. made_for: everything else that its bytes depend on, besides model and library. IO or
+    // BAD_ARGUMENT, with a message, if there is no folder for it, or if another user could write in that folder. A
+    // missing or outdated cache file is no error; a new file will be written, unless the model changed within the last
+    // two seconds: then a later change might leave its times the same.
     [[nodiscard]] static int open(const model_file & model, const std::string & made_for,
                                   std::unique_ptr<weight_cache> * out);
-    // Bytes that a weight's memory has to be aligned to.
+    // Required alignment of a weight's memory, in bytes.
     static size_t page_size();
-    // Maps a weight of at most nbytes at memory, which are whole pages of platform::map_memory() that read as zeros.
-    // False if the cache does not have it, or if memory is missing; then they read as zeros still.
+    // Maps a weight of at most nbytes at memory: whole pages of platform::map_memory() that read as zeros. Returns
+    // false if the cache lacks the weight, or on out-of-memory; the pages then still read as zero.
     [[nodiscard]] bool map(const std::string & name, void * memory, int64_t nbytes) noexcept;
-    // Takes a weight that the cache does not have into the file that replaces this one; it may change after that.
+    // Adds a weight that the cache lacks to the new file; the memory may change afterwards.
     [[nodiscard]] int add(const std::string & name, const void * memory, int64_t nbytes);
-    // The new file gets its name. Without add(), nothing happens. Without commit(), what was added is gone.
+    // Gives the new file its final name. Has no effect without add(). Without commit(), the added weights are
+    // discarded.
     [[nodiscard]] int commit();
     ~weight_cache();
     weight_cache(const weight_cache &)             = delete;
@@ -64,20 +65,20 @@ private:
     void              remove_old_partials() const;
 
     std::string                  folder_, name_, path_, key_;
-    int                          folder_fd_ = -1, file_ = -1; // file_: what is there, and may be used
+    int                          folder_fd_ = -1, file_ = -1; // file_: the existing file, if it may be used
     bool                         too_young_ = false;
     std::map<std::string, entry> entries_;
 
     std::string                  partial_name_;
     int                          partial_ = -1; // the new file
-    int64_t                      end_     = 0;  // of its weights; a whole number of pages
+    int64_t                      end_     = 0;  // end of its weights; a whole number of pages
     std::map<std::string, entry> added_;
 
     int     n_mapped_      = 0;
     int64_t nbytes_mapped_ = 0;
 };
 
-// A checksum against accidents, not against people; some 20 GB/s.
+// A checksum against accidents, not against attackers; about 20 GB/s.
 uint64_t checksum(const void * data, size_t nbytes);
 
 } // namespace macko

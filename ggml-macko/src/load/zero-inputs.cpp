@@ -5,7 +5,7 @@
 
 namespace macko {
 
-// those whose graphs in llama.cpp ask for LLM_FFN_RELU or LLM_FFN_RELU_SQR
+// architectures whose graphs in llama.cpp use LLM_FFN_RELU or LLM_FFN_RELU_SQR
 static constexpr std::string_view ARCHITECTURES[] = { "arcee",          "jais2", "nemotron",    "nemotron_h",
                                                       "nemotron_h_moe", "plm",   "smallthinker" };
 static constexpr std::string_view WEIGHTS[] = { ".ffn_down.weight", ".ffn_down_exps.weight", ".ffn_down_shexp.weight" };

@@ -98,7 +98,7 @@ void use_huge_pages(void * memory, size_t nbytes) { madvise(memory, nbytes, MADV
 void use_small_pages(void * memory, size_t nbytes) { madvise(memory, nbytes, MADV_NOHUGEPAGE); }
 
 void trim_heap() {
-#if defined(__GLIBC__) // other C libraries keep little
+#if defined(__GLIBC__) // other C libraries retain little
     malloc_trim(0);
 #endif
 }
@@ -109,7 +109,7 @@ void * find_function(const char * library, const char * name) {
         const std::string soname = "lib" + std::string(library) + ".so.0";
         if (void * handle = dlopen(soname.c_str(), RTLD_NOW | RTLD_NOLOAD)) {
             function = dlsym(handle, name);
-            dlclose(handle); // the process keeps it
+            dlclose(handle); // the process keeps the library loaded
         }
     }
     return function;
@@ -125,7 +125,7 @@ arm64_extensions find_arm64_extensions() {
 #elif defined(__APPLE__)
 
 bool random_bytes(void * out, size_t n) {
-    constexpr size_t most = 256; // that getentropy() gives at once
+    constexpr size_t most = 256; // getentropy() returns at most this many bytes
     for (auto * at = static_cast<uint8_t *>(out); n > 0;) {
         const size_t now = std::min(n, most);
         if (getentropy(at, now) != 0) {
@@ -168,7 +168,7 @@ int stream_close(void * s) noexcept {
     return self->functions.close(self->context);
 }
 
-// The image of a library: its path. The one with a version in its name goes before others.
+// The path of a loaded library. A file with a version in its name is preferred.
 const char * loaded_image(const char * library) {
     const std::string start   = "lib" + std::string(library);
     const char *      without = nullptr;
@@ -178,7 +178,7 @@ const char * loaded_image(const char * library) {
         if (!file || strncmp(++file, start.c_str(), start.size()) != 0) {
             continue;
         }
-        const char * version = file + start.size(); // ".0.", or "." without one
+        const char * version = file + start.size(); // ".0.", or "." without a version
         const size_t n       = strspn(version, ".0123456789");
         if (n > 0 && strcmp(version + n, "dylib") == 0) {
             if (n > 1) {
@@ -200,14 +200,14 @@ FILE * open_stream(void * context, const stream_functions & functions) {
     }
     FILE * file = funopen(s.get(), stream_read, nullptr, stream_seek, stream_close);
     if (file) {
-        s.release(); // from here on stream_close deletes it
+        s.release(); // stream_close deletes it from now on
     }
     return file;
 }
 
 void * map_memory(size_t nbytes, bool) { return map_pages(nullptr, nbytes, 0); }
 
-// MADV_DONTNEED promises no zeros here, but new pages in the place of the old ones are zeros.
+// MADV_DONTNEED does not guarantee zeros on macOS, but new pages mapped over the old ones read as zeros.
 void discard_memory(void * memory, size_t nbytes) {
     if (!map_pages(memory, nbytes, MAP_FIXED)) {
         memset(memory, 0, nbytes);
@@ -225,7 +225,7 @@ void * find_function(const char * library, const char * name) {
     void *       handle   = path ? dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD) : nullptr;
     void *       function = dlsym(handle ? handle : RTLD_DEFAULT, name);
     if (handle) {
-        dlclose(handle); // the process keeps it
+        dlclose(handle); // the process keeps the library loaded
     }
     return function;
 }
@@ -235,7 +235,7 @@ arm64_extensions find_arm64_extensions() {
     const auto has = [](const char * name) {
         int    value = 0;
         size_t size  = sizeof(value);
-        return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0; // older systems know fewer names
+        return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0; // older systems lack some of the names
     };
     return { has("hw.optional.arm.FEAT_DotProd"), has("hw.optional.arm.FEAT_FP16") && has("hw.optional.arm.FEAT_FHM") };
 }

@@ -1,5 +1,5 @@
-// The backend registry that ggml_backend_load gets from this plugin: it lists the devices. A ggml that the plugin does
-// not fit (abi/ggml-abi.h) gets none.
+// The backend registry that the plugin hands to ggml_backend_load. It lists the devices. The list is empty for a ggml
+// that the plugin does not support (abi/ggml-abi.h).
 #include "backend/log.h"
 #include "cpu/device/device.h"
 #include "cpu/device/rpc-device.h"
@@ -21,13 +21,13 @@ namespace {
 
 const char * reg_get_name(ggml_backend_reg_t) { return "MACKO"; }
 
-// Whether the process is llama.cpp's RPC server; `macko run` says so.
+// Whether this process is llama.cpp's RPC server. `macko run` sets the variable.
 bool serves_rpc() {
     const char * value = getenv("GGML_MACKO_RPC_SERVER");
     return value && strcmp(value, "1") == 0;
 }
 
-// The GPUs first, then the CPU. A server of RPC offers devices whose buffers have room for dense weights.
+// All GPUs, then the CPU. An RPC server offers devices whose buffers also accept dense weights.
 std::vector<ggml_backend_dev_t> all_devices(ggml_backend_reg_t reg) {
     const bool                      serves = serves_rpc();
     std::vector<ggml_backend_dev_t> devices;

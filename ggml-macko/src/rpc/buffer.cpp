@@ -12,10 +12,10 @@ namespace macko {
 
 namespace {
 
-// A sparse weight that arrives or has arrived.
+// A sparse weight that is arriving or complete.
 struct incoming : rpc_place {
-    size_t                         nbytes = 1; // addresses that it stands for; known when all has arrived
-    std::unique_ptr<received_file> file;       // nullptr when all has arrived, and after an error
+    size_t                         nbytes = 1; // its addresses; known when the weight is complete
+    std::unique_ptr<received_file> file;       // nullptr when the weight is complete, and after an error
     uint64_t                       total  = 0;
     rpc_result                     result = {};
 };
@@ -27,7 +27,7 @@ struct buffer_context {
 
     uintptr_t base() const { return reinterpret_cast<uintptr_t>(memory->base()); }
 
-    // the first weight that overlaps n bytes from an address on, or weights.end()
+    // the first weight that overlaps n bytes at an address, or weights.end()
     std::map<uintptr_t, incoming>::iterator find(uintptr_t at, size_t n) {
         auto it = weights.upper_bound(at);
         if (it != weights.begin() && std::prev(it)->first + std::prev(it)->second.nbytes > at) {
@@ -35,7 +35,7 @@ struct buffer_context {
         }
         return it != weights.end() && it->first - at < n ? it : weights.end();
     }
-    // plain bytes are about to be written there
+    // removes the weights at addresses where plain bytes are about to be written
     void forget(uintptr_t at, size_t n) {
         for (auto it = find(at, n); it != weights.end(); it = find(at, n)) {
             weights.erase(it);
@@ -64,9 +64,9 @@ int check_place(buffer_context & buffer, uintptr_t at, const sparse_tensor_info 
     return GGML_MACKO_STATUS_OK;
 }
 
-// All pieces are there: checks them as a file is checked, and makes the weight.
+// Called after the last piece: checks the matrix file like any file, and makes the weight.
 int finish(buffer_context & buffer, uintptr_t at, incoming * w) {
-    const std::unique_ptr<received_file> file = std::move(w->file); // it is freed in any case
+    const std::unique_ptr<received_file> file = std::move(w->file); // freed on every path
     if (const int status = check_matrix_file(file.get())) {
         return status;
     }
@@ -84,7 +84,7 @@ int finish(buffer_context & buffer, uintptr_t at, incoming * w) {
     return GGML_MACKO_STATUS_OK;
 }
 
-// Pieces arrive in their order; the first one begins the weight anew.
+// Pieces arrive in order; the first piece restarts the weight.
 int take_piece(buffer_context & buffer, const ggml_tensor * tensor, const rpc_message & piece, const void * data,
                size_t n) {
     const uintptr_t at = address_of(tensor);
@@ -116,7 +116,7 @@ int take_piece(buffer_context & buffer, const ggml_tensor * tensor, const rpc_me
         return GGML_MACKO_STATUS_OK;
     }
     const int status = finish(buffer, at, &w);
-    platform::trim_heap(); // large blocks have come and gone, here and in the server
+    platform::trim_heap(); // releases large temporary blocks, of this code and of the server
     if (status == GGML_MACKO_STATUS_OK) {
         w.result = {};
     }
@@ -189,7 +189,7 @@ void buffer_get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * tensor,
     }
     context.memory->read(static_cast<const char *>(tensor->data) + offset, data, n);
     const uintptr_t at = address_of(tensor) + offset;
-    const auto      it = context.find(at, n); // a reader asks for one tensor at a time
+    const auto      it = context.find(at, n); // a reader requests one tensor at a time
     if (it != context.weights.end() && it->second.weight && at >= it->first) {
         const size_t skip = at - it->first;
         it->second.weight->densify(skip, data, std::min(n, it->second.nbytes - skip));
@@ -198,7 +198,7 @@ void buffer_get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * tensor,
 
 bool buffer_cpy_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * src, ggml_tensor * dst) {
     if (rpc_place_at(src) || src->buffer->buft != buffer->buft) {
-        return false; // ggml copies it through get_tensor and set_tensor
+        return false; // ggml then copies through get_tensor and set_tensor
     }
     context_of(buffer).forget(address_of(dst), ggml_nbytes(src));
     context_of(buffer).memory->copy(dst->data, *context_of(src->buffer).memory, src->data, ggml_nbytes(src));

@@ -14,23 +14,23 @@ namespace macko {
 
 namespace {
 
-// A piece of this size passes the threshold of 10 MiB from which llama.cpp's client tries by hash first, and
-// rpc-server -c keeps what it received.
+// Above 10 MiB, llama.cpp's client first tries a hash of the data, and rpc-server -c caches the data. Pieces are larger
+// than that.
 constexpr size_t PIECE_NBYTES = 16 << 20;
 
-// The RPC backend's own functions, which are the same for all its devices; null before there is one.
+// The RPC backend's own functions, which all its devices share; null before there is a device.
 struct {
     decltype(ggml_backend_buffer_type_i::alloc_buffer) alloc_buffer;
     decltype(ggml_backend_buffer_i::init_tensor)       init_tensor;
     decltype(ggml_backend_buffer_i::set_tensor)        set_tensor;
 } original;
 
-// what a load knows of the server behind a buffer
+// State of the server behind a buffer during a load.
 struct server {
     bool        is_ours = false;
-    size_t      n       = 0; // sparse weights that it has got
-    int64_t     n_sent  = 0; // bytes of them
-    int64_t     n_dense = 0; // bytes that they stand for
+    size_t      n       = 0; // sparse weights sent
+    int64_t     n_sent  = 0; // bytes sent
+    int64_t     n_dense = 0; // bytes of the same weights as dense
     std::string name;
 
     ~server() {
@@ -41,7 +41,8 @@ struct server {
     }
 };
 
-// Asks whether the plugin runs on the server of a buffer; weight lies in it. VERSION_MISMATCH: another version does.
+// Asks whether the server of a buffer runs the plugin; weight lies in the buffer. VERSION_MISMATCH: it runs another
+// version.
 int ask(const ggml_tensor * weight, bool * is_ours) {
     rpc_message hello = rpc_make_message(rpc_kind::HELLO);
     if (!platform::random_bytes(hello.challenge, sizeof(hello.challenge))) {
@@ -60,11 +61,11 @@ int ask(const ggml_tensor * weight, bool * is_ours) {
     return GGML_MACKO_STATUS_OK;
 }
 
-// Sends a matrix to the server, and waits for what it says.
+// Sends a matrix to the server and waits for its result.
 int send(const ggml_tensor * weight, const model_file & file) {
     rpc_message          piece = rpc_make_message(rpc_kind::PIECE);
     const auto           total = static_cast<size_t>(file.size());
-    const size_t         step  = std::min(PIECE_NBYTES, ggml_nbytes(weight)); // it must lie in the weight's place
+    const size_t         step  = std::min(PIECE_NBYTES, ggml_nbytes(weight)); // must fit the addresses
     std::vector<uint8_t> bytes(std::min(step, total));
     piece.total = total;
     for (size_t at = 0; at < total; at += step) {
@@ -97,7 +98,7 @@ ggml_status claim(load_session & session, ggml_backend_buffer_t buffer, ggml_ten
                   const sparse_tensor_info & matrix) {
     std::unique_ptr<model_file> file;
     if (ggml_nbytes(tensor) < RPC_ANSWER_NBYTES || session.make_matrix_file(matrix, &file)) {
-        return GGML_STATUS_SUCCESS; // it becomes dense there
+        return GGML_STATUS_SUCCESS; // the weight becomes dense on the server
     }
     server * s = server_of(session, buffer);
     if (!s) {
@@ -136,7 +137,7 @@ void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void *
     server *       s       = session ? server_of(*session, buffer) : nullptr;
     if (!s || !session->is_claimed(tensor)) {
         original.set_tensor(buffer, tensor, data, offset, size);
-    } else if (offset == 0) { // the stream has nothing behind the placeholder
+    } else if (offset == 0) { // the stream has no data after the placeholder
         static_cast<void>(session->deliver(tensor, data, size, [&](const sparse_tensor_info & matrix) -> int {
             std::unique_ptr<model_file> file;
             int                         status = session->make_matrix_file(matrix, &file);
@@ -154,7 +155,7 @@ void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void *
 ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     ggml_backend_buffer_t buffer = original.alloc_buffer(buft, size);
     if (buffer && load_session::current()) {
-        static std::once_flag once; // loads of several threads may be here
+        static std::once_flag once; // several threads may load models at once
         std::call_once(once, [&] {
             original.init_tensor = buffer->iface.init_tensor;
             original.set_tensor  = buffer->iface.set_tensor;

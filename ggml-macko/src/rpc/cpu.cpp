@@ -11,7 +11,7 @@ namespace {
 constexpr const char * NEEDS_OPERATION = "is no operation that this server computes";
 constexpr const char * NEEDS_OPERANDS  = "needs operands in buffers of this server";
 constexpr const char * NEEDS_MEMORY    = "needs host memory that there is not";
-constexpr size_t       ALIGNMENT       = 64; // of tensors on ggml's CPU
+constexpr size_t       ALIGNMENT       = 64; // alignment of tensors on ggml's CPU
 
 struct buffer_deleter {
     void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
@@ -22,7 +22,7 @@ struct context_deleter {
 
 bool can_be_copied(const ggml_tensor * t) { return rpc_memory_of(t->buffer) && rpc_lies_in_buffer(t); }
 
-// t with its bytes in host memory, as if nothing had computed it
+// A copy of t as a leaf tensor, with its data at a host address.
 ggml_tensor copied(const ggml_tensor * t, ggml_backend_buffer_t host, char * at) {
     ggml_tensor copy = *t;
     rpc_memory_of(t->buffer)->read(t->data, at, rpc_nbytes(t));
@@ -58,7 +58,7 @@ const char * rpc_cpu::compute(const ggml_tensor * node) {
         return NEEDS_MEMORY;
     }
     auto *      at     = static_cast<char *>(ggml_backend_buffer_get_base(host.get()));
-    ggml_tensor result = copied(node, host.get(), at); // an operation may write a part of it only
+    ggml_tensor result = copied(node, host.get(), at); // an operation may write only part of its result
     ggml_tensor operands[GGML_MAX_SRC];
     at += GGML_PAD(rpc_nbytes(node), ALIGNMENT);
     for (int i = 0; i < GGML_MAX_SRC; i++) {

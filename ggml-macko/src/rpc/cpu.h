@@ -1,5 +1,5 @@
-// ggml's CPU backend on a server of llama.cpp's RPC backend, for dense nodes that another device does not compute: it
-// works on copies of their operands in host memory. What ggml's scheduler does for a local model, node by node.
+// Runs dense nodes that no other device of an RPC server computes on ggml's CPU backend, with copies of their operands
+// in host memory. ggml's scheduler does the same for a local model; this code works node by node.
 #pragma once
 
 #include "rpc/graph.h"
@@ -8,16 +8,17 @@ namespace macko {
 
 class rpc_cpu {
 public:
-    int n_threads = 0; // 0: as many as ggml takes
+    int n_threads = 0; // 0: ggml's default
 
-    // nullptr, or why the node was not computed: for rpc_refusals. What was queued for its operands is waited for.
+    // Returns nullptr, or the reason for rpc_refusals why the node was not computed. Waits for all queued work on the
+    // operands.
     const char * compute(const ggml_tensor * node);
 
 private:
     struct backend_deleter {
         void operator()(ggml_backend_t backend) const { ggml_backend_free(backend); }
     };
-    std::unique_ptr<ggml_backend, backend_deleter> backend_; // made when it is first needed
+    std::unique_ptr<ggml_backend, backend_deleter> backend_; // made on first use
 };
 
 } // namespace macko

@@ -13,8 +13,8 @@ bool is_product(const ggml_tensor * node) {
     return op_of(node) == GGML_OP_MUL_MAT || op_of(node) == GGML_OP_MUL_MAT_ID;
 }
 
-// Whether a product has the shapes of ggml_mul_mat or ggml_mul_mat_id, and operands where they say; ids are checked
-// when they are read.
+// Whether a product has the shapes of ggml_mul_mat or ggml_mul_mat_id and operands inside their buffers. Expert ids are
+// checked when they are read.
 bool is_sound_product(const ggml_tensor * dst, const rpc_place & place) {
     const ggml_tensor * w = dst->src[0];
     const ggml_tensor * x = dst->src[1];
@@ -34,13 +34,13 @@ bool is_sound_product(const ggml_tensor * dst, const rpc_place & place) {
            (x->ne[1] == 1 || x->ne[1] == ids->ne[0]);
 }
 
-// Whether a node reads or writes a weight's place, operands before src[first] aside.
+// Whether a node reads or writes a weight's addresses, except through operands before src[first].
 bool touches_place(const ggml_tensor * node, int first) {
     const auto is_at_place = [](const ggml_tensor * t) { return t && rpc_place_at(t); };
     return is_at_place(node) || std::any_of(node->src + first, node->src + GGML_MAX_SRC, is_at_place);
 }
 
-// bytes from the first to the last of a tensor; false: more than there are addresses
+// Bytes from the first to the last element of a tensor; false if the result overflows.
 bool extent(const ggml_tensor * tensor, size_t * nbytes) {
     *nbytes = ggml_row_size(tensor->type, tensor->ne[0]); // of a row; rows are contiguous
     for (int d = 1; d < GGML_MAX_DIMS; d++) {
@@ -53,7 +53,7 @@ bool extent(const ggml_tensor * tensor, size_t * nbytes) {
     return true;
 }
 
-// the name of a node's operation, or nullptr: there is none of that number
+// Name of a node's operation, or nullptr for a number without an operation.
 const char * op_name(const ggml_tensor * node) {
     return op_number(node) <= static_cast<size_t>(running_op(GGML_OP_GLU)) ? ggml_op_name(node->op) : nullptr;
 }
@@ -117,7 +117,7 @@ void rpc_refusals::add(const ggml_tensor * node, const char * why) {
     if (!memory || !rpc_is_f32(node) || rpc_place_at(node)) {
         return;
     }
-    constexpr uint8_t NAN_BYTE = 0xff; // four of them are a NaN
+    constexpr uint8_t NAN_BYTE = 0xff; // four such bytes are a NaN
     const size_t      nbytes   = static_cast<size_t>(node->ne[0]) * sizeof(float);
     if (ggml_is_contiguous(node)) {
         memory->fill(node->data, NAN_BYTE, ggml_nbytes(node));
@@ -131,7 +131,7 @@ void rpc_refusals::add(const ggml_tensor * node, const char * why) {
 }
 
 ggml_cgraph rpc_stretch(const ggml_cgraph * graph, int begin, int end) {
-    ggml_cgraph part = *graph; // what ggml_graph_view() does, which no header declares for plugins
+    ggml_cgraph part = *graph; // same as ggml_graph_view(), which no plugin header declares
     part.nodes += begin;
     part.n_nodes = end - begin;
     part.n_leafs = 0;

@@ -1,7 +1,7 @@
-// What this plugin's two sides of llama.cpp's RPC backend say to each other (docs/design/rpc.md). A message travels as
-// the set_tensor or get_tensor of a tensor that the client makes up: its data is the address of the weight that the
-// message is about, and its op_params, which are zero in every tensor that holds data, are the message. A server
-// without this plugin takes it for plain bytes.
+// Messages between the plugin's client and server sides of llama.cpp's RPC backend (docs/design/rpc.md). A message is a
+// set_tensor or get_tensor of a tensor that the client invents. The data address of that tensor is the weight's
+// address, and its op_params, which are zero in all tensors with data, contain the message. A server without this
+// plugin treats the tensor as plain bytes.
 #pragma once
 
 #include "codec/status.h"
@@ -11,22 +11,22 @@
 
 namespace macko {
 
-constexpr uint32_t RPC_VERSION = 1; // of these messages; client and server must have the same
+constexpr uint32_t RPC_VERSION = 1; // message version; must be equal on client and server
 
 enum class rpc_kind : uint32_t {
-    HELLO  = 1, // get_tensor of a rpc_hello: is there a plugin, and of which version?
+    HELLO  = 1, // get_tensor of a rpc_hello: asks for a plugin and its version
     PIECE  = 2, // set_tensor of a piece of the weight's matrix file (load/matrix-file.h)
-    RESULT = 3, // get_tensor of a rpc_result: what became of the pieces
+    RESULT = 3, // get_tensor of a rpc_result: the outcome of the pieces
 };
 
-// Both sides run on machines of the same byte order, as llama.cpp's RPC backend asks for.
+// Client and server have the same byte order, which llama.cpp's RPC backend requires.
 struct rpc_message {
     uint8_t  magic[16];
     uint32_t version;
     rpc_kind kind;
-    uint8_t  challenge[16]; // HELLO: random; a server that has not read this message cannot answer with it
-    uint64_t offset;        // PIECE: of the data, in the matrix file
-    uint64_t total;         // PIECE: bytes of the matrix file
+    uint8_t  challenge[16]; // HELLO: random; a server cannot answer with it unless it has read this message
+    uint64_t offset;        // PIECE: offset of the data in the matrix file
+    uint64_t total;         // PIECE: total bytes of the matrix file
 };
 static_assert(sizeof(rpc_message) == 56 && sizeof(rpc_message) <= GGML_MAX_OP_PARAMS, "it must fit op_params");
 
@@ -34,7 +34,7 @@ struct rpc_hello {
     uint8_t  magic[16];
     uint32_t version;
     uint8_t  challenge[16];
-    char     plugin[28]; // its version, for messages
+    char     plugin[28]; // plugin version, for messages
 };
 
 struct rpc_result {
@@ -42,15 +42,15 @@ struct rpc_result {
     char    text[252];
 };
 
-constexpr size_t RPC_ANSWER_NBYTES = sizeof(rpc_result); // at most; a weight with fewer dense bytes stays dense
+constexpr size_t RPC_ANSWER_NBYTES = sizeof(rpc_result); // at most; a smaller dense weight stays dense
 
 rpc_message rpc_make_message(rpc_kind kind);
 // The tensor that carries a message about a weight, with n bytes of data.
 ggml_tensor rpc_message_tensor(const ggml_tensor * weight, const rpc_message & message, size_t n);
-// Whether a tensor carries a message, of any version; then *message is it.
+// Whether a tensor carries a message of any version; copies the message to *message.
 bool rpc_read_message(const ggml_tensor * tensor, rpc_message * message);
 
-// The answer of this plugin, and whether that is what a server answered.
+// The plugin's answer to a hello, and whether a server's answer is the plugin's.
 rpc_hello rpc_answer(const rpc_message & hello);
 bool      rpc_is_answer(const rpc_hello & answer, const rpc_message & hello);
 

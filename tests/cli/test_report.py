@@ -168,10 +168,10 @@ def test_chunks_are_spread_over_the_text(made):
 
 
 def test_table_of_methods_is_complete_and_resumes(made, tmp_path):
-    """tools/lab/prune_quality.py measures every method and allocation; a second run takes the results it finds."""
+    """lab/scripts/prune_quality.py measures every method and allocation; a second run takes the results it finds."""
     _, model, text = made
     out = tmp_path / "table.md"
-    tool = generators.ROOT / "tools" / "lab" / "prune_quality.py"
+    tool = generators.ROOT / "lab" / "scripts" / "prune_quality.py"
     command = [sys.executable, tool, model, "-f", text, "--held-out", text]
     command += ["--chunks", "2", "--held-out-chunks", "2", "--sparsities", "0.8,0.9", "--sequential", "0.9", "-o", out]
     done = subprocess.run(command, capture_output=True, text=True)

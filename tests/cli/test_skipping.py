@@ -347,10 +347,10 @@ def test_gate_with_an_unknown_activation_is_refused_for_cats_only(monkeypatch):
 
 
 def test_tables_are_complete_and_resume(model_of, tmp_path):
-    """tools/lab/skip_quality.py measures every score and allocation; a second run takes the results that it finds."""
+    """lab/scripts/skip_quality.py measures every score and allocation; a second run takes the results that it finds."""
     pytest.importorskip("matplotlib", reason="matplotlib is optional")
     out = tmp_path / "table.md"
-    command = [sys.executable, generators.ROOT / "tools" / "lab" / "skip_quality.py", model_of("qwen3"), "-f", SAMPLE]
+    command = [sys.executable, generators.ROOT / "lab" / "scripts" / "skip_quality.py", model_of("qwen3"), "-f", SAMPLE]
     command += ["--held-out", SAMPLE, "--chunks", 1, "--held-out-chunks", 1, "--shares", "0.5,0.9", "-o", out]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

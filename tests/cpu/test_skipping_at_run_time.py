@@ -389,7 +389,7 @@ def test_compressed_weights_skip_like_a_sparse_file(calibrated, monkeypatch):
 
 
 def test_table_is_complete_and_resumes(tmp_path):
-    """tools/lab/skip_speed.py; a model without zeros has no shares, and nobody measures it twice."""
+    """lab/scripts/skip_speed.py; a model without zeros has no shares, and nobody measures it twice."""
     pytest.importorskip("matplotlib", reason="matplotlib is optional")
     dense, sparse = tmp_path / "dense.gguf", generators.DEMO
     file = tiny_models.make("llama")
@@ -400,7 +400,7 @@ def test_table_is_complete_and_resumes(tmp_path):
     quality |= {f"{sparse.stem}, product, uniform, {share}": 16 + share for share in (0.0, 0.5, 0.7)}
     (tmp_path / "quality.json").write_text(json.dumps({name: {"ppl": ppl} for name, ppl in quality.items()}))
     out = tmp_path / "speed.md"
-    tool = generators.ROOT / "tools" / "lab" / "skip_speed.py"
+    tool = generators.ROOT / "lab" / "scripts" / "skip_speed.py"
     command = [sys.executable, tool, dense, sparse, "-f", SAMPLE, "-c", 64]
     command += ["--chunks", 2, "--held-out", SAMPLE, "--quality", tmp_path / "quality.json", "--shares", "0.5,0.7"]
     command += ["-n", 4, "--rounds", 2, "--type", "macko", "-o", out]

@@ -1,4 +1,4 @@
-"""tools/lab/train_dense.py: a model of another shape with the teacher's vocabulary learns from it."""
+"""lab/scripts/train_dense.py: a model of another shape with the teacher's vocabulary learns from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ggml_macko.recovery import recover
 from ggml_macko.recovery.options import RecoverOptions
 from support import generators, gguf_bytes, tiny_models
 
-TOOL = generators.ROOT / "tools" / "lab" / "train_dense.py"
+TOOL = generators.ROOT / "lab" / "scripts" / "train_dense.py"
 SHAPE = {"layers": 3, "embd": 96, "ff": 160, "heads": 4, "kv-heads": 2}
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="no PyTorch")

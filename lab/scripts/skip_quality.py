@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Perplexity of models some of whose feed-forward neurons are skipped: tables and a plot, made by one command.
 
-    tools/lab/skip_quality.py model-f16.gguf [MODEL ...] -f calibration.txt --held-out held-out.txt -o table.md
+    lab/scripts/skip_quality.py model-f16.gguf [MODEL ...] -f calibration.txt --held-out held-out.txt -o table.md
 
 All scores and allocations of `macko perplexity --skip`, at several shares. Thresholds and losses come from the
 calibration text. Each model is also measured as it is, without listening to its activations; skipping a share of 0 must

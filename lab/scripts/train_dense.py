@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains a dense model of any width and depth: to measure pruning and activation sparsity on.
 
-    tools/lab/train_dense.py docs-23m-f16.gguf OUT -f calibration.txt --layers 12 --embd 768 --ff 2048 --heads 12 \\
+    lab/scripts/train_dense.py docs-23m-f16.gguf OUT -f calibration.txt --layers 12 --embd 768 --ff 2048 --heads 12 \\
         --kv-heads 6 --sampled-chunks 38000 --batch-size 16 --epochs 1 --learning-rate 8e-4
 
 Another model is the teacher, usually a smaller one: the new one has its vocabulary, and learns its probabilities of the

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Perplexity of a dense model pruned by every method at several sparsities: one table, made by one command.
 
-    tools/lab/prune_quality.py model-f16.gguf -f calibration.txt --held-out held-out.txt -o table.md
+    lab/scripts/prune_quality.py model-f16.gguf -f calibration.txt --held-out held-out.txt -o table.md
 
 Statistics of the dense model are taken once and serve all sparsities. --sequential adds Wanda, SparseGPT and ALPS with
 statistics that are taken anew after each block, which costs a pass over the text per block, sparsity and method;

@@ -2,8 +2,8 @@
 """Tokens per second of models whose weights are zero, of some whose neurons are skipped by thresholds at run time, and
 of both, against perplexity: a table and a plot, made by one command.
 
-    tools/lab/skip_quality.py MODEL ... -f calibration.txt --held-out held-out.txt -o quality.md
-    tools/lab/skip_speed.py MODEL ... -f calibration.txt --held-out held-out.txt --quality quality.json -o speed.md
+    lab/scripts/skip_quality.py MODEL ... -f calibration.txt --held-out held-out.txt -o quality.md
+    lab/scripts/skip_speed.py MODEL ... -f calibration.txt --held-out held-out.txt --quality quality.json -o speed.md
 
 MODEL: dense files of one model with more and more zeros. Each is converted, and gets thresholds for each share from the
 calibration text (score product, uniform); a model without zeros stays dense, and nothing of it is skipped. All files

@@ -2,8 +2,8 @@
 """Measures a sparse model on servers of llama.cpp's RPC backend: text, memory, traffic, and the cost of a hop.
 
   python3 tools/build_llama_cpp.py
-  python3 tools/lab/bench_rpc.py build/llama.cpp/bin sparse.gguf                # servers on the loopback
-  sudo python3 tools/lab/bench_rpc.py --hosts build/llama.cpp/bin sparse.gguf   # each in a network namespace of its own
+  python3 lab/scripts/bench_rpc.py build/llama.cpp/bin sparse.gguf    # servers on the loopback
+  sudo python3 lab/scripts/bench_rpc.py --hosts build/llama.cpp/bin sparse.gguf   # each in a namespace of its own
 
 A row for this machine alone, and one for 1, 2 ... servers that hold all layers. The text must be the same; exits with 1
 if it is not. ms per token: the smallest of the repetitions. A server's memory is its anonymous memory while it

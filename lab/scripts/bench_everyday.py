@@ -4,7 +4,7 @@ cache, several sequences, prompts, and some of the layers in host memory.
 
   python3 tools/build_llama_cpp.py llama-bench llama-batched-bench       # for the plugin: no CUDA backend of llama.cpp
   cmake -S LLAMA_CPP -B cuda -DGGML_CUDA=ON && cmake --build cuda --target llama-bench llama-batched-bench
-  tools/lab/bench_everyday.py build/llama.cpp/bin sparse=sparse.gguf --other cuda/bin F16=f16.gguf Q8_0=q8_0.gguf
+  lab/scripts/bench_everyday.py build/llama.cpp/bin sparse=sparse.gguf --other cuda/bin F16=f16.gguf Q8_0=q8_0.gguf
 
 A column for each NAME=MODEL. The first ones run with the plugin, those behind --other with that build as it is. Models
 take turns: each row is measured for all of them before the next one. Flash attention is on, micro-batches have 512

@@ -5,8 +5,8 @@
 
 namespace macko {
 
-// Writes from any bit on. Two threads may share the first and the last byte of their ranges: those are or-ed into
-// zeroed memory.
+// Starts at any bit. Two threads may share the first and last byte of their ranges, because the writer ORs these bytes
+// into zeroed memory.
 class code_writer {
 public:
     code_writer(uint8_t * codes, int64_t bit)
@@ -14,7 +14,7 @@ public:
     void put(uint32_t code, int bits) {
         buffer_ |= code << n_bits_;
         n_bits_ += bits;
-        if (n_bits_ == 8) { // widths divide 8, so that a code never crosses a byte
+        if (n_bits_ == 8) { // widths divide 8, so a code never crosses a byte
             flush();
         }
     }

@@ -6,7 +6,7 @@
 
 namespace macko {
 
-// bytes of an element, or of a block of QUANT_BLOCK elements; 0 if no component has the type
+// Bytes of an element, or of a block of QUANT_BLOCK elements; 0 if no component has the type.
 static int64_t unit_nbytes(int32_t type) {
     switch (type) {
         case GGML_MACKO_TYPE_I8:  return 1;

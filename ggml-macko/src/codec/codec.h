@@ -1,6 +1,6 @@
-// What a file format of sparse matrices has to provide, so that everything else works with it: the loader, the C API,
-// the tools. One object per format, listed in the registry (registry.h); nothing outside a format's folder, the
-// registry and a device's own tables of layouts names a format. No ggml, no CUDA.
+// The interface of a sparse matrix format. The loader, the C API and the tools work with any format that implements it.
+// There is one object per format, listed in the registry (registry.h). Only a format's own folder, the registry and the
+// devices' layout tables name a format. Uses neither ggml nor CUDA.
 #pragma once
 
 #include "codec/macko/macko.h"
@@ -15,55 +15,55 @@ namespace macko {
 class codec;
 class encoded_matrix;
 
-// What a component tensor of a matrix must be: its ggml type and its length in elements, exactly `length`, or, with
-// `multiple` > 0, any multiple of that up to `length`.
+// Requirements on a component tensor of a matrix: its ggml type, and its length in elements. The length must be exactly
+// `length`, or, if `multiple` > 0, a multiple of `multiple` that is at most `length`.
 struct component_rule {
     int32_t type;
     int64_t length;
     int64_t multiple;
 };
 
-// elements of an array; 0 for a type that no component has
+// Elements of an array; 0 for a type that no component has.
 int64_t array_length(const ggml_macko_array & array);
 
-// elements of a matrix that nobody has checked; 0 if their number is negative or does not fit
+// Elements of an unchecked matrix; 0 if the number is negative or overflows.
 inline int64_t n_elements(const ggml_macko_matrix & m) {
     int64_t n = 0;
     return m.rows > 0 && m.cols > 0 && checked_mul(m.rows, m.cols, &n) ? n : 0;
 }
 
-// entries that recoding a matrix to MACKO may take, as far as its description tells
+// Upper bound on the MACKO entries of a recoded matrix, from its description.
 constexpr int64_t max_recoded(const macko_desc & desc) {
     const int64_t n = desc.nnz + (desc.rows * desc.cols - desc.nnz) / (int64_t(1) << desc.delta_bits);
     return n < MAX_STORED ? n : MAX_STORED;
 }
 
-// A matrix whose arrays passed the checks of codec::open(). The arrays must outlive it. Formats derive from it; a
-// device that has something of its own for a format casts the view to the format's class.
+// A matrix whose arrays passed the checks of codec::open(). The arrays must outlive it. Each format derives its own
+// class; a device with a layout for a format casts the view to that class.
 class codec_view {
 public:
     virtual ~codec_view() = default;
     const codec & format() const { return *format_; }
-    // shape, type and nnz; delta_bits: those of the MACKO rows that recode() makes of it
+    // shape, type and nnz; delta_bits of the MACKO rows that recode() makes
     virtual const macko_desc & desc() const = 0;
-    // The checks that open() left because they need the rows decoded. Nothing may rely on columns and values before
-    // they passed.
+    // Runs the checks that need decoded rows, which open() skips. Columns and values are untrusted before they pass.
     [[nodiscard]] virtual int check_rows(int n_threads) const {
         (void)n_threads;
         return GGML_MACKO_STATUS_OK;
     }
-    // Calls f(row, its cols dense elements) for all rows, from several threads, in any order. Makes the checks of
-    // check_rows() as well; on an error f has seen some of the rows.
+    // Calls f(row, its cols dense elements) for all rows, from several threads, in any order. Also runs the checks of
+    // check_rows(); on an error f has been called for some rows.
     [[nodiscard]] virtual int for_each_row(int                                                n_threads,
                                            const std::function<void(int64_t, const void *)> & f) const = 0;
-    // How far the dense values of non-zeros k ... k + n - 1, counted row after row, may be from `source`, which was
-    // encoded. Only after the checks.
+    // Maximum distance of the dense values of non-zeros k ... k + n - 1, in row-major order, from `source`, the values
+    // that were encoded. Only valid after the checks.
     virtual void error_bounds(int64_t k, int64_t n, const float * source, double * bounds) const {
         (void)k;
         (void)source;
         std::fill(bounds, bounds + n, 0.0);
     }
-    // Writes rows x cols dense elements, with the checks of check_rows(); on an error some have been written.
+    // Writes rows x cols dense elements and runs the checks of check_rows(); on an error some elements have been
+    // written.
     [[nodiscard]] virtual int decode(void * dense, int n_threads) const;
 
 protected:
@@ -75,22 +75,22 @@ private:
     const codec * format_;
 };
 
-// arrays that an encoder made, with their memory
+// The arrays made by an encoder, with their memory.
 class encoded_matrix {
 public:
     virtual ~encoded_matrix() = default;
-    // points into this object; everything but the format's name, which encode_matrix's caller sets
+    // Points into this object. The caller of encode_matrix sets the format's name.
     virtual ggml_macko_matrix matrix() const = 0;
 };
 
 class codec {
 public:
     struct traits {
-        const char *                   name;       // in macko.tensor.format
+        const char *                   name;       // value of macko.tensor.format
         std::vector<const char *>      components; // suffixes with their dot, in the order of the tensor table
-        std::vector<ggml_macko_option> options;    // of the encoder, with their defaults
-        // The components are MACKO's values, deltas and row_ptr: the loader streams them in ranges of rows. Matrices of
-        // other formats are read and checked as a whole.
+        std::vector<ggml_macko_option> options;    // options of the encoder, with their defaults
+        // The components are MACKO's values, deltas and row_ptr, which the loader streams in ranges of rows. Matrices
+        // of other formats are read and checked as a whole.
         bool streams_rows;
     };
 
@@ -104,36 +104,36 @@ public:
     const std::vector<ggml_macko_option> & options() const { return traits_.options; }
     bool                                   streams_rows() const { return traits_.streams_rows; }
 
-    // ---- the header of a file: m describes the matrix, its arrays have types and sizes, but no data ----
+    // ---- the header of a file: m describes the matrix; its arrays have types and sizes, but no data ----
 
-    // shape, type, value type, bits and nnz, before any array is known: the limits of FORMAT.md section 4 and the
-    // format's own. The value type is only known later and equals the type here.
+    // Checks shape, type, value type, bits and nnz against the limits of FORMAT.md section 4 and the format's own,
+    // before any array is known. value_type is not known yet; callers pass type.
     [[nodiscard]] virtual int check_desc(const ggml_macko_matrix & m) const = 0;
-    // the value type that the type of the first component stands for
+    // The value type that the type of the first component implies.
     virtual int32_t value_type_of(int32_t dense_type, int32_t component_type) const {
         (void)component_type;
         return dense_type;
     }
-    // what each component must be; the length of one may follow from that of an earlier one
+    // Requirements on each component. The length of one may depend on the length of an earlier one.
     virtual void component_rules(const ggml_macko_matrix & m, component_rule * rules) const = 0;
-    // whether the components, which obey the rules, have room for nnz values
+    // Checks that components that meet the requirements can hold nnz values.
     [[nodiscard]] virtual int check_nnz(const ggml_macko_matrix & m) const {
         (void)m;
         return GGML_MACKO_STATUS_OK;
     }
     // delta_bits of the MACKO rows that a matrix is recoded to
     virtual int32_t recoded_bits(int32_t bits) const { return bits; }
-    // entries of those rows with their padding, or an upper bound
+    // Entries of the recoded MACKO rows with their padding, or an upper bound.
     virtual int64_t max_entries(const ggml_macko_matrix & m) const;
 
     // ---- matrices ----
 
-    // Checks everything that does not need decoding: m is untrusted, but has as many arrays as the format has
-    // components, none of them null, of the right types. *view points into m's arrays.
+    // Runs all checks that need no decoding. m is untrusted, but has as many arrays as the format has components, with
+    // the right types and no null pointers. *view points into m's arrays.
     [[nodiscard]] virtual int open(const ggml_macko_matrix & m, int n_threads,
                                    std::unique_ptr<codec_view> * view) const = 0;
-    // Encodes desc.rows x desc.cols elements of desc.type (desc's other members are not set). options: a value for each
-    // of options(). NOT_FINITE if a value is Inf or NaN.
+    // Encodes desc.rows x desc.cols elements of desc.type (the other members of desc are not set). options: one value
+    // for each of options(). NOT_FINITE if a value is Inf or NaN.
     [[nodiscard]] virtual int encode(const void * dense, const macko_desc & desc, const int64_t * options,
                                      int n_threads, std::unique_ptr<encoded_matrix> * out) const = 0;
 
@@ -141,23 +141,23 @@ private:
     const traits traits_;
 };
 
-// m as MACKO rows, from what its format says of it
+// The description of m as MACKO rows.
 inline macko_desc rows_desc(const codec & format, const ggml_macko_matrix & m) {
     return { m.rows, m.cols, m.type, format.recoded_bits(m.bits), m.nnz };
 }
 
-// An option that is a number of 32 bits; one that does not fit becomes INT32_MIN, which no option accepts.
+// Converts an option to 32 bits; a number out of range becomes INT32_MIN, which no option accepts.
 constexpr int32_t int32_option(int64_t value) {
     return value < INT32_MIN || value > INT32_MAX ? INT32_MIN : static_cast<int32_t>(value);
 }
 
-// Encodes with options by name; those not given have their defaults. BAD_ARGUMENT for a name that the format lacks.
+// Encodes with options by name; missing options have their defaults. BAD_ARGUMENT for an option that the format lacks.
 [[nodiscard]] int encode_matrix(const codec & format, const void * dense, const macko_desc & desc,
                                 const ggml_macko_option * options, int n_options, int n_threads,
                                 std::unique_ptr<encoded_matrix> * out);
-// Checks what m says without its data: shape, number and types of its arrays.
+// Checks the description of m without its data: shape, number and types of its arrays.
 [[nodiscard]] int check_header(const codec & format, const ggml_macko_matrix & m);
-// The same, and that the arrays are there, then opens it.
+// Also checks that the arrays exist, then opens m.
 [[nodiscard]] int open_matrix(const codec & format, const ggml_macko_matrix & m, int n_threads,
                               std::unique_ptr<codec_view> * view);
 

@@ -12,13 +12,13 @@ namespace {
 
 struct row_error {
     double  lost, power;                   // sums of error^2 and value^2
-    double  weighted_lost, weighted_power; // the same, weighted
+    double  weighted_lost, weighted_power; // the same sums, weighted
     double  max_error;
     int32_t not_zero, too_large; // column of the first such fault, or -1
     bool    is_equal;
 };
 
-// the dense matrix, and which of its elements count as zeros
+// The dense matrix, and the rule for its zeros.
 template <typename T> struct dense_source {
     const T *            elements;
     int64_t              cols;
@@ -29,7 +29,7 @@ template <typename T> struct dense_source {
 
 template <typename T> constexpr T NOT_SIGN = static_cast<T>(~T(0)) >> 1;
 
-// Counts non-zeros for each row. -0.0 is one of them only if the encoded matrix, which has nnz, has kept it.
+// Counts the non-zeros of each row. -0.0 counts only if the encoded matrix, which has nnz non-zeros, has kept it.
 template <typename T>
 dense_source<T> count_nonzeros(const T * elements, const macko_desc & desc, int64_t nnz, int n_threads) {
     dense_source<T> s = { elements, desc.cols, desc.type, static_cast<T>(~T(0)), {} };
@@ -56,8 +56,8 @@ dense_source<T> count_nonzeros(const T * elements, const macko_desc & desc, int6
     return s;
 }
 
-// Adds up to 64 elements of row r to its errors. k: the first of their non-zeros. Returns how many they are.
-// has_bounds: the non-zeros of source are the values of view, one for one.
+// Adds the errors of up to 64 elements of row r. k: index of their first non-zero. Returns the number of their
+// non-zeros. has_bounds: the non-zeros of source and the values of view correspond one to one.
 template <typename T>
 int64_t measure_columns(const codec_view & view, const dense_source<T> & source, int64_t r, int64_t begin,
                         const T * decoded, const float * weights, int64_t k, bool has_bounds, row_error * e) {
@@ -110,7 +110,7 @@ row_error measure_row(const codec_view & view, const dense_source<T> & source, i
     return e;
 }
 
-// the totals of the rows, added in their order
+// Adds the totals of the rows, in row order.
 ggml_macko_error sum_rows(const std::vector<row_error> & rows) {
     ggml_macko_error out     = {};
     double           sum_rms = 0;

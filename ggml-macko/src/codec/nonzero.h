@@ -1,4 +1,4 @@
-// Finding non-zeros: "zero" means all bits zero (FORMAT.md section 2).
+// Finds non-zeros. "Zero" means that all bits are zero (FORMAT.md section 2).
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace macko {
 
-// bit i set where v[i] has any bit set, for n <= 64 elements
+// Bit i is set if v[i] has any bit set, for n <= 64 elements.
 inline uint64_t nonzero_mask_any(const uint16_t * v, int64_t n) {
     uint64_t mask = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -55,7 +55,7 @@ inline uint64_t nonzero_mask_64(const uint32_t * v) {
 template <typename T> inline uint64_t nonzero_mask_64(const T * v) { return nonzero_mask_any(v, 64); }
 #endif
 
-// bit c%64 of word c/64 set where row[c] is a non-zero; (cols + 63) / 64 words are written
+// Sets bit c%64 of word c/64 if row[c] is a non-zero; writes (cols + 63) / 64 words.
 template <typename T> inline void nonzero_words(const T * row, int64_t cols, uint64_t * words) {
     int64_t c = 0;
     for (; c + 64 <= cols; c += 64) {
@@ -66,7 +66,7 @@ template <typename T> inline void nonzero_words(const T * row, int64_t cols, uin
     }
 }
 
-// f(col) for each non-zero of a row, columns ascending
+// Calls f(col) for each non-zero of a row, columns ascending.
 template <typename T, typename F> inline void for_each_column(const T * row, int64_t cols, F && f) {
     int64_t c = 0;
     for (; c + 64 <= cols; c += 64) {

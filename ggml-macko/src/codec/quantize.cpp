@@ -10,7 +10,7 @@
 
 namespace macko {
 
-// the block must hold zeros where this q comes; not for Q4_NL
+// Adds q to a block that contains zeros at its position; not for Q4_NL.
 static void put_quant(uint8_t * block, int32_t type, int64_t i, int q) {
     if (type == GGML_MACKO_TYPE_Q8_0) {
         block[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(q));
@@ -24,8 +24,8 @@ static void put_quant(uint8_t * block, int32_t type, int64_t i, int q) {
     }
 }
 
-// One block as ggml's reference quantizers round it: Q8_0 by amax / 127, ties away from zero; Q4_0 by the extreme value
-// / -8, and q + 8 = trunc(x / d + 8.5), at most 15; Q5_0 likewise with 16 in place of 8. Returns the scale.
+// Rounds one block like ggml's reference quantizers. Q8_0: scale amax / 127, ties away from zero. Q4_0: scale = extreme
+// value / -8, and q + 8 = trunc(x / d + 8.5), at most 15. Q5_0: the same with 16 instead of 8. Returns the scale.
 static uint16_t round_block(const float * x, int32_t type, uint8_t * block) {
     float extreme = 0;
     for (int64_t i = 0; i < QUANT_BLOCK; i++) {
@@ -46,7 +46,7 @@ static uint16_t round_block(const float * x, int32_t type, uint8_t * block) {
 
 // ---- Q4_NL ----
 
-// [table][256 + h]: number of the level nearest to h / 2, which is where levels meet
+// [table][256 + h]: index of the level nearest to h / 2; levels meet at multiples of 1/2.
 struct nearest_table {
     uint8_t number[2][512];
 };
@@ -65,7 +65,7 @@ constexpr nearest_table make_nearest_table() {
 }
 constexpr nearest_table NEAREST = make_nearest_table();
 
-// numbers of the levels nearest to x / d
+// Indices of the levels nearest to x / d.
 static void nearest_levels(const float * x, float d, int table, uint8_t * number) {
     const float inverse = d != 0 && std::isfinite(1 / d) ? 1 / d : 0;
     int         halves[QUANT_BLOCK];
@@ -81,13 +81,13 @@ static void nearest_levels(const float * x, float d, int table, uint8_t * number
 struct table_scale {
     int    table;
     float  d;
-    double gain; // what d * q takes from the sum of w * x^2
+    double gain; // reduction of the sum of w * x^2 by d * q
 };
 
-// With both tables, scales of both signs that put the largest magnitude at .78 to 1.14 times the outermost level are
-// tried; each is replaced by the best one for the levels that it leads to, twice. Sums have eight parts, so that they
-// fit vectors.
-constexpr float TRIED[] = { .78f, .88f, .95f, 1.0f, 1.06f, 1.14f }; // 20 of them leave 0.3 % less error
+// The search tries both tables, and scales of both signs that put the largest magnitude at .78 to 1.14 times the
+// outermost level. Each scale is replaced twice by the best scale for the levels that it leads to. Sums have eight
+// parts, so they fit vectors.
+constexpr float TRIED[] = { .78f, .88f, .95f, 1.0f, 1.06f, 1.14f }; // 20 scales leave 0.3 % less error
 
 static table_scale search_scale(const float * x, const float * weights) {
     table_scale best    = { 0, 0, 0 };
@@ -132,7 +132,7 @@ static table_scale search_scale(const float * x, const float * weights) {
     return best;
 }
 
-// d as F16 with the table in its lowest bit
+// d as F16, with the table in its lowest bit.
 static uint16_t scale_with_table(float d, int table) {
     const uint16_t h = f16_of_float(d);
     if ((h & 1) == table || (h & 0x7fff) == 0x7c00) {
@@ -156,7 +156,7 @@ static uint16_t search_block(const float * x, const float * weights, int64_t n, 
     return scale;
 }
 
-// x: values begin ... begin + n - 1
+// Loads values begin ... begin + n - 1 to x.
 static void load_floats(const void * values, int32_t value_type, int64_t begin, int64_t n, float * x) {
     for (int64_t k = 0; k < n; k++) {
         x[k] = value_type == GGML_MACKO_TYPE_F32
@@ -165,7 +165,7 @@ static void load_floats(const void * values, int32_t value_type, int64_t begin, 
     }
 }
 
-// Calls f(i) for n blocks, in threads; NOT_FINITE for the first whose scale, which f returns, is Inf or NaN.
+// Calls f(i) for n blocks, in threads. NOT_FINITE for the first block whose scale, the result of f, is Inf or NaN.
 template <typename F> static int for_each_block(int64_t n, int n_threads, F && f) {
     int64_t    bad = n;
     std::mutex bad_mutex;

@@ -5,15 +5,16 @@
 
 namespace macko {
 
-// Quantizes n values of value_type (F32, F16 or BF16); blocks has room for packed_n_values(n), of which those behind n
-// become padding. weights: how much the square of an error counts, not negative; nullptr weighs all alike. Only the
-// search for Q4_NL's scales uses them. NOT_FINITE if a value is too large for a scale in F16. Same bytes for any number
-// of threads.
+// Quantizes n values of value_type (F32, F16 or BF16). blocks has space for packed_n_values(n) values; the values
+// behind n become padding. weights: the weights of the squared errors, not negative; nullptr: all weights are equal.
+// Only the search for Q4_NL's scales uses them. NOT_FINITE if a value is too large for an F16 scale. The bytes do not
+// depend on the number of threads.
 [[nodiscard]] int quantize(const void * values, int32_t value_type, const float * weights, int64_t n, int32_t type,
                            int n_threads, uint8_t * blocks);
 
-// Replaces each q of ggml's blocks by the one nearest to its value, and leaves the scales: ggml's search for scales
-// leaves each q as it was before its last step. n is a multiple of QUANT_BLOCK. NOT_FINITE if a scale is Inf or NaN.
+// Replaces each q of ggml's blocks by the one nearest to its value, and keeps the scales. ggml's search for scales
+// leaves each q as it was before the last step of the search. n is a multiple of QUANT_BLOCK. NOT_FINITE if a scale is
+// Inf or NaN.
 [[nodiscard]] int round_to_scales(const void * values, int32_t value_type, int64_t n, int32_t type, int n_threads,
                                   uint8_t * blocks);
 

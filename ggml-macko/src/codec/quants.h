@@ -1,4 +1,4 @@
-// Numbers of the value types: F16 and BF16 to float and back, and ggml's block types (FORMAT.md section 7). No ggml.
+// Conversions of value types: F16 and BF16 to and from float, and ggml's block types (FORMAT.md section 7). No ggml.
 #pragma once
 
 #include "codec/macko/macko.h"
@@ -8,26 +8,26 @@
 namespace macko {
 
 constexpr int64_t QUANT_BLOCK = 32;  // values that share a scale
-constexpr int     QUANT_MAX   = 128; // |q| is not larger in any type
+constexpr int     QUANT_MAX   = 128; // maximum |q| of all types
 
-// Bytes of a block, 0 if the type is not quantized. F16 scale, then
+// Bytes of a block; 0 if the type is not quantized. A block is an F16 scale, followed by
 //   Q8_0: 32 int8;
-//   Q4_0: 16 bytes with q + 8 of values 0 ... 15 in their low and of 16 ... 31 in their high nibbles;
-//   Q5_0: 32 bits, those with value 16 of q + 16, and 16 bytes with the others, as in Q4_0;
-//   Q4_NL: as Q4_0, with the number of a level in place of q + 8; the lowest bit of the scale says in which table.
+//   Q4_0: 16 bytes with q + 8; values 0 ... 15 in the low nibbles, 16 ... 31 in the high nibbles;
+//   Q5_0: 32 bits with the highest bit of each q + 16, and 16 bytes with the other bits, as in Q4_0;
+//   Q4_NL: as Q4_0, with the index of a level instead of q + 8; the lowest bit of the scale selects the table.
 constexpr int64_t quant_block_nbytes(int32_t type) {
     return type == GGML_MACKO_TYPE_Q8_0                                    ? 34
            : type == GGML_MACKO_TYPE_Q5_0                                  ? 22
            : type == GGML_MACKO_TYPE_Q4_0 || type == GGML_MACKO_TYPE_Q4_NL ? 18
                                                                            : 0;
 }
-// The levels of Q4_NL, as q. The non-zeros of a pruned matrix leave a gap around zero, narrow or wide, and so do the
-// two tables.
+// The levels of Q4_NL, as q. The non-zeros of a pruned matrix leave a gap around zero. One table has a narrow gap, the
+// other a wide one.
 alignas(16) constexpr int8_t Q4_NL_LEVELS[2][16] = {
     { -127, -100, -81, -67, -54, -42, -31, -17, 10, 25, 38, 50, 63, 77, 94, 121 },
     { -127, -107, -89, -74, -61, -50, -39, -28, 23, 36, 47, 58, 70, 84, 101, 124 },
 };
-// the least and the largest q of a type
+// Minimum and maximum q of a type.
 struct quant_limits {
     int low, high;
 };
@@ -38,7 +38,7 @@ constexpr quant_limits quant_range(int32_t type) {
                                            : quant_limits{ -8, 7 };
 }
 constexpr bool is_quant_type(int32_t type) { return quant_block_nbytes(type) != 0; }
-// bytes of n values; n is a multiple of QUANT_BLOCK if the type is quantized
+// Bytes of n values; n is a multiple of QUANT_BLOCK if the type is quantized.
 constexpr int64_t values_nbytes(int32_t type, int64_t n) {
     return is_quant_type(type) ? n / QUANT_BLOCK * quant_block_nbytes(type) : n * value_nbytes(type);
 }
@@ -62,7 +62,7 @@ inline float float_of_f16(uint16_t h) {
     return float_of_bits(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13);
 }
 
-// rounds to nearest, ties to even; Inf from 65520 up
+// Rounds to nearest, ties to even; Inf from 65520 on.
 inline uint16_t f16_of_float(float f) {
     const uint32_t sign = (bits_of_float(f) >> 16) & 0x8000u, u = bits_of_float(f) & 0x7fffffffu;
     if (u > 0x7f800000u) {
@@ -83,7 +83,7 @@ inline float float_of_value(uint16_t bits, int32_t type) {
 }
 inline float float_of_value(uint32_t bits, int32_t) { return float_of_bits(bits); }
 
-// q of value i of a block, and its scale
+// q of value i of a block.
 inline int quant_at(const uint8_t * block, int32_t type, int64_t i) {
     if (type == GGML_MACKO_TYPE_Q8_0) {
         return static_cast<int8_t>(block[2 + i]);
@@ -95,11 +95,11 @@ inline int quant_at(const uint8_t * block, int32_t type, int64_t i) {
     const int nibble = (block[2 + i % 16] >> (i / 16 * 4)) & 15;
     return type == GGML_MACKO_TYPE_Q4_NL ? Q4_NL_LEVELS[block[0] & 1][nibble] : nibble - 8;
 }
-// q of the padding behind the last non-zero; for Q4_NL the level with number 0
+// q of the padding behind the last non-zero; for Q4_NL, level 0.
 constexpr int   padding_quant(int32_t type) { return type == GGML_MACKO_TYPE_Q4_NL ? Q4_NL_LEVELS[0][0] : 0; }
 inline uint16_t quant_scale_bits(const uint8_t * block) { return static_cast<uint16_t>(block[0] | block[1] << 8); }
 
-// d * q as bits of the dense type: rounded to nearest even, finite, +0 if it is 0
+// d * q as bits of the dense type: rounded to nearest even, finite, +0 if the product is 0.
 template <typename T> inline T dense_of_quant(float d, int q, int32_t type) {
     const float v = d * static_cast<float>(q); // exact: 11 and 8 bits
     if (v == 0) {
@@ -116,7 +116,7 @@ template <typename T> inline T dense_of_quant(float d, int q, int32_t type) {
     }
 }
 
-// value k (counted from the first block) of quantized values, as bits of the dense type
+// Value k (counted from the first block) of quantized values, as bits of the dense type.
 template <typename T> inline T dense_at(const uint8_t * blocks, int32_t quant, int64_t k, int32_t type) {
     const uint8_t * block = blocks + k / QUANT_BLOCK * quant_block_nbytes(quant);
     return dense_of_quant<T>(float_of_f16(quant_scale_bits(block)), quant_at(block, quant, k % QUANT_BLOCK), type);

@@ -1,5 +1,5 @@
-// The formats that this library knows. A new format is one folder beside macko/ and one row in registry.cpp. No ggml,
-// no CUDA.
+// The formats of this library. A new format is one folder beside macko/ and one row in registry.cpp. Uses neither ggml
+// nor CUDA.
 #pragma once
 
 #include "codec/codec.h"
@@ -8,20 +8,20 @@
 
 namespace macko {
 
-// the newest format version that this library reads (macko.version)
+// The newest format version that this library reads (macko.version).
 constexpr int64_t FORMAT_VERSION = 1;
-// of a component's suffix with its dot; FORMAT.md section 2 derives the longest name of a matrix from it
+// Maximum length of a component's suffix with its dot; FORMAT.md section 2 derives the longest matrix name from it.
 constexpr size_t MAX_SUFFIX = 8;
 
-// in the order in which they were added
+// All formats, in the order of their addition.
 const std::vector<const codec *> & all_codecs();
-// nullptr if there is none of that name
+// nullptr if there is no format with that name.
 const codec * find_codec(std::string_view name);
-// the format whose rows are streamed, and that matrices are recoded to for devices without anything of their own
+// The format with streamed rows; matrices are recoded to it for devices without a layout for their own format.
 const codec & rows_codec();
 
-// Adds a format; it must live as long as the process. For programs that bring their own, before anything else of the
-// library is used: no lock is taken. BAD_ARGUMENT for a second one of the same name, and beyond the limits on
+// Adds a format, which must live as long as the process. For programs with formats of their own; call it before any
+// other function of the library, because it takes no lock. BAD_ARGUMENT for a duplicate name, and beyond the limits on
 // components and options.
 [[nodiscard]] int register_codec(const codec & format);
 

@@ -22,7 +22,7 @@ void escape_controls(const char * text, char * out, size_t size) {
         } else if (end - out < 4) {
             break;
         } else {
-            in += *in == 0xc2; // the escape names the character
+            in += *in == 0xc2; // the escape shows the character
             out += snprintf(out, 5, "\\x%02x", *in);
         }
     }

@@ -1,27 +1,28 @@
-// Error reporting of the whole library: a code, and one line of text per thread. Nothing here throws or prints.
+// Error reporting of the whole library: a status code, and one line of text per thread. Nothing here throws or prints.
 #pragma once
 
 #include "ggml-macko.h"
 
 namespace macko {
 
-// copies text with control characters as \xHH, cut at size - 1 bytes: names and paths must not reach a terminal raw
+// Copies text with control characters as \xHH, cut at size - 1 bytes, because names and paths must not reach a terminal
+// raw.
 void escape_controls(const char * text, char * out, size_t size);
 
-// sets this thread's message (printf style, cut at 511 bytes, control characters escaped) and returns status
+// Sets this thread's message (printf style, cut at 511 bytes, control characters escaped) and returns status.
 [[nodiscard]] int fail(int status, const char * format, ...) __attribute__((format(printf, 2, 3)));
 
-// puts "prefix: " in front of this thread's message, for callers that know the file or the tensor
+// Prefixes this thread's message with "prefix: ", for callers with the name of the file or tensor.
 void prefix_error(const char * prefix);
 
-// escapes control characters and cuts at 63 bytes, for names that come from files
+// Escapes control characters in a name from a file, and cuts the name at 63 bytes.
 struct printable {
     char text[4 * 63 + 1];
     explicit printable(const char * name, size_t n);
     explicit printable(const char * name);
 };
 
-// runs body where C calls C++: bad_alloc becomes OUT_OF_MEMORY, and no exception passes
+// Runs body where C calls C++: bad_alloc becomes OUT_OF_MEMORY, and no exception passes.
 template <typename F> int c_boundary(F && body) noexcept;
 
 } // namespace macko

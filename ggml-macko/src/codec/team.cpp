@@ -15,14 +15,14 @@ namespace {
 
 constexpr int MAX_TEAM = 1024;
 
-// Whether a thread is busy with a loop. Not thread_local: for that a thread gets memory when it first looks, and glibc
-// ends the process if there is none.
+// Whether a thread is inside a loop. Not thread_local: the first access allocates memory, and glibc ends the process if
+// there is none.
 class thread_mark {
 public:
     thread_mark() : exists_(pthread_key_create(&key_, nullptr) == 0) {}
     bool get() const { return exists_ && pthread_getspecific(key_) != nullptr; }
     void set(bool value) const {
-        if (exists_) { // else, and without memory, a loop inside a loop has threads of its own
+        if (exists_) { // otherwise, and without memory, a loop inside a loop starts threads of its own
             (void)pthread_setspecific(key_, value ? this : nullptr);
         }
     }
@@ -37,7 +37,7 @@ const thread_mark & in_team() {
     return mark;
 }
 
-// Marks this thread as busy with a loop.
+// Marks this thread as inside a loop.
 struct team_member {
     team_member() { in_team().set(true); }
     ~team_member() { in_team().set(false); }
@@ -45,7 +45,7 @@ struct team_member {
     team_member & operator=(const team_member &) = delete;
 };
 
-// Threads besides the caller's, as many of n as the system gives. They call work(1), work(2) ...
+// Threads besides the caller's: as many of n as the system provides. They call work(1), work(2) ...
 class helpers {
 public:
     template <typename F> helpers(int n, F & work) noexcept {
@@ -54,7 +54,7 @@ public:
             for (int i = 1; i <= n; i++) {
                 threads_.emplace_back([&work, i] { work(i); });
             }
-        } catch (...) { // std::system_error or std::bad_alloc: those that were started are enough
+        } catch (...) { // std::system_error or std::bad_alloc: continue with the threads that were started
         }
     }
     ~helpers() {
@@ -100,7 +100,7 @@ void parallel_parts(int n_threads, int64_t n, int64_t part,
         }
     };
     const int team = static_cast<int>(std::min<int64_t>(team_size(n_threads), n_parts));
-    if (team <= 1) { // no thread, no guard: also inside another loop
+    if (team <= 1) { // no thread and no mark: this may be a loop inside a loop
         for (int64_t p = 0; p < n_parts; p++) {
             f(p * part, std::min(n, (p + 1) * part), 0);
         }
@@ -136,7 +136,7 @@ void team_barrier::wait() {
 void run_team(int n_threads, const std::function<void(int ith, int nth, team_barrier & barrier)> & f) {
     std::mutex                  mutex;
     std::condition_variable     known;
-    std::optional<team_barrier> barrier; // made when it is known how many threads there are
+    std::optional<team_barrier> barrier; // made when the number of threads is known
     int                         nth  = 0;
     const auto                  work = [&](int ith) noexcept {
         {

@@ -1,7 +1,7 @@
-// Loops over several threads, for everything but the products of a running model. The threads are started for one call
-// and have ended when it returns: a process may fork afterwards. OpenMP keeps its threads, which a child does not have
-// and waits for; and it ends the process where the system refuses a thread. Here the threads that there are do the
-// work.
+// Loops over several threads, for all work except the products of a running model. Each call starts its threads and
+// ends them before it returns, so a process may fork afterwards. OpenMP keeps its threads: a forked child waits for
+// threads that it does not have. OpenMP also ends the process if the system refuses a thread; this code continues with
+// the threads that it has.
 #pragma once
 
 #include <condition_variable>
@@ -11,24 +11,24 @@
 
 namespace macko {
 
-// as many as OpenMP would use: OMP_NUM_THREADS, or the cores that this process may run on
+// As many threads as OpenMP would use: OMP_NUM_THREADS, or the cores that this process may run on.
 int default_threads();
 
-// n_threads, or default_threads() if it is not positive, but no more than there is work for: starting a thread costs as
-// much as some 64 Ki elements
+// n_threads, or default_threads() if n_threads is not positive, limited by the amount of work: starting a thread costs
+// as much as about 64 Ki elements.
 int threads_for(int n_threads, int64_t elements);
 
-// Calls f(begin, end, thread) for parts of 0...n-1 of `part` indices, the last may be shorter, in any order and on up
-// to n_threads threads, of which the caller's is one; 0 <= thread < n_threads. What f throws first is thrown to the
-// caller when all threads have ended; then parts may be missing. Inside another loop it runs on the caller's thread
-// alone.
+// Calls f(begin, end, thread) for parts of 0...n-1 with `part` indices each (the last may be shorter), in any order, on
+// up to n_threads threads including the caller's; 0 <= thread < n_threads. The first exception of f is rethrown to the
+// caller after all threads have ended; some parts may be missing then. Inside another loop, all parts run on the
+// caller's thread.
 void parallel_parts(int n_threads, int64_t n, int64_t part,
                     const std::function<void(int64_t begin, int64_t end, int thread)> & f);
 
-// the same with about as many parts as threads
+// Like parallel_parts(), with about as many parts as threads.
 void parallel_ranges(int n_threads, int64_t n, const std::function<void(int64_t begin, int64_t end)> & f);
 
-// A place where all threads of a team wait for each other.
+// A barrier at which all threads of a team wait for each other.
 class team_barrier {
 public:
     explicit team_barrier(int n) : n_(n) {}

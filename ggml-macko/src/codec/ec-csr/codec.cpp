@@ -1,4 +1,4 @@
-// EC-CSR as a row of the registry (FORMAT.md section 6).
+// The registry entry of EC-CSR (FORMAT.md section 6).
 #include "codec/ec-csr/ec-csr.h"
 #include "codec/ec-csr/extract.h"
 #include "codec/macko/encode.h"
@@ -52,7 +52,7 @@ public:
 
     int check_desc(const ggml_macko_matrix & m) const override { return check_ec_csr_desc(rows_desc(*this, m)); }
 
-    // lengths as far as they do not depend on the sets, which are payload
+    // lengths that do not depend on the sets, because the sets are payload
     void component_rules(const ggml_macko_matrix & m, component_rule * rules) const override {
         const int32_t base_type = ec_base_nbytes(m.cols) == 2 ? GGML_MACKO_TYPE_I16 : GGML_MACKO_TYPE_I32;
         rules[EC_VALUES]        = { m.type, MAX_STORED, 1 };
@@ -113,15 +113,15 @@ public:
             return status;
         }
         desc.nnz = count.nnz;
-        if (const int status = check_ec_csr_desc(desc)) { // now with nnz
+        if (const int status = check_ec_csr_desc(desc)) { // check again, with nnz
             return status;
         }
         auto result = std::make_unique<encoded_ec_csr>();
         if (const int status = encode_blocks(desc, dense, extract, n_threads, &result->blocks)) {
             return status;
         }
-        // The fillers that blocks leave behind in their rows may cost more than the blocks save: compare the whole
-        // matrix with and without extraction.
+        // Fillers that blocks leave in their rows may cost more than the blocks save, so compare the whole matrix with
+        // and without extraction.
         if (pays && result->blocks.sets[0].granularity > 1) {
             ec_csr_matrix plain;
             if (const int status =
@@ -137,8 +137,8 @@ public:
     }
 
 private:
-    // The smallest extracted block that takes fewer bytes than its elements in blocks of one row: half of its deltas
-    // against its bases.
+    // Columns of the smallest extracted block that needs fewer bytes than its elements in one-row blocks: it saves half
+    // of the deltas and adds its bases.
     static int32_t paying_columns(int32_t delta_bits) { return delta_bits == 8 ? 128 : 256; }
 
     static int encode_blocks(const macko_desc & desc, const void * dense, const extract_options & options,

@@ -38,7 +38,7 @@ static int check_length(const char * name, int64_t n, int64_t expected) {
                                 name, static_cast<long long>(n), static_cast<long long>(expected));
 }
 
-// checks X.sets, and the lengths of the other components, which follow from it
+// Checks X.sets, and the lengths of the other components, which follow from it.
 static int check_sets(const ec_csr_arrays & a, std::vector<ec_csr_range> * out) {
     if (a.n_sets < 1 || a.n_sets > EC_MAX_SETS) {
         return fail(GGML_MACKO_STATUS_BAD_BLOCK, "%lld sets (limit %lld)", static_cast<long long>(a.n_sets),
@@ -97,7 +97,7 @@ static int64_t base_at(const ec_csr_arrays & a, int64_t i) {
                                             : static_cast<const int32_t *>(a.bases)[i];
 }
 
-// whether blocks b-1 and b of a set stand in the order of FORMAT.md section 6
+// Whether blocks b-1 and b of a set are in the order of FORMAT.md section 6.
 static bool in_order(const ec_csr_arrays & a, const ec_csr_range & s, int64_t b) {
     const int32_t * ptr = a.blk_ptr + s.blk_ptr + b;
     const int32_t   n0 = ptr[0] - ptr[-1], n1 = ptr[1] - ptr[0];
@@ -142,7 +142,7 @@ static int check_blocks(const ec_csr_arrays & a, const ec_csr_range & s, int64_t
     return GGML_MACKO_STATUS_OK;
 }
 
-// The blocks of each row, by counting: those of row r are entries row_off[r] ... row_off[r+1]-1. n_rows <= 2^31.
+// The blocks of each row, by a counting sort: row r has entries row_off[r] ... row_off[r+1]-1. n_rows <= 2^31.
 static std::vector<ec_csr_view::block_row>
 rows_to_blocks(const ec_csr_arrays & a, const std::vector<ec_csr_range> & sets, std::vector<uint32_t> * row_off) {
     row_off->assign(static_cast<size_t>(a.desc.rows) + 1, 0);
@@ -196,17 +196,17 @@ enum class fault { none, column, delta, zero, overlap, special };
 
 struct block_data {
     int64_t         cols;     // of the matrix
-    int64_t         per_lane; // columns
+    int64_t         per_lane; // columns per lane
     int32_t         g;
-    int32_t         index; // row of the block
+    int32_t         index; // row within the block
     const void *    bases;
     const void *    values; // of the block
     const uint8_t * deltas;
     bool            empty_matrix;
 };
 
-// position in the arrays of column k of a lane, counted in columns from the block's first; v should be a compile-time
-// constant, because it divides
+// Position of column k of a lane in the arrays, in columns from the block's first. v should be a compile-time constant,
+// because the function divides by it.
 inline int64_t position(int64_t lane, int64_t k, int64_t v) { return k / v * (EC_LANES * v) + lane * v + k % v; }
 
 template <typename T> inline fault put(T * dense, int64_t col, T value, T exponent) {
@@ -220,7 +220,7 @@ template <typename T> inline fault put(T * dense, int64_t col, T value, T expone
     return fault::none;
 }
 
-// one row of a block with several rows; *at: the column of a fault
+// Decodes one row of a block with several rows; *at: the column of a fault.
 template <typename T, int BITS, typename B>
 fault decode_shared(const block_data & d, T exponent, T * dense, int64_t * at, int64_t * nnz) {
     const T * values = static_cast<const T *>(d.values) + d.index;
@@ -251,14 +251,14 @@ fault decode_shared(const block_data & d, T exponent, T * dense, int64_t * at, i
     return fault::none;
 }
 
-// a block of one row, which may have fillers and padding
+// Decodes a block of one row, which may contain fillers and padding.
 template <typename T, int BITS, typename B, int V>
 fault decode_single(const block_data & d, T exponent, T * dense, int64_t * at, int64_t * nnz) {
     const T *         values    = static_cast<const T *>(d.values);
     constexpr int64_t max       = (1 << BITS) - 1;
     int64_t           n_padding = 0;
     int64_t           col       = -1;
-    bool              filler    = false; // the last entry was one
+    bool              filler    = false; // the last entry was a filler
     for (int64_t lane = 0; lane < EC_LANES; lane++) {
         for (int64_t k = 0; k < d.per_lane; k++) {
             const int64_t  e     = position(lane, k, V);
@@ -388,13 +388,13 @@ int decode_rows(const ec_csr_view & view, int64_t row_begin, int64_t row_end, vo
 }
 
 int each_row(const ec_csr_view & view, int n_threads, const std::function<void(int64_t, const void *)> & f) {
-    const macko_desc &   desc    = view.arrays().desc;
-    const size_t         nbytes  = static_cast<size_t>(desc.cols * value_nbytes(desc.type));
-    int64_t              bad_row = desc.rows; // the first bad row is reported, whatever the number of threads
-    int                  status  = GGML_MACKO_STATUS_OK;
-    std::string          text;
-    std::mutex           mutex; // of these three
-    std::atomic<int64_t> nnz{ 0 };
+    const macko_desc &                desc    = view.arrays().desc;
+    const size_t                      nbytes  = static_cast<size_t>(desc.cols * value_nbytes(desc.type));
+    int64_t                           bad_row = desc.rows; // report the first bad row, whatever the number of threads
+    int                               status  = GGML_MACKO_STATUS_OK;
+    std::string                       text;
+    std::mutex                        mutex; // guards the three variables above
+    std::atomic<int64_t>              nnz{ 0 };
     std::vector<std::vector<uint8_t>> buffers(static_cast<size_t>(n_threads), std::vector<uint8_t>(nbytes));
     parallel_parts(n_threads, desc.rows, 16, [&](int64_t begin, int64_t end, int thread) {
         uint8_t * row      = buffers[static_cast<size_t>(thread)].data();
@@ -460,7 +460,7 @@ int64_t ec_csr_matrix::nbytes() const {
 
 namespace {
 
-// The columns of a block as they are stored. `source` says which of the block's columns an entry is, -1 for fillers and
+// The columns of a block in storage order. `source`: index of each entry among the block's columns; -1 for fillers and
 // padding.
 struct stored_columns {
     std::vector<int32_t> col;
@@ -512,7 +512,7 @@ void write_block(const T * dense, const ec_csr_blocks & blocks, const ec_csr_blo
 
 } // namespace
 
-// the order of FORMAT.md section 6
+// Sorts blocks in the order of FORMAT.md section 6.
 static void sort_blocks(ec_csr_blocks & blocks) {
     std::sort(blocks.blocks.begin(), blocks.blocks.end(), [&](const ec_csr_block & x, const ec_csr_block & y) {
         if (x.granularity != y.granularity) {

@@ -1,6 +1,6 @@
-// The EC-CSR codec: blocks to arrays, check, arrays to rows (FORMAT.md section 6; EC-SpMV paper, section 6). Which
-// blocks a matrix has is decided in extract.h; this file only knows how they stand in the arrays. Plain C++17: no ggml,
-// no CUDA.
+// The EC-CSR codec: converts blocks to arrays, checks arrays, and decodes rows (FORMAT.md section 6; EC-SpMV paper,
+// section 6). extract.h chooses the blocks of a matrix; this file only defines their storage in the arrays. Plain
+// C++17: no ggml, no CUDA.
 #pragma once
 
 #include "codec/codec.h"
@@ -14,7 +14,7 @@ const codec & ec_csr_codec();
 
 constexpr int64_t EC_LANES  = 32; // threads that share a block
 constexpr int64_t EC_VECTOR = 4;  // consecutive columns of a lane in the arrays
-// the columns of a block with several rows, and of a long one, are a multiple of this
+// blocks with several rows and long blocks have a multiple of this many columns
 constexpr int64_t EC_UNIT            = EC_LANES * EC_VECTOR;
 constexpr int32_t EC_MAX_GRANULARITY = 64;
 constexpr int64_t EC_MAX_SETS        = 8; // granularities 64, 32 ... 2, 1 with long blocks, 1 with short ones
@@ -23,16 +23,16 @@ struct ec_csr_set { // four elements of X.sets
     int32_t granularity;
     int32_t vector_size;
     int32_t n_blocks;
-    int32_t n_cols; // of all its blocks, fillers and padding counted
+    int32_t n_cols; // columns of all its blocks, with fillers and padding
 };
 static_assert(sizeof(ec_csr_set) == 16, "read from and written to the file as it is");
 
 constexpr bool    is_ec_delta_bits(int32_t bits) { return bits == 4 || bits == 8; }
 constexpr int64_t ec_base_nbytes(int64_t cols) { return cols <= 65536 ? 2 : 4; }
-// check_desc, and delta_bits 4 or 8
+// Runs check_desc, and checks that delta_bits is 4 or 8.
 [[nodiscard]] int check_ec_csr_desc(const macko_desc & desc);
 
-// an unchecked matrix as it stands in a file; lengths are in elements, of deltas in bytes
+// An unchecked matrix from a file. Lengths are in elements, for deltas in bytes.
 struct ec_csr_arrays {
     macko_desc         desc;
     const ec_csr_set * sets;
@@ -49,18 +49,17 @@ struct ec_csr_arrays {
     int64_t            n_values;
 };
 
-// a set, and where it starts in the arrays
+// A set, and its offsets in the arrays.
 struct ec_csr_range : ec_csr_set {
-    int64_t block;   // of all blocks; bases start at 32 * block
-    int64_t row;     // in rows
-    int64_t blk_ptr; // in blk_ptr
-    int64_t col;     // columns before: deltas start at bit col * delta_bits
-    int64_t value;   // in values
+    int64_t block;   // index of its first block; bases start at 32 * block
+    int64_t row;     // offset in rows
+    int64_t blk_ptr; // offset in blk_ptr
+    int64_t col;     // columns before this set: deltas start at bit col * delta_bits
+    int64_t value;   // offset in values
 };
 
-// Arrays whose sets, lengths, row indices, block pointers and order of blocks are right, so that rows can be decoded.
-// Columns and values are checked by decoding: before all rows were decoded once (check_rows), nothing else may use
-// them.
+// Arrays with valid sets, lengths, row indices, block pointers and block order, so that rows can be decoded. Decoding
+// checks columns and values: no other code may use them before all rows were decoded once (check_rows).
 class ec_csr_view : public codec_view {
 public:
     ec_csr_view() : codec_view(ec_csr_codec()) {}
@@ -72,11 +71,11 @@ public:
     const std::vector<ec_csr_range> & sets() const { return sets_; }
 
     struct block_row {  // one row of one block
-        uint32_t block; // in its set
+        uint32_t block; // index within its set
         uint16_t set;
-        uint16_t index; // among the block's rows
+        uint16_t index; // index within the block's rows
     };
-    // the blocks that hold elements of a row
+    // the blocks with elements of a row
     const block_row * row_begin(int64_t row) const { return block_rows_.data() + row_off_[static_cast<size_t>(row)]; }
     const block_row * row_end(int64_t row) const { return block_rows_.data() + row_off_[static_cast<size_t>(row) + 1]; }
 
@@ -88,28 +87,28 @@ private:
     std::vector<block_row>    block_rows_;
 };
 
-// everything but columns and values; the arrays must outlive *view
+// Checks everything except columns and values. The arrays must outlive *view.
 [[nodiscard]] int check_ec_csr(const ec_csr_arrays & arrays, ec_csr_view * view);
 // Decodes rows row_begin ... row_end-1 to dense elements of desc.type. Checks columns, deltas, fillers and padding,
-// that values are finite, and that no two blocks hold the same element. *nnz = non-zeros of these rows; the caller
+// that values are finite, and that no two blocks contain the same element. *nnz = non-zeros of these rows; the caller
 // compares the sum over all rows with desc.nnz.
 [[nodiscard]] int decode_rows(const ec_csr_view & view, int64_t row_begin, int64_t row_end, void * dense,
                               int64_t * nnz);
-// view.for_each_row(): decodes all rows, one at a time, and checks nnz as well
+// Implements view.for_each_row(): decodes all rows, one at a time, and also checks nnz.
 [[nodiscard]] int each_row(const ec_csr_view & view, int n_threads,
                            const std::function<void(int64_t, const void *)> & f);
 
 // ---- encoding ----
 
-// What a block holds: rows in ascending order, and the columns of its non-zeros in strictly ascending order. With
-// several rows, the distances of columns within a lane fit into a delta.
+// The elements of a block: its rows in ascending order, and the columns of their non-zeros in strictly ascending order.
+// In a block with several rows, the distance between columns of a lane fits in a delta.
 struct ec_csr_block {
     int32_t granularity;
     int32_t vector_size;
     int64_t rows;     // first of `granularity` in ec_csr_blocks::rows
     int64_t cols;     // first of n_cols in ec_csr_blocks::cols
     int64_t n_cols;   // non-zeros per row
-    int64_t n_stored; // with fillers and padding
+    int64_t n_stored; // columns stored per row, with fillers and padding
 };
 struct ec_csr_blocks {
     std::vector<ec_csr_block> blocks; // in any order
@@ -117,7 +116,7 @@ struct ec_csr_blocks {
     std::vector<int32_t>      cols;
 };
 
-// arrays with their memory
+// Arrays with their memory.
 struct ec_csr_matrix {
     macko_desc              desc = {};
     std::vector<ec_csr_set> sets;
@@ -131,7 +130,7 @@ struct ec_csr_matrix {
     int64_t       nbytes() const;
 };
 
-// Writes the canonical arrays of blocks, which this sorts; dense is the matrix that they came from. LIMIT if there are
+// Writes the canonical arrays of blocks and sorts blocks; dense is the matrix that contains them. LIMIT if there are
 // too many entries.
 [[nodiscard]] int assemble(const macko_desc & desc, const void * dense, ec_csr_blocks & blocks, int n_threads,
                            ec_csr_matrix * out);

@@ -1,7 +1,7 @@
-// Rows are bitsets of their non-zero columns; similarity is the popcount of an intersection. A level pairs rows of
-// blocks and cuts out the columns that both have, round after round; the parts cut out are the rows of the next level,
-// with twice the granularity (paper, algorithms 1 and 2). Unlike in the paper, distances of columns are limited within
-// a lane only, because each lane has a base of its own.
+// Rows are bitsets of their non-zero columns; the similarity of two rows is the popcount of their intersection. Each
+// level repeatedly pairs blocks and extracts the columns that both share; the extracted parts become the blocks of the
+// next level, with twice the granularity (paper, algorithms 1 and 2). Unlike the paper, only distances within a lane
+// are limited, because each lane has a base of its own.
 #include "codec/ec-csr/extract.h"
 #include "codec/nonzero.h"
 #include "codec/team.h"
@@ -30,7 +30,7 @@ int check_extract_options(const extract_options & o) {
 
 namespace {
 
-// shared[i] = columns that candidate shares with rows[i]
+// shared[i] = number of columns that candidate shares with rows[i]
 inline __attribute__((always_inline)) void count_shared_body(const uint64_t * const * rows, int64_t n,
                                                              const uint64_t * candidate, int64_t words,
                                                              int32_t * shared) {
@@ -57,7 +57,7 @@ __attribute__((target("popcnt"))) void count_shared_popcnt(const uint64_t * cons
                                                            int32_t * shared) {
     count_shared_body(rows, n, candidate, words, shared);
 }
-#if defined(__clang__) // knows no preferred width, and would ignore the whole attribute
+#if defined(__clang__) // clang has no preferred width, and would ignore the whole attribute
 __attribute__((target("avx512f,avx512vpopcntdq,popcnt")))
 #else
 __attribute__((target("avx512f,avx512vpopcntdq,popcnt,prefer-vector-width=512")))
@@ -82,15 +82,14 @@ count_function best_count() { return count_shared_plain; }
 
 namespace {
 
-// the blocks of a level, before they are cut to the shape that the arrays need: g rows each, and the columns that they
-// share
+// The blocks of a level before they get the shape that the arrays require: granularity rows each, and their shared
+// columns.
 struct level {
     int32_t               granularity;
     int64_t               words; // of a mask
     std::vector<uint64_t> masks;
-    std::vector<int32_t>  rows; // granularity per block
-    // blocks that found no partner in the last round; two of them never become partners, because masks only lose
-    // columns
+    std::vector<int32_t>  rows; // `granularity` rows per block
+    // blocks without a partner in the last round; two of them never become partners, because masks only lose columns
     std::vector<uint8_t> idle;
 
     int64_t    size() const { return static_cast<int64_t>(rows.size()) / granularity; }
@@ -106,15 +105,15 @@ struct level {
 
 using pairs = std::vector<std::pair<int32_t, int32_t>>;
 
-// Paper, algorithm 2: each row, in the order given, takes the free row with which it shares most columns (the first of
-// equals), if these are min_shared at least. Counts are made for a batch of rows at a time, and not for two idle rows;
-// that changes nothing but the speed.
+// Paper, algorithm 2: each row, in the given order, is paired with the free row that shares most columns with it (on a
+// tie, the first), if they share at least min_shared. Counts are made for a batch of rows at a time and skipped for two
+// idle rows, which changes only the speed.
 pairs match_rows(level & l, std::vector<int32_t> order, int64_t min_shared, int n_threads) {
     constexpr int64_t           batch        = 32;
     static const count_function count_shared = best_count();
     pairs                       out;
     std::vector<int32_t>        shared; // n for each row of the batch
-    std::vector<int32_t>        busy;   // places in `order`
+    std::vector<int32_t>        busy;   // positions in `order`
     std::vector<uint8_t>        taken;
     while (order.size() > 1) {
         const int64_t n       = static_cast<int64_t>(order.size());
@@ -129,7 +128,7 @@ pairs match_rows(level & l, std::vector<int32_t> order, int64_t min_shared, int 
         if (busy.empty()) {
             break;
         }
-        const uint64_t * rows[batch]; // of the batch: the busy ones first
+        const uint64_t * rows[batch]; // rows of the batch, the busy ones first
         int64_t          of[batch], n_rows = 0, n_busy = 0;
         for (const bool idle : { false, true }) {
             for (int64_t i = 0; i < n_batch; i++) {
@@ -199,11 +198,11 @@ void mask_columns(const uint64_t * mask, int64_t words, std::vector<int32_t> * o
     }
 }
 
-// Columns that blocks with several rows can hold: lanes of equally many columns, a multiple of EC_VECTOR, with no
-// distance in a lane over max_delta, and 32 lanes to a block.
+// Picks columns for blocks with several rows: all lanes have the same number of columns, a multiple of EC_VECTOR; no
+// distance in a lane exceeds max_delta; a block has 32 lanes.
 struct column_picker {
     int64_t              max_delta, min_per_lane, max_per_lane;
-    std::vector<int32_t> columns; // in: those that are shared
+    std::vector<int32_t> columns; // in: the shared columns
     std::vector<int32_t> runs;    // begin of each maximal run of columns without a wide gap; then the end
     std::vector<int32_t> picked;  // out: n_blocks * 32 * per_lane of them, ascending
     int64_t              per_lane = 0, n_blocks = 0;
@@ -213,7 +212,7 @@ struct column_picker {
           min_per_lane(min_columns / EC_LANES),
           max_per_lane(std::max(max_columns, min_columns) / EC_LANES) {}
 
-    // as many columns as possible; of equal choices the one with the longest lanes, because it has the fewest blocks
+    // Picks as many columns as possible. On a tie, the longest lanes win, because they give the fewest blocks.
     void pick() {
         const int64_t n = static_cast<int64_t>(columns.size());
         runs.clear();
@@ -261,7 +260,7 @@ struct extractor {
     int64_t                 max_elements; // of a block
     ec_csr_blocks           out;
     std::mutex              out_mutex;
-    level                   rest; // what goes into blocks with one row
+    level                   rest; // remaining columns, for blocks with one row
 
     int64_t max_columns(int32_t granularity) const {
         return std::max<int64_t>(EC_UNIT, max_elements / granularity / EC_UNIT * EC_UNIT);
@@ -279,7 +278,7 @@ struct extractor {
         });
     }
 
-    // One round: pairs rows of l and moves the columns that they share to next. False when nothing moved.
+    // One round: pairs rows of l and moves their shared columns to next. Returns false when no column moved.
     bool extract_round(level & l, level & next) {
         std::vector<int32_t> order;
         for (int64_t i = 0; i < l.size(); i++) {
@@ -347,7 +346,7 @@ struct extractor {
         }
     }
 
-    // Makes blocks of the rest of a level with several rows; columns that do not fill a block go back to their rows.
+    // Makes blocks with several rows from the rest of a level; columns that do not fill a block return to their rows.
     void emit_level(level & l) {
         each(l.size(), l.granularity, [&](int64_t i, column_picker & picker) {
             uint64_t * mask = l.mask(i);
@@ -373,8 +372,7 @@ struct extractor {
         }
     }
 
-    // Cuts a row of the rest into long blocks of whole units and a short one. A gap that a cut falls into needs no
-    // fillers.
+    // Splits the rest of a row into long blocks of whole units and a short block. A gap at a split needs no fillers.
     void emit_row(int64_t row, std::vector<int32_t> & cols) {
         const int64_t max_delta = (1 << desc.delta_bits) - 1;
         const int64_t n         = static_cast<int64_t>(cols.size());

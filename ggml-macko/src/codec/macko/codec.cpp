@@ -1,4 +1,4 @@
-// MACKO as a row of the registry (FORMAT.md section 3).
+// The registry entry of MACKO (FORMAT.md section 3).
 #include "codec/macko/encode.h"
 #include "codec/macko/matrix-view.h"
 #include "codec/team.h"
@@ -43,7 +43,7 @@ int open_macko(const ggml_macko_matrix & m, macko_matrix_view * view) {
 
 int macko_matrix_view::for_each_range(int n_threads, const std::function<int(const macko_view &)> & f) const {
     std::vector<int>         status(static_cast<size_t>(n_threads), GGML_MACKO_STATUS_OK);
-    std::vector<std::string> text(static_cast<size_t>(n_threads)); // messages belong to threads: they are carried over
+    std::vector<std::string> text(static_cast<size_t>(n_threads)); // messages belong to threads: copy them
     std::atomic<int64_t>     nnz{ 0 };
     parallel_parts(n_threads, n_threads, 1, [&](int64_t t, int64_t, int) {
         const macko_rows rows = {
@@ -137,7 +137,7 @@ public:
 
     void component_rules(const ggml_macko_matrix & m, component_rule * rules) const override {
         const int64_t n = array_length(m.arrays[MACKO_VALUES]);
-        // each dense element is stored once at most
+        // each dense element is stored at most once
         rules[MACKO_VALUES]  = { m.type, n_padded(std::min(m.rows * m.cols, MAX_STORED)), 8 };
         rules[MACKO_DELTAS]  = { GGML_MACKO_TYPE_I8, deltas_nbytes(n, m.bits), 0 };
         rules[MACKO_ROW_PTR] = { GGML_MACKO_TYPE_I32, m.rows + 1, 0 };
@@ -187,7 +187,7 @@ public:
     }
 
 private:
-    static constexpr int64_t SMALLEST = 0; // option delta_bits: the width that takes the fewest bytes
+    static constexpr int64_t SMALLEST = 0; // option delta_bits: the width with the fewest bytes
 
     static int32_t smallest_delta_bits(const ggml_macko_count & count, int32_t type) {
         int32_t best   = 0;

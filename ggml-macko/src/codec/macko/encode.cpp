@@ -1,4 +1,4 @@
-// To MACKO (FORMAT.md section 3), in two passes: count the entries, from which the sizes follow, then write them.
+// Encodes MACKO (FORMAT.md section 3) in two passes: counts the entries, which determine the sizes, then writes them.
 #include "codec/macko/encode.h"
 #include "codec/code-writer.h"
 #include "codec/nonzero.h"
@@ -58,7 +58,7 @@ void count_rows(const T * dense, int64_t rows, int64_t cols, T exponent, int n_t
     *count = sum;
 }
 
-// entries of a row, and its non-zeros
+// Counts the entries of a row and its non-zeros.
 template <typename T> int64_t count_entries(const T * row, int64_t cols, int bits, int64_t * nnz) {
     int64_t next = 0, n = 0, n_values = 0;
     for_each_column(row, cols, [&](int64_t col) {
@@ -86,8 +86,8 @@ template <typename T> T * write_entries(const T * row, int64_t cols, int bits, c
     return v;
 }
 
-// values and deltas of a matrix with a known row_ptr. Threads take contiguous ranges of rows, whose first and last byte
-// of deltas they may share.
+// Writes values and deltas of a matrix with a known row_ptr. Threads process contiguous ranges of rows, which may share
+// their first and last byte of deltas.
 template <typename T>
 void write_rows(const T * dense, const macko_desc & desc, const int32_t * row_ptr, int n_threads, T * values,
                 uint8_t * deltas) {
@@ -138,7 +138,7 @@ template <typename T> int encode_arrays(const T * dense, const macko_arrays & m,
 
 constexpr size_t SLACK = 64; // bytes behind values and deltas: validate and consumers may load whole vectors
 
-// row_ptr from the entries of each row, and memory for them
+// Computes row_ptr from the entries of each row, and allocates memory for them.
 template <typename N> int allocate(const macko_desc & desc, N && entries_of_row, macko_matrix * m) {
     m->desc = desc;
     m->row_ptr.assign(static_cast<size_t>(desc.rows) + 1, 0);

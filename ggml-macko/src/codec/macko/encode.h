@@ -1,5 +1,5 @@
-// To MACKO: a dense matrix, or one of any other format, to the canonical arrays. Arguments were checked by the caller.
-// Plain C++17: no ggml, no CUDA.
+// Encodes a dense matrix, or a matrix of any other format, as canonical MACKO arrays. The caller has checked the
+// arguments. Plain C++17: no ggml, no CUDA.
 #pragma once
 
 #include "codec/codec.h"
@@ -19,14 +19,14 @@ inline void add(ggml_macko_count & sum, const ggml_macko_count & c) {
 struct row_count {
     int32_t n_stored[4]; // for delta_bits 1, 2, 4, 8
 };
-// Counts what a dense matrix needs, for all four widths in one pass. each_row: rows of them, or nullptr
+// Counts the entries of a dense matrix for all four widths in one pass. each_row: counts for each row, or nullptr.
 [[nodiscard]] int count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads,
                               ggml_macko_count * count, row_count * each_row = nullptr);
-// nnz and the entries of each row for a matrix without Inf and NaN; NOT_FINITE if it has some
+// Counts nnz and the entries of each row for a matrix without Inf and NaN; NOT_FINITE if the matrix contains some.
 [[nodiscard]] int count_finite(const void * dense, const macko_desc & shape, int n_threads, ggml_macko_count * count,
                                row_count * each_row = nullptr);
 
-// the arrays of a matrix in the caller's memory
+// The arrays of a matrix in the caller's memory.
 struct macko_arrays {
     int64_t         rows;
     int64_t         cols;
@@ -38,28 +38,28 @@ struct macko_arrays {
     const uint8_t * deltas;   // deltas_nbytes()
     const int32_t * row_ptr;  // rows + 1
 };
-// Fills m's arrays, whose sizes follow from its counts; BAD_ARGUMENT if the counts are not those of dense.
+// Fills m's arrays, whose sizes follow from its counts; BAD_ARGUMENT if the counts do not match dense.
 [[nodiscard]] int encode(const void * dense, const macko_arrays & m, int n_threads);
-// Encodes the rows of a matrix whose row_ptr is known: dense points at the first of them, values and deltas are zeroed
-// and begin where rows says. FILE_CHANGED if a row does not have as many entries as row_ptr says.
+// Encodes the rows of a matrix with a known row_ptr. dense points at the first row; values and deltas are zeroed and
+// begin at rows.base. FILE_CHANGED if the number of entries in a row differs from row_ptr.
 [[nodiscard]] int encode(const void * dense, const macko_rows & rows, void * values, uint8_t * deltas);
 
-// arrays with their memory
+// Arrays with their memory.
 struct macko_matrix {
     macko_desc           desc;
     std::vector<int32_t> row_ptr;
-    std::vector<uint8_t> values; // bytes; zeros that vector loads may touch follow the values, and the deltas
+    std::vector<uint8_t> values; // bytes; both values and deltas end with zeros that vector loads may read
     std::vector<uint8_t> deltas;
 };
-// desc.nnz and the row counts are those of dense. LIMIT if there are too many entries.
+// desc.nnz and the row counts match dense. LIMIT if there are too many entries.
 [[nodiscard]] int encode(const void * dense, const macko_desc & desc, const std::vector<row_count> & rows,
                          int n_threads, macko_matrix * m);
-// What devices without anything of their own for a format get: the same matrix as MACKO rows, with the delta_bits of
-// view.desc() or with others. Makes the checks of view.check_rows(). Quantized values are dequantized; those that
-// become zero are dropped, so that m->desc.nnz may be lower than the view's.
+// Converts a matrix to MACKO rows, with the delta_bits of view.desc() or with other delta_bits, for devices without a
+// layout for its format. Runs the checks of view.check_rows(). Quantized values are dequantized; values that become
+// zero are dropped, so m->desc.nnz may be lower than the view's.
 [[nodiscard]] int recode(const codec_view & view, int n_threads, macko_matrix * m);
 [[nodiscard]] int recode(const codec_view & view, int32_t delta_bits, int n_threads, macko_matrix * m);
-// the entries that recode would make with each delta_bits
+// The number of entries that recode would make with each delta_bits.
 [[nodiscard]] int count_rows(const codec_view & view, int n_threads, ggml_macko_count * count);
 
 } // namespace macko

@@ -89,7 +89,8 @@ namespace {
 
 constexpr int64_t CHUNK = 1024; // entries unpacked at a time, on the stack
 
-// codes of entries k ... k+n-1 (n <= CHUNK) as bytes; returns a pointer into buffer, which has CHUNK + 8 bytes
+// Unpacks the codes of entries k ... k+n-1 (n <= CHUNK) to bytes; returns a pointer into buffer, which has CHUNK + 8
+// bytes.
 template <int bits>
 inline const uint8_t * unpack_codes(const uint8_t * deltas, int64_t k, int64_t n, uint8_t * buffer) {
     if (bits == 8) {
@@ -114,7 +115,7 @@ struct row_check {
     bool    finite    = true;
 };
 
-// entries begin ... end-1 of one row; T = uint16_t or uint32_t
+// Checks entries begin ... end-1 of one row; T = uint16_t or uint32_t.
 template <typename T, int bits>
 inline __attribute__((always_inline)) row_check check_entries(const T * values, const uint8_t * deltas, int64_t begin,
                                                               int64_t end, T exponent) {
@@ -144,7 +145,7 @@ inline __attribute__((always_inline)) row_check check_entries(const T * values, 
     return result;
 }
 
-// first row that is wrong, or -1; *n_zero = fillers of all rows
+// The first bad row, or -1; *n_zero = fillers of all rows.
 template <typename T, int bits>
 inline __attribute__((always_inline)) int64_t check_rows_impl(const macko_rows & m, T exponent, int64_t * n_zero) {
     const T * values = static_cast<const T *>(m.values);
@@ -157,7 +158,7 @@ inline __attribute__((always_inline)) int64_t check_rows_impl(const macko_rows &
         }
         const row_check c = check_entries<T, bits>(values, m.deltas, begin, end, exponent);
         *n_zero += c.n_zero;
-        // columns increase strictly, so the last one decides: sum(code + 1) - 1 < cols
+        // columns increase strictly, so checking the last one suffices: sum(code + 1) - 1 < cols
         if (!c.canonical || !c.finite || c.code_sum + (end - begin) > m.desc.cols || values[end - 1] == 0) {
             return r;
         }
@@ -193,7 +194,7 @@ int64_t check_rows(const macko_rows & m, int64_t * n_zero) {
     }
 }
 
-// says what is wrong with a row that check_rows found
+// Writes the error message for a row that check_rows found.
 template <typename T> int explain_row(const macko_rows & m, int64_t row) {
     const T *       values   = static_cast<const T *>(m.values);
     const T         exponent = exponent_mask<T>(m.desc.type);

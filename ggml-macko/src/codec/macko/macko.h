@@ -1,6 +1,6 @@
 // The MACKO codec: encode, validate, decode (FORMAT.md section 3; MACKO paper, section 4). Plain C++17: no ggml, no
 // CUDA.
-// Everything works on a range of rows, so that a caller can stream a matrix in blocks that fit the cache.
+// All functions work on a range of rows, so that a caller can stream a matrix in blocks that fit the cache.
 #pragma once
 
 #include "codec/limits.h"
@@ -8,7 +8,7 @@
 
 namespace macko {
 
-// what the header of a file says of a matrix, before any payload is read
+// A matrix as described by the header of a file, before any payload is read.
 struct macko_desc {
     int64_t rows;
     int64_t cols;
@@ -21,7 +21,7 @@ constexpr bool is_value_type(int32_t type) {
     return type == GGML_MACKO_TYPE_F32 || type == GGML_MACKO_TYPE_F16 || type == GGML_MACKO_TYPE_BF16;
 }
 constexpr int64_t value_nbytes(int32_t type) { return type == GGML_MACKO_TYPE_F32 ? 4 : 2; }
-// exponent bits of a value of T = uint16_t or uint32_t: all set means Inf or NaN
+// Exponent bits of a value of T = uint16_t or uint32_t: all set means Inf or NaN.
 template <typename T> constexpr T exponent_mask(int32_t type) {
     return static_cast<T>(sizeof(T) == 4 ? 0x7f800000u : type == GGML_MACKO_TYPE_F16 ? 0x7c00u : 0x7f80u);
 }
@@ -29,29 +29,29 @@ constexpr bool    is_delta_bits(int32_t bits) { return bits == 1 || bits == 2 ||
 constexpr int64_t n_padded(int64_t n_stored) { return n_stored <= 8 ? 8 : (n_stored + 7) & ~int64_t(7); }
 constexpr int64_t deltas_nbytes(int64_t n_padded, int32_t bits) { return (n_padded * bits / 8 + 3) & ~int64_t(3); }
 
-// limits of section 4 on the shape, the type and delta_bits
+// Checks the limits of FORMAT.md section 4 on the shape, the type and delta_bits.
 [[nodiscard]] int check_desc(const macko_desc & desc);
-// row_ptr (rows + 1 of them): 0 first, never decreasing, last = n_stored with n_padded(n_stored) = n_values
+// Checks row_ptr (rows + 1 elements): starts with 0, never decreases, and its last element is n_stored with
+// n_padded(n_stored) = n_values.
 [[nodiscard]] int check_row_ptr(const macko_desc & desc, const int32_t * row_ptr, int64_t n_values);
-// the padding entries behind n_stored and the last bytes of deltas are zero. values and deltas start at entry `base` (a
-// multiple of 8);
-// n_values, n_deltas are the matrix's component lengths.
+// Checks that the padding entries behind n_stored and the last bytes of deltas are zero. values and deltas start at
+// entry `base` (a multiple of 8); n_values and n_deltas are the matrix's component lengths.
 [[nodiscard]] int check_padding(const macko_desc & desc, int64_t n_stored, const void * values, const uint8_t * deltas,
                                 int64_t base, int64_t n_values, int64_t n_deltas);
 
-// rows row_begin ... row_end-1 of an untrusted matrix whose row_ptr passed check_row_ptr
+// Rows row_begin ... row_end-1 of an untrusted matrix whose row_ptr passed check_row_ptr.
 struct macko_rows {
     macko_desc      desc;
     int64_t         row_begin;
     int64_t         row_end;
     const int32_t * row_ptr; // of the whole matrix
-    // entry that values[0] and bit 0 of deltas belong to: a multiple of 8, <= row_ptr[row_begin]
+    // the entry of values[0] and bit 0 of deltas: a multiple of 8, <= row_ptr[row_begin]
     int64_t         base;
     const void *    values;
     const uint8_t * deltas;
 };
 
-// rows that passed validation: the only thing that decoders and kernels take
+// Rows that passed validation. Decoders and kernels accept only this class.
 class macko_view {
 public:
     const macko_rows & rows() const { return rows_; }
@@ -62,14 +62,14 @@ private:
     int64_t    nnz_  = 0;
 };
 
-// columns in range, canonical, finite; on success *view is those rows. The caller compares the sum of nnz with
-// desc.nnz.
+// Checks that columns are in range and that rows are canonical and finite. On success *view is these rows. The caller
+// compares the sum of nnz with desc.nnz.
 [[nodiscard]] int validate(const macko_rows & rows, macko_view * view);
 
-// dense points at row_begin; (row_end - row_begin) * cols elements are written
+// Writes (row_end - row_begin) * cols elements to dense, which points at row_begin.
 void decode(const macko_view & view, void * dense);
 
-// the code of entry k (counted from bit 0 of deltas)
+// The code of entry k, counted from bit 0 of deltas.
 inline uint32_t delta_code(const uint8_t * deltas, int64_t k, int32_t bits) {
     const int64_t bit = k * bits;
     return (static_cast<uint32_t>(deltas[bit >> 3]) >> (bit & 7)) & ((1u << bits) - 1);

@@ -10,7 +10,7 @@ enum macko_component : size_t { MACKO_VALUES, MACKO_DELTAS, MACKO_ROW_PTR };
 
 const codec & macko_codec();
 
-// row_ptr and padding are checked; rows are checked when they are visited
+// Checked row_ptr and padding; rows are checked when they are visited.
 class macko_matrix_view : public codec_view {
 public:
     macko_matrix_view();
@@ -18,8 +18,8 @@ public:
     int                check_rows(int n_threads) const override;
     int                for_each_row(int n_threads, const std::function<void(int64_t, const void *)> & f) const override;
     int                decode(void * dense, int n_threads) const override;
-    // Validates all rows in n_threads ranges, one per thread, and hands each to f. Checks nnz as well. The error of the
-    // first bad row is reported, whatever the number of threads.
+    // Validates all rows in n_threads ranges, one per thread, and passes each range to f. Also checks nnz. Reports the
+    // error of the first bad row, whatever the number of threads.
     [[nodiscard]] int for_each_range(int n_threads, const std::function<int(const macko_view &)> & f) const;
 
 private:

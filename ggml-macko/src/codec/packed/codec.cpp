@@ -1,4 +1,4 @@
-// The packed format as a row of the registry (FORMAT.md sections 7 and 8).
+// The registry entry of the packed format (FORMAT.md sections 7 and 8).
 #include "codec/macko/encode.h"
 #include "codec/packed/packed.h"
 
@@ -6,7 +6,7 @@ namespace macko {
 
 namespace {
 
-constexpr int32_t RECODED_BITS = 4; // delta_bits for consumers that take MACKO rows
+constexpr int32_t RECODED_BITS = 4; // delta_bits for consumers of MACKO rows
 
 packed_desc desc_of(const ggml_macko_matrix & m) {
     return { { m.rows, m.cols, m.type, RECODED_BITS, m.nnz }, m.value_type, m.bits };
@@ -50,7 +50,7 @@ public:
 
     int check_desc(const ggml_macko_matrix & m) const override { return check_packed_desc(desc_of(m)); }
 
-    // Q4_NL and coded values are no types of ggml's: bytes and words on file
+    // ggml has no types for Q4_NL and coded values: a file stores them as bytes and words
     int32_t value_type_of(int32_t dense_type, int32_t component_type) const override {
         return component_type == GGML_MACKO_TYPE_I8    ? GGML_MACKO_TYPE_Q4_NL
                : component_type == GGML_MACKO_TYPE_I32 ? GGML_MACKO_TYPE_CODED
@@ -58,7 +58,7 @@ public:
                                                        : dense_type;
     }
 
-    // the exact lengths of gap codes and of coded values follow from themselves
+    // the exact lengths of gap codes and coded values follow from their data
     void component_rules(const ggml_macko_matrix & m, component_rule * rules) const override {
         const int64_t n_values = packed_n_values(m.nnz);
         rules[PACKED_VALUES]   = { m.value_type, n_values, 0 };
@@ -114,9 +114,9 @@ public:
 
 private:
     static constexpr int64_t DENSE_TYPE = -1; // option value_type
-    static constexpr int64_t SMALLEST   = -1; // options with a number of bits: what takes the fewest bytes
+    static constexpr int64_t SMALLEST   = -1; // options with a number of bits: the width with the fewest bytes
 
-    // values, or words of coded ones; blocks of Q4_NL are counted as such, not as bytes
+    // values, or words of coded values; for Q4_NL the values in its blocks, not its bytes
     static int64_t n_values(const ggml_macko_matrix & m) {
         const ggml_macko_array & a     = m.arrays[PACKED_VALUES];
         const int64_t            block = quant_block_nbytes(m.value_type);

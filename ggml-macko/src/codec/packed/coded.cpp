@@ -11,7 +11,7 @@ namespace macko {
 
 namespace {
 
-constexpr int64_t RANK_BLOCKS   = 8; // blocks between two numbers of outliers_before
+constexpr int64_t RANK_BLOCKS   = 8; // blocks between two entries of outliers_before
 constexpr int64_t MAX_EXPONENTS = 256;
 
 using histogram = std::array<int64_t, MAX_EXPONENTS>; // values that fit but for the base, by exponent
@@ -19,13 +19,13 @@ using histogram = std::array<int64_t, MAX_EXPONENTS>; // values that fit but for
 int64_t n_ranks(int64_t n_blocks) { return (n_blocks + RANK_BLOCKS - 1) / RANK_BLOCKS; }
 int64_t coded_blocks(int64_t nnz) { return packed_n_values(nnz) / QUANT_BLOCK; }
 int64_t outliers_words(int64_t n, int32_t type) { return (n * value_nbytes(type) + 3) / 4; }
-// of Inf and NaN
+// Exponent of Inf and NaN.
 constexpr int infinite_exponent(int32_t type) { return type == GGML_MACKO_TYPE_F16 ? 31 : 255; }
 
 template <typename T> int exponent_of(T value, int32_t type) {
     return static_cast<int>((value & exponent_mask<T>(type)) >> coded_dense_mantissa_bits(type));
 }
-// whether the mantissa of a value has no more than so many bits, and the value is normal
+// Whether a value is normal and its mantissa has at most mantissa_bits significant bits.
 template <typename T> bool is_short(T value, int32_t type, int mantissa_bits) {
     const int dropped = coded_dense_mantissa_bits(type) - mantissa_bits;
     return (value & ((T(1) << dropped) - 1)) == 0 && exponent_of(value, type) != 0;
@@ -37,7 +37,7 @@ template <typename T> int code_of(T value, int32_t type, const coded_widths & w)
 
 // ---- blocks ----
 
-// bits 7 of 32 bytes
+// Bit 7 of each of 32 bytes.
 uint32_t top_bits(const uint32_t * bytes) {
     uint32_t mask = 0;
     for (int i = 0; i < 8; i++) {
@@ -61,12 +61,12 @@ coded_block_view masks_of(const uint32_t * block, const coded_widths & w) {
     return m;
 }
 
-uint32_t places_of(int64_t block, int64_t nnz) { // values that a block has, as a mask
+uint32_t places_of(int64_t block, int64_t nnz) { // the values of a block that exist, as a mask
     const int64_t n = nnz - block * QUANT_BLOCK;
     return n >= QUANT_BLOCK ? ~uint32_t(0) : n <= 0 ? 0 : (uint32_t(1) << n) - 1;
 }
 
-// bit j of i at bit 16 j
+// Table that moves bit j of i to bit 16 j.
 constexpr std::array<uint64_t, 16> make_spread() {
     std::array<uint64_t, 16> t = {};
     for (uint64_t i = 0; i < 16; i++) {
@@ -78,7 +78,8 @@ constexpr std::array<uint64_t, 16> SPREAD = make_spread();
 
 constexpr uint64_t four(uint64_t x) { return x * 0x0001000100010001u; }
 
-// Values 4 i ... 4 i + 3 of a block in 16 bits each: sign, code and mantissa; bit 15, from bit mantissa_bits on, below.
+// Values 4 i ... 4 i + 3 of a block in 16 bits each: the sign in bit 15, the code from bit mantissa_bits on, and the
+// mantissa below.
 uint64_t four_values(const uint32_t * block, const coded_block_view & m, const coded_widths & w, int i) {
     const auto spread = [&](uint32_t mask) { return SPREAD[mask >> (4 * i) & 15]; };
     uint64_t   u      = block[i];
@@ -94,7 +95,7 @@ uint64_t four_values(const uint32_t * block, const coded_block_view & m, const c
     return u;
 }
 
-// the 32 values of a block as bits of the dense type; what has no code comes out as anything
+// Writes the 32 values of a block as bits of the dense type; a value without a code is undefined.
 void expand_block(const uint32_t * block, const coded_block_view & m, const coded_widths & w, int32_t type,
                   uint16_t * out) {
     const int      bits = coded_dense_mantissa_bits(type);
@@ -117,7 +118,7 @@ void expand_block(const uint32_t * block, const coded_block_view & m, const code
     }
 }
 
-// Puts n values into a block of zeros; returns which of them are outliers.
+// Stores n values in a block of zeros; returns a mask of the outliers.
 template <typename T>
 uint32_t put_values(uint32_t * block, const T * values, int n, int32_t type, const coded_widths & w) {
     const int        dropped = coded_dense_mantissa_bits(type) - w.mantissa_bits, low = w.mantissa_bits - 7;
@@ -147,7 +148,7 @@ uint32_t put_values(uint32_t * block, const T * values, int n, int32_t type, con
 
 // ---- base ----
 
-// the base with the most values, and how many those are
+// The base that codes the most values, and their number.
 std::pair<int32_t, int64_t> best_base(const histogram & values, int exponent_bits, int32_t type) {
     const int                   n_codes = (1 << exponent_bits) - 1;
     std::pair<int32_t, int64_t> best    = { 0, -1 };
@@ -179,7 +180,7 @@ int64_t max_coded_words(int64_t nnz, int32_t type) {
 int64_t max_short_outliers(int64_t nnz, int32_t type, int64_t nbytes) {
     constexpr coded_widths shortest = { 7, 2, 0 };
     const int64_t          n = packed_n_values(nnz), words = nbytes / 4 - CODED_HEADER_WORDS - shortest.blocks_words(n);
-    // blocks of any other widths would take a word more each
+    // blocks with any other widths would need one word more each
     return words >= 0 && words < n / QUANT_BLOCK ? words * 4 / value_nbytes(type) : -1;
 }
 
@@ -187,11 +188,11 @@ int64_t max_short_outliers(int64_t nnz, int32_t type, int64_t nbytes) {
 
 namespace {
 
-// What the pass over the blocks finds.
+// Results of the pass over the blocks.
 struct block_counts {
-    histogram            values = {};        // that have a code, by exponent
-    int64_t              bad    = INT64_MAX; // the first place without a code that is not zero
-    std::vector<int64_t> outliers;           // of each RANK_BLOCKS blocks
+    histogram            values = {};        // values with a code, by exponent
+    int64_t              bad    = INT64_MAX; // first value without a code whose other bits are not zero
+    std::vector<int64_t> outliers;           // outliers per RANK_BLOCKS blocks
 };
 
 void count_codes(const coded_block_view & m, const coded_widths & w, histogram * values) {
@@ -204,7 +205,7 @@ void count_codes(const coded_block_view & m, const coded_widths & w, histogram *
     }
 }
 
-// The first place of a block without a code, but with other bits, or that is padding, but has a code; else -1.
+// The first value of a block that has no code but other bits, or that is padding but has a code; else -1.
 int bad_place(const uint32_t * block, const coded_block_view & m, uint32_t places) {
     uint32_t bad = (m.sign | m.mantissa[0] | m.mantissa[1] | m.mantissa[2]) & ~m.has_code();
     bad |= m.has_code() & ~places;
@@ -240,7 +241,7 @@ block_counts count_blocks(const uint32_t * blocks, const coded_widths & w, int64
     return all;
 }
 
-// Adds the outliers that another base would code.
+// Adds the outliers that a different base would code.
 template <typename T>
 int check_outliers(const uint8_t * outliers, int64_t n, int32_t type, const coded_widths & w, histogram * values) {
     for (int64_t i = 0; i < n; i++) {
@@ -337,15 +338,15 @@ namespace {
 
 template <typename T> struct expander {
     const uint32_t *     blocks;
-    const uint8_t *      outliers; // the next one
+    const uint8_t *      outliers; // the next outlier
     const coded_widths & w;
     int32_t              type;
 
-    void skip(int64_t block, uint32_t places) { // the outliers of these places
+    void skip(int64_t block, uint32_t places) { // skips the outliers of these values
         const uint32_t mask = places & ~masks_of(blocks + block * w.bits(), w).has_code();
         outliers += __builtin_popcount(mask) * static_cast<int64_t>(sizeof(T));
     }
-    // places: values of the block that there are
+    // places: mask of the values that exist in the block
     void expand(int64_t block, uint32_t places, T * out) {
         const uint32_t *       at = blocks + block * w.bits();
         const coded_block_view m  = masks_of(at, w);
@@ -412,7 +413,7 @@ void count_exponents(const T * values, int32_t type, int64_t n, int n_threads, h
     });
 }
 
-// The widths as given, or those that take the fewest words, of equals the first.
+// The given widths, or the widths with the fewest words; on a tie, the first.
 template <typename T>
 coded_widths choose_widths(const T * values, int32_t type, int64_t n, int32_t mantissa_bits, int32_t exponent_bits,
                            int n_threads, int64_t * n_outliers) {

@@ -1,4 +1,4 @@
-// Coded values: short exponents, short mantissas and outliers, without loss (FORMAT.md section 8). Plain C++17: no
+// Coded values: lossless, with short exponents, short mantissas and outliers (FORMAT.md section 8). Plain C++17: no
 // ggml, no CUDA.
 #pragma once
 
@@ -14,11 +14,11 @@ constexpr int coded_dense_mantissa_bits(int32_t type) {
     return type == GGML_MACKO_TYPE_F32 ? 23 : type == GGML_MACKO_TYPE_F16 ? 10 : 7;
 }
 
-// What the values of a matrix have in common. A value takes bits().
+// Field widths shared by all values of a matrix. A value has bits() bits.
 struct coded_widths {
     int32_t mantissa_bits; // 7 or 10
     int32_t exponent_bits; // 2 or 3
-    int32_t base;          // codes of exponents begin at 1, which is base + 1
+    int32_t base;          // exponent code 1 means exponent base + 1
 
     constexpr int bits() const { return mantissa_bits + exponent_bits + 1; }
     constexpr int n_codes() const { return (1 << exponent_bits) - 1; }
@@ -30,21 +30,21 @@ constexpr bool is_coded_mantissa_bits(int32_t bits, int32_t type) {
 }
 constexpr bool is_coded_exponent_bits(int32_t bits) { return bits == 2 || bits == 3; }
 
-// A block taken apart. Bit i of a mask belongs to value i.
+// The parts of one block. Bit i of a mask belongs to value i.
 struct coded_block_view {
     const uint8_t * bytes;
     uint32_t        sign;
     uint32_t        code[3];     // bit j of the codes
     uint32_t        mantissa[3]; // bits 2, 1, 0 of a mantissa of 10 bits
 
-    // values that stand for themselves; the others are outliers or padding
+    // values that have a code; the others are outliers or padding
     uint32_t has_code() const { return code[0] | code[1] | code[2]; }
 };
 
-// words that nnz values of a type take at most
+// Maximum words of nnz values of a type.
 int64_t max_coded_words(int64_t nnz, int32_t type);
-// The most outliers that nnz values of m = 7 and e = 2 have if they take so many bytes, which a header tells, or -1:
-// no such values take so many.
+// Maximum number of outliers among nnz values with m = 7 and e = 2 that occupy nbytes bytes, as a header declares; -1
+// if such values cannot occupy that many bytes.
 int64_t max_short_outliers(int64_t nnz, int32_t type, int64_t nbytes);
 
 // Coded values that passed the checks of open_coded(). The words must outlive it.
@@ -64,15 +64,15 @@ private:
     int64_t              n_outliers_ = 0;
     const uint32_t *     blocks_     = nullptr;
     const uint8_t *      outliers_   = nullptr;
-    std::vector<int64_t> outliers_before_; // of every RANK_BLOCKS-th block
+    std::vector<int64_t> outliers_before_; // before every RANK_BLOCKS-th block
 };
 
-// Makes all checks of section 8 on n_words untrusted words: nnz values of a dense type.
+// Runs all checks of section 8 on n_words untrusted words: nnz values of a dense type.
 [[nodiscard]] int open_coded(const uint32_t * words, int64_t n_words, int32_t type, int64_t nnz, int n_threads,
                              coded_view * out);
 
-// Codes n values, bits of a dense type, none zero and all finite. Widths of -1 are chosen for the fewest bytes. Same
-// words for any n_threads. BAD_FORMAT for widths that there are not.
+// Codes n values, given as bits of a dense type; no value is zero, and all are finite. A width of -1 is chosen for the
+// fewest bytes. The words do not depend on n_threads. BAD_FORMAT for unsupported widths.
 [[nodiscard]] int encode_coded(const void * values, int32_t type, int64_t n, int32_t mantissa_bits,
                                int32_t exponent_bits, int n_threads, std::vector<uint8_t> * out);
 

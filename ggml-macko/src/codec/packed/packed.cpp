@@ -46,7 +46,7 @@ static int check_lengths(const packed_arrays & a) {
                              : fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s has the wrong length (%lld vs %lld)", name,
                                     static_cast<long long>(n), static_cast<long long>(expected));
     };
-    if (a.desc.value_type != GGML_MACKO_TYPE_CODED) { // the length of coded values follows from themselves
+    if (a.desc.value_type != GGML_MACKO_TYPE_CODED) { // the length of coded values follows from their data
         if (const int status = length("values", a.n_values, packed_n_values(a.desc.dense.nnz))) {
             return status;
         }
@@ -84,7 +84,7 @@ static int check_rest_of_index(const packed_arrays & a, int64_t n_bits) {
                 : static_cast<int>(GGML_MACKO_STATUS_OK);
 }
 
-// the first of n items (rows, values) for which bad(i) holds, or n; the same for any number of threads
+// The first of n items (rows, values) for which bad(i) is true, or n; the same for any number of threads.
 template <typename F> static int64_t first_bad(int64_t n, int n_threads, F && bad) {
     int64_t    first = n;
     std::mutex mutex;
@@ -132,7 +132,7 @@ static int check_bitmap(const packed_arrays & a, int n_threads) {
     return check_rest_of_index(a, desc.rows * nbytes * 8);
 }
 
-// What the codes of each possible byte of an index add up to.
+// Sums of the codes in each possible byte of an index.
 class byte_table {
 public:
     template <typename F> byte_table(int32_t bits, F && of_code) {
@@ -150,9 +150,9 @@ private:
     uint16_t sums_[256];
 };
 
-// Finds where the codes of each row begin: behind the row_ptr[r]-th code that stores something. Pieces of the index are
-// counted first; then each knows which rows begin in it. Rows whose beginning the index does not reach begin at its
-// end. Returns the number of codes that store something.
+// Finds where the codes of each row begin: behind the row_ptr[r]-th code that stores a value. The first pass counts
+// these codes in pieces of the index, which tells which rows begin in each piece. Rows that begin behind the end of the
+// index get its end. Returns the number of codes that store a value.
 static int64_t find_rows(const packed_arrays & a, int n_threads, std::vector<int64_t> * row_codes) {
     constexpr int64_t    PIECE  = 1 << 14; // bytes
     const int32_t        b      = a.desc.index_bits;
@@ -240,7 +240,7 @@ static int check_gaps(const packed_arrays & a, int n_threads, std::vector<int64_
     while (last > 0 && a.row_ptr[last] == a.row_ptr[last + 1]) {
         last--;
     }
-    // Each code moves the column on, so the last column of a row is where all of its codes lead.
+    // each code advances the column, so the last column of a row is the sum of all its codes
     const int64_t r = first_bad(desc.rows, n_threads, [&](int64_t row) {
         if (complete && row < last) {
             const int64_t * codes = row_bits->data() + row;
@@ -287,7 +287,8 @@ template <typename T> static int check_plain_values(const packed_arrays & a, int
                 static_cast<long long>(k));
 }
 
-// Whether a value d * q of a block is beyond F16, by more than the rounding of d explains. Other dense types hold all.
+// Whether a value d * q of a block exceeds F16 by more than the rounding of d can cause. Other dense types have a
+// larger range.
 static bool leaves_f16(const uint8_t * block, int32_t type) {
     constexpr float beyond = 65536; // the largest F16 is 65504, and d is rounded by 2^-11 at most
     const float     d      = std::fabs(float_of_f16(quant_scale_bits(block)));
@@ -425,7 +426,7 @@ int packed_view::decode(void * dense, int n_threads) const {
     return GGML_MACKO_STATUS_OK;
 }
 
-// the distance of x to the nearest value that a block can hold
+// Distance of x to the nearest value that a block can represent.
 static double nearest_distance(const uint8_t * block, int32_t type, double d, double x) {
     constexpr double WHOLE = 0x1.8p52; // adding it rounds to a whole number, ties to even
     if (type == GGML_MACKO_TYPE_Q4_NL) {
@@ -440,8 +441,9 @@ static double nearest_distance(const uint8_t * block, int32_t type, double d, do
     return std::fabs(x - d * ((q + WHOLE) - WHOLE));
 }
 
-// The distance to the nearest d * q, the rounding of the scale to F16, and that of the product to the dense type. A
-// value beyond twice the largest |q| cannot belong to its scale: searched scales cut off less than half of a value.
+// The sum of three distances: to the nearest d * q, the rounding of the scale to F16, and the rounding of the product
+// to the dense type. A value beyond twice the largest |q| cannot belong to its scale: searched scales cut off less than
+// half of a value.
 void packed_view::error_bounds(int64_t k, int64_t n, const float * source, double * bounds) const {
     const int32_t type = arrays_.desc.value_type;
     if (!is_quant_type(type)) {
@@ -457,7 +459,7 @@ void packed_view::error_bounds(int64_t k, int64_t n, const float * source, doubl
         const uint8_t * block = blocks + (k + i) / QUANT_BLOCK * quant_block_nbytes(type);
         const auto      x     = static_cast<double>(source[i]);
         const auto      d     = static_cast<double>(float_of_f16(quant_scale_bits(block)));
-        const double    scale = 2 * most * (std::fabs(d) * 0x1p-11 + 0x1p-25); // twice: it may turn a q beside a tie
+        const double    scale = 2 * most * (std::fabs(d) * 0x1p-11 + 0x1p-25); // twice: rounding may move a q
         const double    value = d * quant_at(block, type, (k + i) % QUANT_BLOCK);
         bounds[i]             = scale + std::fabs(value) * rounding + 0x1p-24;
         if (std::fabs(x) <= 2 * most * std::fabs(d) + scale) {
@@ -483,14 +485,14 @@ namespace {
 
 constexpr int32_t GAP_BITS[3] = { 2, 4, 8 };
 
-int64_t gap_codes(int64_t gap, int32_t b) { return gap / ((1 << b) - 1) + 1; } // with that of the non-zero behind it
+int64_t gap_codes(int64_t gap, int32_t b) { return gap / ((1 << b) - 1) + 1; } // with the code of its non-zero
 
-// non-zeros and gap codes of a row, for all widths
+// Non-zeros and gap codes of a row, for all widths.
 struct gap_count {
     int64_t nnz, codes[3];
 };
 
-// what stands where in the index
+// The layout of the index.
 struct index_plan {
     int                  width;     // index into GAP_BITS, or -1: a bitmap
     int64_t              n_bits;    // of the whole index
@@ -531,7 +533,7 @@ int make_row_ptr(const std::vector<gap_count> & counts, std::vector<int32_t> * r
     return GGML_MACKO_STATUS_OK;
 }
 
-// index_bits as given, or the narrowest index; a bitmap wins a tie
+// The given index_bits, or the narrowest index; a bitmap wins a tie.
 index_plan plan_index(const std::vector<gap_count> & counts, int64_t cols, int32_t index_bits) {
     const int64_t bitmap_bits = bitmap_row_nbytes(cols) * 8;
     int64_t       codes[3]    = {};
@@ -557,7 +559,7 @@ index_plan plan_index(const std::vector<gap_count> & counts, int64_t cols, int32
     return plan;
 }
 
-// the index of one row; store(col) takes its non-zeros in order
+// Writes the index of one row; calls store(col) for its non-zeros in order.
 template <typename T, typename F>
 void write_index(const T * row, int64_t cols, const index_plan & plan, int64_t first_bit, uint8_t * index, F && store) {
     if (plan.width < 0) {
@@ -599,7 +601,7 @@ int pack_type(const T * dense, packed_desc desc, int32_t mantissa_bits, int32_t 
     out->desc             = desc;
     out->index.assign(static_cast<size_t>(index_nbytes_of_bits(plan.n_bits)), 0);
     const bool     is_plain = desc.value_type == desc.dense.type, is_coded = desc.value_type == GGML_MACKO_TYPE_CODED;
-    std::vector<T> source(is_plain ? 0 : static_cast<size_t>(nnz)); // what is to be coded or quantized
+    std::vector<T> source(is_plain ? 0 : static_cast<size_t>(nnz)); // values to code or quantize
     out->values.assign(is_coded ? 0 : static_cast<size_t>(values_nbytes(desc.value_type, packed_n_values(nnz))), 0);
     T * values = is_plain ? reinterpret_cast<T *>(out->values.data()) : source.data();
     parallel_ranges(n_threads, rows, [&](int64_t begin, int64_t end) {

@@ -1,5 +1,5 @@
-// The packed codec: non-zeros without fillers, plain, coded or quantized, and a bitmap or gap codes that place them
-// (FORMAT.md sections 7 and 8). Plain C++17: no ggml, no CUDA.
+// The packed codec: non-zeros without fillers (plain, coded or quantized), and a bitmap or gap codes with their
+// positions (FORMAT.md sections 7 and 8). Plain C++17: no ggml, no CUDA.
 #pragma once
 
 #include "codec/codec.h"
@@ -16,7 +16,7 @@ enum packed_component : size_t { PACKED_VALUES, PACKED_INDEX, PACKED_ROW_PTR };
 const codec & packed_codec();
 
 constexpr int32_t INDEX_BITMAP = 0; // index_bits of a bitmap; other values are the bits of a gap code
-// no gap codes of 1 bit: they would be a bitmap again
+// gap codes of 1 bit do not exist: they would equal a bitmap
 constexpr bool    is_index_bits(int32_t bits) { return bits == INDEX_BITMAP || (bits > 1 && is_delta_bits(bits)); }
 constexpr int64_t packed_n_values(int64_t nnz) {
     return nnz <= QUANT_BLOCK ? QUANT_BLOCK : (nnz + QUANT_BLOCK - 1) / QUANT_BLOCK * QUANT_BLOCK;
@@ -25,27 +25,27 @@ constexpr int64_t bitmap_row_nbytes(int64_t cols) { return (cols + 7) / 8; }
 constexpr int64_t index_nbytes_of_bits(int64_t bits) { return bits <= 32 ? 4 : ((bits + 7) / 8 + 3) & ~int64_t(3); }
 
 struct packed_desc {
-    macko_desc dense;      // delta_bits: of the MACKO rows that recode() makes
+    macko_desc dense;      // delta_bits: for the MACKO rows that recode() makes
     int32_t    value_type; // dense.type, GGML_MACKO_TYPE_CODED, or a quantized type
     int32_t    index_bits;
 };
-// limits of section 4, value_type and index_bits
+// Checks the limits of section 4, value_type and index_bits.
 [[nodiscard]] int check_packed_desc(const packed_desc & desc);
-// bytes of the index: exactly, if it is a bitmap; an upper bound, if it is gap codes
+// Bytes of the index: exact for a bitmap, an upper bound for gap codes.
 int64_t max_index_nbytes(const packed_desc & desc);
 
-// a matrix as it stands in a file, checked by nobody
+// An unchecked matrix from a file.
 struct packed_arrays {
     packed_desc     desc;
     const void *    values;
-    int64_t         n_values; // of coded values their words
+    int64_t         n_values; // for coded values: their words
     const uint8_t * index;
     int64_t         n_index; // bytes
     const int32_t * row_ptr;
     int64_t         n_row_ptr;
 };
 
-// arrays that passed all checks; they must outlive it
+// Arrays that passed all checks; they must outlive this object.
 class packed_view : public codec_view {
 public:
     packed_view() : codec_view(packed_codec()) {}
@@ -65,18 +65,18 @@ public:
     void decode_row(int64_t row, void * dense) const;
     // writes values k ... k + n - 1, which are not quantized, as bits of the dense type
     void copy_values(int64_t k, int64_t n, void * out) const;
-    // of coded values
+    // only for coded values
     const coded_view & coded() const { return coded_; }
 
 private:
     friend int           check_packed(const packed_arrays & arrays, int n_threads, packed_view * view);
     packed_arrays        arrays_ = {};
-    std::vector<int64_t> row_bits_; // of gap codes: where those of a row begin
+    std::vector<int64_t> row_bits_; // gap codes: first bit of each row
     coded_view           coded_;
 };
 [[nodiscard]] int check_packed(const packed_arrays & arrays, int n_threads, packed_view * view);
 
-// arrays with their memory
+// Arrays with their memory.
 struct packed_matrix {
     packed_desc          desc;
     std::vector<uint8_t> values; // bytes
@@ -85,8 +85,8 @@ struct packed_matrix {
 
     packed_arrays arrays() const;
 };
-// Packs a dense matrix of finite values, whose non-zeros are counted here (desc.dense.nnz is ignored). index_bits -1:
-// what makes the index smallest. mantissa_bits, exponent_bits: of coded values, -1 what makes them smallest. LIMIT if
+// Packs a dense matrix of finite values and counts its non-zeros (desc.dense.nnz is ignored). index_bits -1: the
+// smallest index. mantissa_bits, exponent_bits: widths of coded values; -1: the widths with the fewest bytes. LIMIT if
 // there are too many non-zeros.
 [[nodiscard]] int pack(const void * dense, packed_desc desc, int n_threads, packed_matrix * out,
                        int32_t mantissa_bits = -1, int32_t exponent_bits = -1);
@@ -112,7 +112,7 @@ template <typename F> void packed_view::for_each_column(int64_t row, F && f) con
     const int32_t  b      = arrays_.desc.index_bits;
     const uint32_t escape = (1u << b) - 1;
     int64_t        code = row_bit(row) / b, col = -1;
-    // Columns are collected first: which codes are escapes cannot be predicted, so this takes no branch on it.
+    // Collect columns first, without a branch on escapes, because escape codes cannot be predicted.
     constexpr int64_t MOST = 256;
     int64_t           cols[MOST];
     for (int64_t k = 0; k < n; k += MOST) {

@@ -1,9 +1,10 @@
 // The CPU device: a buffer type whose tensors are sparse weights (weight.h), and a backend that multiplies with them
 // and computes the small operations in between (graph-plan.h).
 //
-// The device's default buffer type is its own only while a sparse model is loaded on the thread; otherwise it is that
-// of ggml's CPU backend. So its results lie in ordinary host memory: it needs no compute buffers, the scheduler copies
-// nothing at a change of the backend, and dense models in the same process are computed as without the plugin.
+// The device uses its own buffer type as the default only while the thread loads a sparse model; otherwise the default
+// is the buffer type of ggml's CPU backend. So its results are in ordinary host memory: it needs no compute buffers,
+// the scheduler copies no data when the backend changes, and dense models in the same process run as without the
+// plugin.
 #include "cpu/device/device.h"
 #include "abi/op-numbers.h"
 #include "backend/host-weights.h"
@@ -41,7 +42,7 @@ void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *
         return;
     }
     if (offset > 0) {
-        return; // the first piece had the placeholder; the stream has nothing more of a sparse tensor
+        return; // the first piece contained the placeholder; the stream has no other data of a sparse tensor
     }
     auto *         m         = static_cast<weight *>(tensor->data);
     weight_cache * cache     = current->cache();
@@ -61,7 +62,7 @@ void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *
     note_host_weight(tensor);
 }
 
-// Dense elements, for programs that save or inspect a model.
+// Returns dense elements, for programs that save or inspect a model.
 void buffer_get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
     if (const weight * m = weight_of(tensor)) {
         weight_densify(*m, offset, data, size);
@@ -96,8 +97,8 @@ size_t buft_get_alignment(ggml_backend_buffer_type_t) {
 }
 
 ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
-    // Outside of a load, this is for a LoRA adapter, whose tensors go beside the weight that they adapt. They are
-    // dense, and the CPU backend computes with them.
+    // Outside of a load, the caller is a LoRA adapter, which places its tensors beside the weight that they adapt. They
+    // are dense, and the CPU backend computes with them.
     if (!load_session::current()) {
         return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
     }
@@ -113,7 +114,7 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
 
 size_t matrix_nbytes(ggml_backend_buffer_type_t, const sparse_tensor_info & matrix) { return weight_nbytes(matrix); }
 
-// Known before the payload is read, so the memory figures that llama.cpp prints are exact.
+// The size is known before the payload is read, so the memory figures that llama.cpp prints are exact.
 size_t buft_get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
     const load_session *       current = load_session::current();
     const sparse_tensor_info * matrix  = current ? current->find(tensor) : nullptr;
@@ -148,7 +149,7 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
 
 const char * backend_get_name(ggml_backend_t) { return "MACKO"; }
 
-// Synchronous; it exists because of what device_get_props() promises.
+// Synchronous; it exists because device_get_props() reports the capability `async`.
 void backend_set_tensor_async(ggml_backend_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
     buffer_set_tensor(tensor->buffer, tensor, data, offset, size);
 }
@@ -203,9 +204,9 @@ void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
     props->name        = device_get_name(dev);
     props->description = device_get_description(dev);
     props->type        = device_get_type(dev);
-    // With these capabilities, llama.cpp reads weights through four buffers of 1 MiB instead of one as large as the
-    // dense tensor. Only a placeholder at the start of a sparse tensor's bytes carries information, and touching fresh
-    // memory for the rest took most of the load time.
+    // With these capabilities, llama.cpp reads weights through four buffers of 1 MiB instead of one buffer as large as
+    // the dense tensor. Only the placeholder at the start of a sparse tensor's bytes carries information, and touching
+    // new memory for the rest took most of the load time.
     props->caps.async       = load_session::current() != nullptr;
     props->caps.host_buffer = props->caps.async;
     props->caps.events      = props->caps.async;
@@ -256,12 +257,13 @@ ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
                                : sparse_buffer_type(dev);
 }
 
-// Products with a sparse weight are never refused: the scheduler would give them to a backend that reads it as dense.
+// Never refuses a product with a sparse weight: the scheduler would assign it to a backend that reads the weight as
+// dense.
 bool product_is_ours(ggml_backend_dev_t dev, const ggml_tensor * op) {
     const ggml_tensor * w = op->src[0];
     const ggml_tensor * x = op->src[1];
     if (!w->buffer || real_buffer_type(w->buffer->buft) != sparse_buffer_type(dev) || w->view_src) {
-        return false; // a dense weight, or a view of a sparse one, which is not at the weight's header
+        return false; // a dense weight, or a view of a sparse one, which does not point to the weight's header
     }
     if (load_session::current() && !load_session::current()->find(w)) {
         return false; // a dense tensor of the model that is being loaded
@@ -270,9 +272,9 @@ bool product_is_ours(ggml_backend_dev_t dev, const ggml_tensor * op) {
            op->nb[0] == sizeof(float);
 }
 
-// Called during a load for a weight in our buffer type, before it has data, and by the scheduler for each node. A
-// product that a GPU takes is ours, too, because that GPU may not be one of the scheduler's; but what is near it is
-// not: activations would go to and fro.
+// Called during a load for a weight in our buffer type, before it has data, and by the scheduler for each node. Also
+// accepts a product that a GPU computes, because that GPU may not be one of the scheduler's backends. It does not
+// accept the operations near such a product, because activations would be copied back and forth.
 bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
     return is_no_op(op) || is_near_product(op, [dev, op](const ggml_tensor * node) {
                return product_is_ours(dev, node) && (node == op || !wants_offload(node));

@@ -28,7 +28,7 @@ float * y_at(const ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3) {
     return const_cast<float *>(row_at(t, i1, i2, i3));
 }
 
-// row i1, i2, i3 of a tensor that is repeated to the shape of the other operand
+// Row i1, i2, i3 of a tensor that is repeated to the shape of the other operand.
 const float * repeated_row_at(const ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3) {
     return row_at(t, i1 % t->ne[1], i2 % t->ne[2], i3 % t->ne[3]);
 }
@@ -53,7 +53,7 @@ void row_op(const row_ops & ops, const ggml_tensor * dst, const float * a, const
     }
 }
 
-// What a ROPE does; the parameters are where ggml stores them.
+// The parameters of a ROPE, from the places where ggml stores them.
 rope_params rope_params_of(const ggml_tensor * op) {
     const ggml_tensor * factors = op->src[2];
     rope_params         p       = {};
@@ -66,7 +66,7 @@ rope_params rope_params_of(const ggml_tensor * op) {
     return p;
 }
 
-// All heads of thread ith's share of the tokens.
+// Rotates all heads of thread ith's share of the tokens.
 void rope_thread(const ggml_tensor * dst, int ith, int nth) {
     const rope_params p         = rope_params_of(dst);
     const auto *      positions = static_cast<const int32_t *>(dst->src[1]->data);
@@ -79,7 +79,7 @@ void rope_thread(const ggml_tensor * dst, int ith, int nth) {
     }
 }
 
-// Thread ith's share of the rows.
+// Copies thread ith's share of the rows.
 void get_rows_thread(const ggml_tensor * dst, int ith, int nth) {
     const auto * ids = static_cast<const int32_t *>(dst->src[1]->data);
     for (int64_t r = dst->ne[1] * ith / nth; r < dst->ne[1] * (ith + 1) / nth; r++) {
@@ -87,7 +87,8 @@ void get_rows_thread(const ggml_tensor * dst, int ith, int nth) {
     }
 }
 
-// Thread ith's share of the tensor: whole rows, or some columns of each if there are fewer rows than threads.
+// Computes thread ith's share of the tensor: whole rows, or some columns of each row if there are fewer rows than
+// threads.
 void row_op_thread(const ggml_tensor * dst, int ith, int nth) {
     if (op_of(dst) == GGML_OP_ROPE) {
         return rope_thread(dst, ith, nth);
@@ -111,7 +112,7 @@ void row_op_thread(const ggml_tensor * dst, int ith, int nth) {
 
 bool has_plain_rows(const ggml_tensor * t) { return t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float); }
 
-// One position for each token, no YaRN, and pairs from the first element on.
+// Whether a ROPE has one position for each token, no YaRN, and pairs from the first element on.
 bool is_plain_rope(const ggml_tensor * op) {
     const ggml_tensor * x         = op->src[0];
     const ggml_tensor * positions = op->src[1];
@@ -125,7 +126,7 @@ bool is_plain_rope(const ggml_tensor * op) {
            n_dims % 2 == 0 && n_dims <= std::min(op->ne[0], MAX_ROPE_DIMS) && ggml_get_op_params_f32(op, 7) == 0;
 }
 
-// floats, with one list of numbers
+// Whether a GET_ROWS reads floats, with one list of row numbers.
 bool is_plain_get_rows(const ggml_tensor * op) {
     const ggml_tensor * x   = op->src[0];
     const ggml_tensor * ids = op->src[1];
@@ -138,12 +139,12 @@ bool is_relu(const ggml_tensor * node) {
     return op_of(node) == GGML_OP_UNARY && ggml_get_unary_op(node) == GGML_UNARY_OP_RELU;
 }
 
-// Whether these are the neurons of a feed-forward part: behind a gate or a ReLU, which may be squared.
+// Whether x contains the neurons of a feed-forward part: the result of a gate or a ReLU, which may be squared.
 bool is_neurons(const ggml_tensor * x) {
     return op_of(x) == GGML_OP_GLU || is_relu(x) || (op_of(x) == GGML_OP_SQR && is_relu(x->src[0]));
 }
 
-// Whether node i of a graph is relu(gate) * up, and nothing else uses up.
+// Whether node i of a graph is relu(gate) * up, and no other node uses up.
 bool is_relu_gated(const ggml_cgraph * graph, int i) {
     const ggml_tensor * node = graph->nodes[i];
     if (op_of(node) != GGML_OP_GLU || ggml_get_glu_op(node) != GGML_GLU_OP_REGLU) {
@@ -208,7 +209,7 @@ graph_plan::step & graph_plan::next_step(const ggml_tensor * row_op, const weigh
 }
 
 // dst[rows, n1, n2, n3] = w[cols, rows, m2, m3] * x[cols, n1, n2, n3], where m2 divides n2 and m3 divides n3: each
-// matrix is multiplied with n2 / m2 * n3 / m3 matrices of x (broadcast).
+// matrix is multiplied by n2 / m2 * n3 / m3 matrices of x (broadcast).
 void graph_plan::add_mul_mat(const weight * m, const ggml_tensor * dst) {
     const ggml_tensor * w  = dst->src[0];
     const ggml_tensor * x  = dst->src[1];
@@ -231,7 +232,7 @@ void graph_plan::add_mul_mat(const weight * m, const ggml_tensor * dst) {
 }
 
 // dst[rows, used, tokens] = w[cols, rows, experts] * x[cols, used or 1, tokens]; ids[used, tokens] are the experts.
-// False if one of them is out of range.
+// Returns false if an id is out of range.
 bool graph_plan::add_mul_mat_id(const weight * m, const ggml_tensor * dst) {
     const ggml_tensor * w     = dst->src[0];
     const ggml_tensor * x     = dst->src[1];
@@ -301,9 +302,9 @@ void graph_plan::skip_closed_rows(const ggml_cgraph * graph, int i) {
         !ggml_is_contiguous(up)) {
         return;
     }
-    size_t first = b.begin; // of the steps of up
+    size_t first = b.begin; // first step of up
     if (a.node == up && b.node == gate && up->src[1] == gate->src[1]) {
-        // x is alive until its last use, so that up can be computed there, too
+        // x is alive until its last use, so up can also be computed there
         const auto begin = steps.begin() + static_cast<std::ptrdiff_t>(a.begin);
         std::rotate(begin, begin + static_cast<std::ptrdiff_t>(a.end - a.begin),
                     begin + static_cast<std::ptrdiff_t>(b.end - a.begin));
@@ -346,13 +347,14 @@ void graph_plan::reserve_scratch() {
     }
 }
 
-// What is smaller than this, in floats, one thread computes: a barrier would take longer than the others' help saves.
+// One thread computes all operations on fewer floats than this: a barrier would take longer than the other threads
+// save.
 constexpr int64_t ALONE_BELOW = 4096;
 
-// Barriers between the steps, and only where one is needed: not between two steps that thread 0 computes alone.
+// Barriers between the steps, only where necessary: none between two steps that thread 0 computes alone.
 class step_barrier {
 public:
-    // Before each step, called by all threads; returns whether this one has a part in it.
+    // All threads call this before each step; returns whether the calling thread has a part in the step.
     bool begin(bool alone, int ith) {
         if (last == done_by::all || (last == done_by::first && !alone)) {
 #pragma omp barrier
@@ -381,8 +383,8 @@ mul_mat_params graph_plan::params_of(const step & s) const {
              skips };
 }
 
-// Products that follow each other and have the same x, as those of query, key and value, are computed together. What
-// decides which rows of the later ones are computed must be complete before.
+// Consecutive products with the same x, such as query, key and value, are computed together. A gate that selects the
+// rows of a later product must be complete before that product.
 void graph_plan::run_thread(int ith, int nth) const {
     step_barrier barrier;
     for (size_t i = 0; i < n_steps;) {

@@ -1,5 +1,5 @@
-// The nodes that the CPU device computes of one graph, as steps for one parallel region with barriers, instead of a
-// parallel region for each node.
+// Turns the CPU device's nodes of one graph into steps of one parallel region with barriers, instead of one parallel
+// region per node.
 #pragma once
 
 #include "cpu/kernels/kernels.h"
@@ -15,18 +15,18 @@ namespace macko::cpu {
 
 struct weight;
 
-// Whether graph_plan can compute this ADD, MUL, RMS_NORM, GLU (SWIGLU, REGLU), RELU, SQR, ROPE or GET_ROWS: F32, the
-// elements of a row contiguous, and a second operand of ADD, MUL or GLU whose rows are as long as those of the first.
+// Whether graph_plan can compute this ADD, MUL, RMS_NORM, GLU (SWIGLU, REGLU), RELU, SQR, ROPE or GET_ROWS. The tensors
+// must be F32, the elements of a row contiguous, and both operands of ADD, MUL or GLU must have rows of equal length.
 // False for any other op.
 bool is_row_op(const ggml_tensor * op);
-// MUL_MAT or MUL_MAT_ID
+// Whether op is MUL_MAT or MUL_MAT_ID.
 bool is_product(const ggml_tensor * op);
-// a view, or no operation at all
+// Whether op is a view or no operation.
 bool is_no_op(const ggml_tensor * op);
 
-// Whether the CPU device computes an op: a product that is_ours(), or a row operation that follows one. It takes the
-// operations between two sparse products of a layer, since each change of the backend costs about 3 us; but only those
-// near a sparse product, or it would take operations from a dense model in the same process.
+// Whether the CPU device computes an op: a product that is_ours(), or a row operation that follows one. The device
+// computes the operations between two sparse products of a layer, because each change of the backend costs about 3 us.
+// It leaves all other operations to their backend; they may belong to a dense model in the same process.
 template <typename F> bool is_near_product(const ggml_tensor * op, const F & is_ours, int depth = 5) {
     // 5: norms with weights, bias, residual: the longest chain of any architecture
     if (is_product(op)) {
@@ -43,7 +43,7 @@ template <typename F> bool is_near_product(const ggml_tensor * op, const F & is_
 class graph_plan {
 public:
     int n_threads = omp_get_max_threads();
-    // whether skip_closed_rows() does anything, and products leave out the columns that zeros meet
+    // enables skip_closed_rows(), and lets products skip the columns of zeros
     bool skips = true;
 
     void clear() {
@@ -53,13 +53,13 @@ public:
     // The tensors must exist until run() returns. Logs an error and returns false if GET_ROWS asks for a row that does
     // not exist.
     bool add_row_op(const ggml_tensor * node);
-    // Adds a product with the weight m. Logs an error and returns false if m is null, for it has not been loaded, or if
-    // an expert's number is out of range; then some of it may have been added.
+    // Adds a product with the weight m. Logs an error and returns false if m is null because it was not loaded, or if
+    // an expert's number is out of range; part of the product may have been added then.
     bool add_product(const ggml_tensor * node, const weight * m);
-    // Before node i of a graph is added: if it is relu(gate) * up, of the two products that were added last, and
-    // nothing else uses up, then no row of up matters where the gate is not positive. Gate is computed first, and then,
-    // of products with one x, only those rows of up that matter, where few do. The result of the node is the same, bit
-    // for bit.
+    // Call before adding node i of a graph. If the node is relu(gate) * up, where gate and up are the two most recent
+    // products and no other node uses up, then a row of up matters only where the gate is positive. The plan then
+    // computes gate first, and for products with one x skips the other rows of up if few rows matter. The result of the
+    // node is the same, bit for bit.
     void skip_closed_rows(const ggml_cgraph * graph, int i);
     bool is_empty() const { return n_steps == 0; }
     void run();
@@ -68,22 +68,22 @@ private:
     struct step {
         const ggml_tensor *        row_op; // nullptr for a product
         const weight *             m;
-        int64_t                    matrix;      // number among the ne[2] * ne[3] matrices of the weight; of the expert
+        int64_t                    matrix;      // among the ne[2] * ne[3] matrices of the weight, or the expert
         std::vector<const float *> x;           // rows to multiply with
-        std::vector<float *>       y;           // rows of the result, one for each x
-        const float *              gate;        // of mul_mat_params
-        bool                       skips_small; // there is one x, of which the elements below m's threshold are skipped
+        std::vector<float *>       y;           // rows of the result, one per x
+        const float *              gate;        // the gate of mul_mat_params
+        bool                       skips_small; // there is one x, and its elements below m's threshold are skipped
     };
     struct product_steps {
         const ggml_tensor * node;
         size_t              begin, end;
     };
-    std::vector<step>                       steps; // the first n_steps are in use; the others keep their vectors
+    std::vector<step>                       steps; // the first n_steps are in use; the others keep vectors
     size_t                                  n_steps          = 0;
-    product_steps                           last_products[2] = {}; // the last but one, and the last
+    product_steps                           last_products[2] = {}; // the two most recent products
     std::unique_ptr<void, void (*)(void *)> scratch          = { nullptr, free };
     int64_t                                 scratch_nbytes   = 0;
-    std::vector<float>                      kept; // of the x of a step that skips small elements, with zeros for these
+    std::vector<float>                      kept; // x of a step that skips small elements, which are zero
     float *                                 kept_x = nullptr;
 
     step & next_step(const ggml_tensor * row_op, const weight * m, int64_t matrix);

@@ -20,7 +20,7 @@ struct backend_deleter {
 
 struct backend_context {
     graph_plan                                     plan;
-    std::unique_ptr<ggml_backend, backend_deleter> cpu; // ggml's
+    std::unique_ptr<ggml_backend, backend_deleter> cpu; // ggml's CPU backend
 };
 
 bool is_sparse_product(const ggml_tensor * node) { return rpc_vet(node) == rpc_verdict::PRODUCT; }
@@ -32,7 +32,7 @@ bool is_planned(const ggml_tensor * node) {
     return sound && is_near_product(node, is_sparse_product);
 }
 
-// The nodes of a graph in their order, as stretches that ggml's CPU backend computes and stretches of the plan.
+// Divides the nodes of a graph, in order, into ranges for ggml's CPU backend and ranges for the plan.
 class stretches {
 public:
     stretches(backend_context & context, ggml_cgraph * graph) : context_(context), graph_(graph) {
@@ -81,7 +81,7 @@ private:
     backend_context & context_;
     ggml_cgraph *     graph_;
     rpc_refusals      refused_;
-    int               begin_ = -1, end_ = 0; // nodes that the CPU backend has to compute next, if begin_ >= 0
+    int               begin_ = -1, end_ = 0; // the next nodes for the CPU backend, if begin_ >= 0
     ggml_status       status_ = GGML_STATUS_SUCCESS;
 };
 
@@ -181,7 +181,7 @@ void device_get_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
     }
 }
 
-// rpc-server offers devices of type GPU without being told, and no others
+// rpc-server offers devices of type GPU by default, and no others.
 enum ggml_backend_dev_type device_get_type(ggml_backend_dev_t dev) {
     return *static_cast<const bool *>(dev->context) ? GGML_BACKEND_DEVICE_TYPE_GPU : GGML_BACKEND_DEVICE_TYPE_ACCEL;
 }

@@ -17,7 +17,7 @@ using mapping = std::unique_ptr<void, unmap>;
 mapping map_memory(size_t nbytes, bool reserve) { return mapping(platform::map_memory(nbytes, reserve), { nbytes }); }
 
 struct mapped_weight : rpc_weight {
-    mapping memory; // of a weight
+    mapping memory; // mapping of a weight
 
     explicit mapped_weight(mapping m) : memory(std::move(m)) {}
     weight * get() const { return static_cast<weight *>(memory.get()); }
@@ -42,7 +42,7 @@ struct mapped_memory : rpc_memory {
 void mapped_memory::clear(uint8_t value) {
     if (value != 0) {
         memset(memory.get(), value, nbytes);
-    } else { // reads as zeros, and takes no memory
+    } else { // reads as zeros and needs no memory
         platform::discard_memory(memory.get(), nbytes);
     }
 }
@@ -55,7 +55,7 @@ int mapped_memory::make_weight(const received_file & file, std::unique_ptr<rpc_w
         return fail(GGML_MACKO_STATUS_OUT_OF_MEMORY, "%s: cannot allocate %.2f MiB for a sparse weight",
                     matrix.name.c_str(), static_cast<double>(n) / 1048576);
     }
-    platform::use_huge_pages(made->memory.get(), n); // as for a local weight
+    platform::use_huge_pages(made->memory.get(), n); // like a local weight
     weight_init(made->get(), matrix);
     weight_packer packer(*made->get());
     if (const int status = read_payload(file, file.header, matrix, 0, packer)) {
@@ -74,7 +74,7 @@ std::unique_ptr<rpc_memory> rpc_memory_reserve(size_t nbytes) {
         log_error("ggml-macko: cannot reserve %.2f MiB of addresses\n", static_cast<double>(nbytes) / 1048576);
         return nullptr;
     }
-    // Small dense tensors lie between the places of sparse weights, which must not become memory with them.
+    // Small dense tensors lie between the addresses of sparse weights, which must not get memory along with them.
     platform::use_small_pages(memory.get(), nbytes);
     return std::make_unique<mapped_memory>(std::move(memory), nbytes);
 }

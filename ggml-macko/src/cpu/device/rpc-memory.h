@@ -1,5 +1,5 @@
-// The memory of a buffer of the CPU device on a server of llama.cpp's RPC backend (rpc/buffer.h): addresses of the
-// system, which gives memory to pages that are written. Weights have mappings of their own.
+// The memory of a buffer of the CPU device on a server of llama.cpp's RPC backend (rpc/buffer.h): reserved addresses,
+// where the system allocates a page at its first write. Each weight has a mapping of its own.
 #pragma once
 
 #include "cpu/device/weight.h"
@@ -7,10 +7,10 @@
 
 namespace macko::cpu {
 
-// nullptr, with the reason in the log, if the addresses cannot be reserved
+// Returns nullptr and logs the reason if the addresses cannot be reserved.
 std::unique_ptr<rpc_memory> rpc_memory_reserve(size_t nbytes);
 
-// what rpc_memory_reserve()'s memory has made of a matrix
+// The CPU weight behind a weight made by rpc_memory_reserve()'s memory.
 const weight & rpc_weight_of(const rpc_weight & weight);
 
 } // namespace macko::cpu

@@ -1,6 +1,5 @@
-// What tensor->data of a sparse weight points to on the CPU device: a header, the norms of its columns if its threshold
-// needs them, the memory of its columns (columns.h) if they are kept, too, and that of its rows, both as a
-// bitmap_matrix.
+// The memory at tensor->data of a sparse weight on the CPU device: a header, the norms of the columns if the threshold
+// needs them, the copy by columns (columns.h) if there is one, and the rows. The copy and the rows are bitmap_matrix.
 #pragma once
 
 #include "cpu/kernels/kernels.h"
@@ -14,22 +13,22 @@
 namespace macko::cpu {
 
 struct alignas(BITMAP_ALIGNMENT) weight {
-    uint64_t    magic; // WEIGHT_MAGIC when the whole payload has been read
+    uint64_t    magic; // WEIGHT_MAGIC after the whole payload has been read
     macko_desc  desc;
     bitmap_form form;
-    int64_t     rows_per_matrix;    // ne[1]; the ne[2] * ne[3] matrices of the tensor follow each other
-    int64_t     columns_nbytes = 0; // 0: it is not kept by columns
-    float       threshold      = 0; // columns_skip_below() of one x; 0: not. Only of a weight that is kept by columns
-    int64_t     norms_nbytes   = 0; // 0: the threshold is one of x alone
+    int64_t     rows_per_matrix;    // ne[1]; the ne[2] * ne[3] matrices of the tensor are stored one after the other
+    int64_t     columns_nbytes = 0; // 0: there is no copy by columns
+    float       threshold      = 0; // columns_skip_below() of one x; 0: none. Only with a copy by columns
+    int64_t     norms_nbytes   = 0; // 0: the threshold applies to x alone
 
     bitmap_matrix bitmap() const { return bitmap_bind(desc, form, memory() + norms_nbytes + columns_nbytes); }
-    // of all matrices (columns.h); no masks if there are none
+    // the columns of all matrices (columns.h); no masks if there is no copy by columns
     bitmap_matrix columns() const {
         return columns_nbytes > 0
                    ? bitmap_bind(columns_desc(desc, rows_per_matrix), { desc.type }, memory() + norms_nbytes)
                    : bitmap_matrix{};
     }
-    // a float for each column, or nullptr
+    // one float per column, or nullptr
     float * norms() const { return norms_nbytes > 0 ? reinterpret_cast<float *>(memory()) : nullptr; }
 
 private:
@@ -37,29 +36,29 @@ private:
 };
 constexpr uint64_t WEIGHT_MAGIC = 0x78697274616d6b6dull;
 
-// nullptr if the tensor's payload has not been read
+// nullptr if the tensor's payload has not been read.
 inline const weight * weight_of(const ggml_tensor * tensor) {
     const auto * m = static_cast<const weight *>(tensor->data);
     return m && m->magic == WEIGHT_MAGIC ? m : nullptr;
 }
 
-// bytes of a weight with its header, for the kernels that are in use
+// Bytes of a weight with its header, for the kernels in use.
 size_t weight_nbytes(const sparse_tensor_info & matrix);
 
-// Bytes from the beginning that are in use, the header included; the rest is room that nothing needed.
+// Bytes in use from the start, including the header; the remaining bytes were reserved but not needed.
 size_t weight_used_nbytes(const weight & m);
 
-// Writes the header of a weight; it has no magic yet.
+// Writes the header of a weight, without the magic.
 void weight_init(weight * m, const sparse_tensor_info & matrix);
 
-// size bytes of the weight's dense elements, from byte `offset` of them on
+// Writes `size` bytes of the weight's dense elements, starting at byte `offset`.
 void weight_densify(const weight & m, size_t offset, void * data, size_t size);
-// the dense elements of some rows
+// Writes the dense elements of rows row_begin ... row_end - 1.
 void weight_densify_rows(const weight & m, int64_t row_begin, int64_t row_end, void * dense);
-// Rows are found so many at a time: to find one row of a group of bundles, all of it is read.
+// Number of rows that are read together: finding one row of a group of bundles requires reading the whole group.
 int64_t weight_row_step(const weight & m);
 
-// fills a weight with a payload
+// Fills a weight from a payload.
 class weight_packer : public payload_consumer {
 public:
     explicit weight_packer(const weight & m) : weight_(m) {}

@@ -1,4 +1,4 @@
-// Chooses the kernel set, chooses the layout of x for each multiplication, and divides its rows among threads. This
+// Chooses the kernel set, chooses the layout of x for each multiplication, and divides the rows among threads. This
 // file is compiled for any CPU.
 #include "cpu/kernels/dispatch.h"
 #include "platform/platform.h"
@@ -22,19 +22,19 @@ namespace macko::cpu {
 
 struct candidate {
     const kernel_set * set;
-    bool               supported; // by the CPU and by the operating system, which has to save its registers
+    bool               supported; // by the CPU and by the operating system, which must save its registers
 };
 
 #if defined(__x86_64__)
-// __builtin_cpu_supports("f16c") needs a newer compiler than we ask for
+// __builtin_cpu_supports("f16c") needs a newer compiler than this project requires
 static bool cpu_has_f16c() {
     unsigned eax, ebx, ecx, edx;
     return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
 }
 #endif
 
-// Zen 4, the only CPUs of AMD's family 25 with VBMI2, take 512 bits in two halves: there bundles are faster than
-// expanded rows at all densities that they are for, and than coded values (lab/kernels-cpu.md).
+// Zen 4 CPUs, the only CPUs of AMD's family 25 with VBMI2, split 512-bit operations into two halves. On them, bundles
+// are faster than expanded rows at all densities that allow bundles, and faster than coded values (lab/kernels-cpu.md).
 static bool cpu_is_zen4() {
 #if defined(__x86_64__)
     constexpr unsigned FAMILY_25 = 0xf + 0xa; // base and extended
@@ -54,7 +54,7 @@ static const candidate * candidates(int * n) {
     static const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     static const bool vbmi2 = avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
-                              __builtin_cpu_supports("avx512vnni"); // which all CPUs with VBMI2 have
+                              __builtin_cpu_supports("avx512vnni"); // all CPUs with VBMI2 have it
     static const candidate all[] = {
         { &kernels_avx512_vbmi2, vbmi2 },
         { &kernels_avx512, avx512 },
@@ -147,10 +147,10 @@ bool multiplies_with(const kernel_set & set, const bitmap_matrix & w) {
     return in_bundles(w) ? set.bundles : w.type != GGML_MACKO_TYPE_CODED || has_coded(set);
 }
 
-// Coded values take 10 bits in place of 16 or 32. Where instructions are the limit, they must also take no more time
-// than expanded ones, which depends on the set: moving bytes, signs and a bit of the exponents to their columns is
-// cheap with AVX-512 VBMI2, while all other sets would expand each product's values anew. Rows of a few columns are
-// smaller without the rows' alignment.
+// Coded values need 10 bits instead of 16 or 32. Where instructions are the limit, they must also be at least as fast
+// as expanded values, which depends on the set: with AVX-512 VBMI2 it is cheap to move bytes, signs and one exponent
+// bit to their columns, while all other sets would expand the values again for each product. Rows with few columns are
+// smaller without the alignment of the rows.
 cpu_plan choose_cpu_layout_with(const kernel_set & set, const macko_desc & desc, int32_t value_type,
                                 int64_t values_nbytes) {
     const auto plan = [&](const bitmap_form & form, const char * reason) {
@@ -186,7 +186,7 @@ cpu_plan choose_cpu_layout_with(const kernel_set & set, const macko_desc & desc,
     return as_stored.nbytes < expanded.nbytes ? as_stored : expanded;
 }
 
-// With more x, products with bundles are faster by panels; those of F16 and BF16 may be so only beyond MAX_PLANES.
+// With more x, products with bundles are faster by panels; for F16 and BF16 only beyond MAX_PLANES, if at all.
 static int64_t most_planes(int32_t type) { return is_quant_type(type) ? 5 : MAX_PLANES; }
 
 constexpr int64_t COUNTER_NBYTES = 64;
@@ -207,13 +207,13 @@ static int64_t n_zeros(const mul_mat_params & p) {
     return n;
 }
 
-// for how many parts of the columns there are sums in the scratch memory, behind x
+// Number of parts of the columns whose sums fit in the scratch memory, behind x.
 static int64_t room_for_parts(const mul_mat_params & p) {
     const int64_t floats = (mul_mat_scratch_nbytes(p.w.cols, 1) - COUNTER_NBYTES) / int64_t(sizeof(float));
     return (floats - mask_words(p.w.cols) * 64) / (mask_words(p.columns.cols) * 64);
 }
 
-// Whether enough of x is zero for the columns. Each thread counts by itself, which is faster than a barrier.
+// Whether x has enough zeros for the kernel `columns`. Each thread counts them, which is faster than a barrier.
 static bool takes_columns(const kernel_set & set, const mul_mat_params & p) {
     return p.columns.masks && p.n == 1 && room_for_parts(p) > 0 &&
            static_cast<float>(n_zeros(p)) >= static_cast<float>(p.w.cols) * set.costs.columns_from;
@@ -241,8 +241,8 @@ static x_layout choose_layout(const kernel_set & set, const mul_mat_params & p) 
     return rows <= panels ? x_layout::rows : x_layout::panels;
 }
 
-// For each of the products that have the same x, the next part of rows to be computed, which all threads share. At the
-// end of the scratch memory.
+// For each product with the same x, the next part of rows to compute; shared by all threads. At the end of the scratch
+// memory.
 static int * part_counters(const mul_mat_params & p) {
     return reinterpret_cast<int *>(static_cast<uint8_t *>(p.scratch) + mul_mat_scratch_nbytes(p.w.cols, p.n) -
                                    COUNTER_NBYTES);
@@ -265,15 +265,15 @@ static void prepare_with(const kernel_set & set, const mul_mat_params & p, int i
     set.prepare(p, choose_layout(set, p), ith, nth);
 }
 
-// Whether rows whose gate is closed are left out. Where few are, memory streams them anyway: leaving half of the rows
-// out gained nothing (lab/activation-sparsity.md).
+// Whether rows with a closed gate are skipped. If only few are closed, memory streams them anyway: skipping half of the
+// rows gained nothing (lab/activation-sparsity.md).
 static bool leaves_rows_out(const mul_mat_params & p) {
     const int64_t rows   = p.row_end - p.row_begin;
     const int64_t closed = p.gate ? std::count_if(p.gate, p.gate + rows, [](float g) { return !(g > 0); }) : 0;
     return closed * 5 >= rows * 3;
 }
 
-// Rows begin ... end - 1, but not those whose gate is closed, as far as single rows can be left out.
+// Computes rows begin ... end - 1, without the rows whose gate is closed if single rows can be skipped.
 static void multiply_open_rows(const kernel_set & set, const mul_mat_params & p, x_layout layout, int64_t begin,
                                int64_t end) {
     const int64_t group   = in_bundles(p.w) ? BUNDLE_ROWS : 1;
@@ -297,15 +297,15 @@ static void multiply_open_rows(const kernel_set & set, const mul_mat_params & p,
     }
 }
 
-// How many parts of the columns have sums of their own: as many as have some columns to read each, and as there is room
-// for. The number decides the order in which y is added up, so that it may depend on p alone.
+// Number of parts of the columns with sums of their own, limited by the columns per part and by the scratch memory. It
+// determines the order of the additions to y, so it may depend only on p.
 static int64_t n_column_parts(const mul_mat_params & p) {
     constexpr int64_t most = 16, least_columns = 32;
     return std::clamp<int64_t>(std::min((p.w.cols - n_zeros(p)) / least_columns, room_for_parts(p)), 1, most);
 }
 
-// Threads take whole columns, since memory is read faster in long pieces: with half of the rows each, two threads took
-// as long as one. So each part has sums for all rows; y is the sum of these, in the order of the parts.
+// Threads process whole columns, because memory is faster in long sequential reads: with half of the rows each, two
+// threads took as long as one. So each part has sums for all rows; y is the sum over the parts, in order.
 static void multiply_columns(const kernel_set & set, const mul_mat_params & p, int * counter, int ith, int nth) {
     const int64_t parts = n_column_parts(p), words = mask_words(p.w.cols), stride = mask_words(p.columns.cols) * 64;
     float *       sums = static_cast<float *>(p.scratch) + words * 64;
@@ -325,9 +325,9 @@ static void multiply_columns(const kernel_set & set, const mul_mat_params & p, i
     }
 }
 
-// There are more parts than threads, and each thread takes the next when it has finished one: cores are not equally
-// fast, and rows have different numbers of non-zeros. A part reads all panels once, so with panels parts are larger. A
-// small matrix has few parts, since handing them out would take longer than computing them.
+// There are more parts than threads, and each thread takes the next part when it has finished one, because cores are
+// not equally fast and rows have different numbers of non-zeros. Parts are larger with panels, because each part reads
+// all panels once. A small matrix has few parts, because distributing them would take longer than computing them.
 static void multiply_with(const kernel_set & set, const mul_mat_params & p, int number, int ith, int nth) {
     const x_layout layout = choose_layout(set, p);
     if (layout == x_layout::columns) {
@@ -353,7 +353,7 @@ static void multiply_with(const kernel_set & set, const mul_mat_params & p, int 
 
 void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int ith, int nth) {
     if (is_nothing(p)) {
-        return; // on all threads, since they have the same params; so none waits at a barrier
+        return; // on all threads, because all have the same params; so no thread waits at a barrier
     }
     prepare_with(set, p, ith, nth);
     wait_for_all(p);
@@ -363,14 +363,14 @@ void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int i
 
 static bool has_own_forms(const kernel_set & set) { return has_coded(set) && cpu_is_zen4(); }
 
-// After a bad GGML_MACKO_FORCE, which the loading of a model reports, it is the portable set.
+// The portable set after an invalid GGML_MACKO_FORCE, which the loading of a model reports.
 static const kernel_set & set_in_use() {
     static const kernel_set set = [] {
         const kernel_set * selected = select_once().set;
         kernel_set         tuned    = selected ? *selected : kernels_portable;
         if (has_own_forms(tuned)) {
             tuned.bundles_below    = tuned.short_bundles_below;
-            tuned.costs.coded_from = 1.0f; // those of F32 stay coded, since there are no bundles of them
+            tuned.costs.coded_from = 1.0f; // F32 stays coded, because there are no bundles for it
         }
         return tuned;
     }();
@@ -397,8 +397,8 @@ void mul_mat_multiply(const mul_mat_params & p, int number, int ith, int nth) {
     }
 }
 
-// Values of different types may have x rounded differently, and each layout is another copy. Behind x for columns are
-// the sums of one product.
+// Different value types may round x differently, and each layout is a different copy. With the kernel `columns`, the
+// sums of one product follow x.
 bool same_prepared_x(const mul_mat_params & p, const mul_mat_params & q) {
     return !p.columns.masks && !q.columns.masks && p.w.type == q.w.type && p.w.dense_type == q.w.dense_type &&
            p.w.cols == q.w.cols && p.n == q.n && p.round_x == q.round_x && std::equal(p.x, p.x + p.n, q.x) &&

@@ -1,14 +1,14 @@
-// Kernels for AVX2 + FMA + F16C + BMI2. Eight columns at a time: a table has, for each mask byte, the permutation that
-// moves the packed values to the lanes of their columns.
+// Kernels for AVX2 + FMA + F16C + BMI2. Processes eight columns at a time: for each mask byte, a table has the
+// permutation that moves the packed values to the lanes of their columns.
 #include "cpu/kernels/kernels-bundles-avx2.h"
 #include "cpu/kernels/kernels-compress-avx2.h"
 
 namespace macko::cpu {
 namespace {
 
-// For each mask byte, beside tables_of_masks:
+// Tables for each mask byte, in addition to tables_of_masks.
 struct lane_tables {
-    alignas(64) uint8_t lanes[256][8];     // as `spread`, for vpermps; expand() zeroes the lanes with bit 7
+    alignas(64) uint8_t lanes[256][8];     // like `spread`, for vpermps; expand() zeroes the lanes with bit 7 set
     alignas(64) uint8_t positions[256][8]; // positions of the set bits, lowest first
 };
 constexpr lane_tables make_lane_tables() {
@@ -38,7 +38,7 @@ struct simd : compress_avx2, bundles_avx2 {
     template <int TYPE> static constexpr int  rows_compressed = 2;
     template <int NX> static constexpr int    rows_per_pass   = 1;
 
-    // expand() takes 16 times a byte of a mask, the offset of an entry of `spread`: no byte needs a shift of its own.
+    // The argument of expand() is a mask byte times 16, an offset in `spread`, so that no byte needs a separate shift.
     static uint64_t                     table_bits(uint64_t word) { return rotate_right(word, 60); }
     template <int STEP> static uint32_t table_part(uint64_t bits, int s) {
         static_assert(STEP == 8, "bytes");
@@ -84,13 +84,13 @@ struct simd : compress_avx2, bundles_avx2 {
             return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(values), 16));
         }
     }
-    // 32 values of a group, the first (half = 0) or the last (half = 1), as floats
+    // 32 values of a group as floats: the first (half = 0) or the last (half = 1).
     template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
         const vec scale = _mm256_broadcast_ss(reinterpret_cast<const float *>(group) + half);
         const vec d =
             TYPE == GGML_MACKO_TYPE_Q4_NL ? _mm256_and_ps(scale, _mm256_castsi256_ps(_mm256_set1_epi32(~1))) : scale;
         const uint8_t * q = group + GROUP_SCALES_NBYTES;
-        for (int i = 0; i < 2; i++) { // 16 of the values
+        for (int i = 0; i < 2; i++) { // 16 values each
             const __m128i bytes = _mm_loadu_si128(
                 reinterpret_cast<const __m128i *>(q + 16 * i + (TYPE == GGML_MACKO_TYPE_Q8_0 ? 32 * half : 0)));
             const __m128i low = _mm_and_si128(half ? _mm_srli_epi16(bytes, 4) : bytes, _mm_set1_epi8(15));

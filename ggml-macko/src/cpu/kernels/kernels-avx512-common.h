@@ -5,8 +5,8 @@
 #include "cpu/kernels/mask-tables.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
-// GCC 12 warns of the undefined vectors inside its own AVX-512 intrinsics (GCC bug 105593), at the place where they are
-// inlined. Without optimization some intrinsics are macros that pass -1 as a mask.
+// GCC 12 warns about the undefined vectors inside its own AVX-512 intrinsics (GCC bug 105593), at the place of
+// inlining. Without optimization some intrinsics are macros that pass -1 as a mask.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wsign-conversion"
@@ -21,7 +21,7 @@ struct avx512 : plain_mask_bits {
 
     static constexpr int width     = 16;
     static constexpr int tile_vecs = 8;
-    // Bytes ahead in the values. 512 hid too little of the memory latency: half as fast at density 0.5.
+    // Prefetch distance in bytes of values. 512 hid too little of the memory latency: half as fast at density 0.5.
     static constexpr int                      prefetch_bytes = 3072;
     template <int TYPE> static constexpr int  step           = 16;
     template <int TYPE> static constexpr bool has_rows16     = false;
@@ -68,7 +68,7 @@ struct avx512 : plain_mask_bits {
         __builtin_memcpy(&d, group + 4 * half, sizeof(d)); // broadcast straight from memory
         return _mm512_set1_ps(d);
     }
-    // Q4_NL: without the lowest bit, which is the number of a table of levels.
+    // Q4_NL: clears the lowest bit, which is the index of the table of levels.
     template <int TYPE> static vec only_scale(vec d) {
         return TYPE == GGML_MACKO_TYPE_Q4_NL ? _mm512_and_ps(d, _mm512_castsi512_ps(_mm512_set1_epi32(~1))) : d;
     }
@@ -105,9 +105,9 @@ struct avx512 : plain_mask_bits {
             return widen<TYPE>(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
         }
     }
-    // Hides from the compiler where v comes from. On AMD Zen 5, expand and compress need it twice: with a memory
-    // operand they are microcoded, and with zero-masking they wait for the old content of their destination, which
-    // makes them three times slower; a register of zeros as source avoids that.
+    // Hides the origin of v from the compiler. On AMD Zen 5, expand and compress need this twice: with a memory operand
+    // they are microcoded, and with zero-masking they wait for the old content of the destination, which makes them
+    // three times slower. A register of zeros as source avoids the wait.
     template <typename V> static V in_register(V v) {
         __asm__("" : "+v"(v));
         return v;

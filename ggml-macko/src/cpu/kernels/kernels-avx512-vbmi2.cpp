@@ -1,5 +1,6 @@
-// Kernels for AVX-512 with VBMI, VBMI2 and VNNI. 32 columns at a time: vpexpandw moves 16-bit values to the lanes of
-// their columns, then they are widened. Also the functions of the layout rows16, which need byte and word permutations.
+// Kernels for AVX-512 with VBMI, VBMI2 and VNNI. Processes 32 columns at a time: vpexpandw moves 16-bit values to the
+// lanes of their columns, then they are widened. Also has the functions of the layout rows16, which needs byte and word
+// permutations.
 #include "cpu/kernels/kernels-avx512-common.h"
 #include "cpu/kernels/kernels-bundles-avx2.h"
 
@@ -18,8 +19,8 @@ constexpr positions_table make_positions_table() {
 }
 constexpr positions_table positions_0_63 = make_positions_table();
 
-// Q4_NL: both tables of levels in one vector, and for each value of a group 16 if its block uses the second table. The
-// first index is 1 if the group's first block does, plus 2 if its second block does.
+// Q4_NL: both tables of levels in one vector, and for each value of a group 16 if its block uses the second table.
+// First index: 1 if the group's first block uses it, plus 2 if the second block does.
 struct level_vectors {
     alignas(64) int8_t levels[64];
     alignas(64) uint8_t second_of[4][64];
@@ -44,7 +45,7 @@ struct simd : avx512, bundles_avx2 {
                                                                                                 : 32;
     template <int TYPE> static constexpr bool has_rows16      = TYPE != GGML_MACKO_TYPE_F32;
     template <int TYPE> static constexpr int  rows_compressed = is_quant_type(TYPE) ? 1 : 0;
-    // makes the integers positive: vpdpbusd multiplies unsigned bytes
+    // makes the integers positive, because vpdpbusd multiplies unsigned bytes
     static constexpr float X_OFFSET         = 32768;
     static constexpr int   segment_nonzeros = SEGMENT_WORDS * 64; // whatever the density
 
@@ -58,18 +59,19 @@ struct simd : avx512, bundles_avx2 {
             w[1]                 = widen<TYPE>(_mm512_extracti64x4_epi64(all, 1));
         }
     }
-    // bits from `first` on, at least 57
+    // bits from `first` on; at least 57 are valid
     static uint64_t next_bits(const uint8_t * bits, uint64_t first) {
         uint64_t low;
         __builtin_memcpy(&low, bits + first / 8, sizeof(low));
         return low >> (first % 8);
     }
-    // those of the 64 bits from `first` on that next_bits() may lack
+    // the bits among the 64 from `first` on that next_bits() may lack
     static uint64_t last_bits(const uint8_t * bits, uint64_t first) {
         return static_cast<uint64_t>(bits[first / 8 + 8]) << 1 << (63 - first % 8);
     }
-    // The n values of a mask word's columns, in the order of coded_place(). Bytes, signs and the bits of `high` are
-    // moved to their columns; two bytes side by side are the upper half of a float, and zero between the columns.
+    // Expands the n values of a mask word's columns, in the order of coded_place(). Bytes, signs and the bits of `high`
+    // are moved to their columns; two adjacent bytes are the upper half of a float, and zero for columns without a
+    // value.
     static void expand_coded(const coded_values & v, uint64_t bits, int n, vec * w) {
         uint64_t signs = next_bits(v.signs, v.first), highs = next_bits(v.highs, v.first);
         if (__builtin_expect(n > 56, 0)) {
@@ -91,7 +93,7 @@ struct simd : avx512, bundles_avx2 {
         w[2]              = _mm512_castsi512_ps(_mm512_slli_epi32(right, 16));
         w[3]              = _mm512_castsi512_ps(_mm512_and_si512(right, odd));
     }
-    // the next 16 values
+    // loads the next 16 values
     static vec load_coded(const coded_values & v) {
         const auto signs = static_cast<__mmask16>(next_bits(v.signs, v.first));
         const auto highs = static_cast<__mmask16>(next_bits(v.highs, v.first));
@@ -102,7 +104,7 @@ struct simd : avx512, bundles_avx2 {
         return _mm512_castsi512_ps(
             _mm512_mask_add_epi32(u, signs, u, _mm512_set1_epi32(static_cast<int>(0x80000000u))));
     }
-    // v: 16 columns of a mask word; out: the place of the first of them
+    // v: 16 columns of a mask word; out: the position of the first of them
     static void store_coded_x(float * out, vec v) {
         const __m512i order = _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
         const vec     lanes = _mm512_permutexvar_ps(order, v);
@@ -112,8 +114,8 @@ struct simd : avx512, bundles_avx2 {
         _mm_storeu_ps(out + 48, _mm512_extractf32x4_ps(lanes, 3));
     }
     // The product of a row with one x. For each mask word, the numbers 0 ... 63 compressed by the mask are the
-    // positions of its non-zeros; they select their x from the two registers of its 64 columns, lane by lane beside the
-    // packed values. FEW: a word rarely has more than 16 non-zeros.
+    // positions of its non-zeros. The positions select the x from the two registers of the word's 64 columns, in the
+    // same lanes as the packed values. FEW: a word rarely has more than 16 non-zeros.
     template <int TYPE, bool FEW>
     static float dot_gathered(const uint64_t * mask, int64_t words, const uint8_t * values, const uint8_t * x) {
         constexpr int PREFETCH  = 4096; // bytes ahead in the values
@@ -125,8 +127,8 @@ struct simd : avx512, bundles_avx2 {
             const __m512i  at   = _mm512_mask_compress_epi8(in_register(_mm512_setzero_si512()), bits, positions);
             const __m512i  lo   = _mm512_load_si512(x + word * 128);
             const __m512i  hi   = _mm512_load_si512(x + word * 128 + 64);
-            // Non-zeros first ... first + 31 of the word, at the given positions. The x of those that do not exist are
-            // zero, and what follows in the values is finite.
+            // Adds non-zeros first ... first + 31 of the word, at the given positions. The x of missing non-zeros are
+            // zero, and the values behind the last one are finite.
             const auto add_entries = [&](int first, __m256i their_positions) __attribute__((always_inline)) {
                 const __mmask32 some = _cvtu32_mask32(_bzhi_u32(~0u, static_cast<unsigned>(n - first)));
                 const __m512i xs = _mm512_maskz_permutex2var_epi16(some, lo, _mm512_cvtepu8_epi16(their_positions), hi);
@@ -159,14 +161,14 @@ struct simd : avx512, bundles_avx2 {
         }
         return sum(add(add(acc[0], acc[2]), add(acc[1], acc[3])));
     }
-    // compress() of one row. FEW: a word rarely has more than 32 non-zeros.
+    // compress() for one row. FEW: a word rarely has more than 32 non-zeros.
     template <bool FEW>
     static int64_t compress_row(const uint64_t * mask, int64_t words, const uint8_t * x, int64_t n, uint8_t * low,
                                 uint8_t * high) {
         const __m512i positions = _mm512_load_si512(positions_0_63.position);
         _mm512_store_si512(low, _mm512_setzero_si512());
         _mm512_store_si512(high, _mm512_setzero_si512());
-        // each store overwrites what the one before wrote past its last x
+        // each store overwrites the part of the previous store behind its last x
         const auto put = [](uint8_t * out, __m512i bytes, int here) __attribute__((always_inline)) {
             if (FEW) {
                 _mm256_storeu_si256(reinterpret_cast<__m256i *>(out), _mm512_castsi512_si256(bytes));
@@ -187,8 +189,8 @@ struct simd : avx512, bundles_avx2 {
         _mm512_storeu_si512(high + n, _mm512_setzero_si512());
         return n;
     }
-    // Compresses the x of the non-zeros of some mask words: n zeros (n < 64), the x, and zeros up to a whole group, as
-    // a plane of low bytes and one of high bytes. Adds the number of non-zeros to n.
+    // Compresses the x of the non-zeros of some mask words into a plane of low bytes and a plane of high bytes: n zeros
+    // (n < 64), the x, and zeros up to a whole group. Adds the number of non-zeros to n.
     template <int TYPE, int NR>
     static void compress(const uint64_t * mask, int64_t, int64_t words, const uint8_t * x, bool few, int64_t (&n)[NR],
                          compressed_x * out) {
@@ -196,7 +198,7 @@ struct simd : avx512, bundles_avx2 {
         n[0] = few ? compress_row<true>(mask, words, x, n[0], low, high)
                    : compress_row<false>(mask, words, x, n[0], low, high);
     }
-    // the 64 q of a group
+    // The 64 q of a group.
     template <int TYPE> static __m512i all_quants(const uint8_t * group) {
         const uint8_t * q = group + GROUP_SCALES_NBYTES;
         if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
@@ -218,8 +220,8 @@ struct simd : avx512, bundles_avx2 {
             }
         }
     }
-    // Sum of d * q * x over the groups of n x. vpdpbusd adds four products of bytes to each lane, so that a vector has
-    // eight sums of each half of a group. x = 256 * high + low.
+    // Sum of d * q * x over the groups of n x. vpdpbusd adds four products of bytes to each lane, so a vector has eight
+    // sums of each half of a group. x = 256 * high + low.
     template <int TYPE> static float dot_groups(const uint8_t * group, int64_t n, const compressed_x & x) {
         constexpr int   PREFETCH     = 4096; // bytes ahead
         constexpr int   group_nbytes = quant_group_nbytes(TYPE);
@@ -258,7 +260,7 @@ struct simd : avx512, bundles_avx2 {
     }
 };
 
-// Loads read up to 64 bytes behind the values of the row, which are there (VALUES_SLACK).
+// Loads read up to 64 bytes behind the values of the row, which VALUES_SLACK provides.
 void expand_row(const uint64_t * masks, const uint8_t * values, int64_t cols, uint16_t * dense) {
     for (int64_t col = 0; col < cols; col += 32) {
         const auto    bits   = static_cast<uint32_t>(masks[col / 64] >> (col & 32));

@@ -1,5 +1,5 @@
-// Kernels for AVX-512 F, BW, VL and DQ. Sixteen columns at a time: values are widened to float, and vexpandps moves
-// them to the lanes of their columns. Quantized weights and one x: with the instructions of AVX2.
+// Kernels for AVX-512 F, BW, VL and DQ. Processes sixteen columns at a time: values are widened to float, and vexpandps
+// moves them to the lanes of their columns. Quantized weights with one x use AVX2 instructions.
 #include "cpu/kernels/kernels-avx512-common.h"
 #include "cpu/kernels/kernels-bundles-avx2.h"
 #include "cpu/kernels/kernels-compress-avx2.h"

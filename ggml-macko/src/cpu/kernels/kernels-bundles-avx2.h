@@ -1,14 +1,14 @@
-// Products with bundles (bundles.h) by AVX2 instructions, for the kernel sets without AVX-512 VBMI2: kernels-avx2.cpp
-// and kernels-avx512.cpp derive their struct simd from bundles_avx2.
+// Products with bundles (bundles.h) in AVX2, for the kernel sets without AVX-512 VBMI2: kernels-avx2.cpp and
+// kernels-avx512.cpp derive their struct simd from bundles_avx2.
 //
-// x becomes 16-bit numbers in two planes of bytes. A window is 16 bytes of each, from which pshufb takes those at the
-// places of 16 slots.
+// x is converted to 16-bit numbers in two planes of bytes. A window is 16 bytes of each plane, and pshufb moves the
+// bytes at the places of 16 slots to those slots.
 //
-//   F16, BF16  x has the type of the values. Both become floats; each piece has a lane of a sum.
-//   Q4_0       x + 32768 = 256 high + low, both unsigned, and q signed. pmaddubsw and pmaddwd multiply and add up the
-//              four products of each piece. Each y is too large by 32768 * scale * row_sums[row].
-//   others     x = 255 high + low, both from -127 to 127: |q| is the unsigned operand, and its sign goes to x. Sums of
-//              two products would not fit in 16 bits otherwise.
+//   F16, BF16  x has the type of the values. Both are converted to floats; each piece has one lane of a sum.
+//   Q4_0       x + 32768 = 256 high + low, both unsigned, and q signed. pmaddubsw and pmaddwd multiply and add the four
+//              products of each piece. Each y is too large by 32768 * scale * row_sums[row].
+//   others     x = 255 high + low, both from -127 to 127: |q| is the unsigned operand, and x gets the sign of q.
+//              Otherwise sums of two products would not fit in 16 bits.
 #pragma once
 
 #include "cpu/kernels/dispatch.h"
@@ -30,7 +30,7 @@ struct bundles_avx2 {
 
     static constexpr int PLANE_STEP = 8;
 
-    // Splits so many floats, which have the precision of TYPE: F16 or BF16.
+    // Splits floats with the precision of TYPE (F16 or BF16).
     template <int TYPE> static void store_planes16(uint8_t * low, uint8_t * high, const float * x) {
         const __m256  v = _mm256_loadu_ps(x);
         const __m256i u = TYPE == GGML_MACKO_TYPE_F16
@@ -54,14 +54,14 @@ struct bundles_avx2 {
         store_bytes(low, l);
         store_bytes(high, h);
     }
-    static void store_bytes(uint8_t * to, __m256i x) { // the lowest byte of each
+    static void store_bytes(uint8_t * to, __m256i x) { // stores the lowest byte of each element
         const __m256i b = _mm256_shuffle_epi8(
             x, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1)));
         _mm_storel_epi64(reinterpret_cast<__m128i *>(to),
                          _mm_unpacklo_epi32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1)));
     }
 
-    // Columns begin ... end - 1, which are a multiple of 8; those from cols on become zero.
+    // Converts columns begin ... end - 1, a multiple of 8; columns from cols on become zero.
     template <int TYPE>
     static void prepare_planes(const float * x, int64_t cols, int64_t begin, int64_t end, float inverse, uint8_t * low,
                                uint8_t * high) {
@@ -79,7 +79,7 @@ struct bundles_avx2 {
         }
     }
 
-    static __m256i nibbles(const uint8_t * at) { // those in the low halves of 16 bytes, then those in the high halves
+    static __m256i nibbles(const uint8_t * at) { // the low halves of 16 bytes, then the high halves
         const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(at)));
         return _mm256_and_si256(_mm256_srlv_epi64(both, _mm256_setr_epi64x(0, 0, 4, 4)), _mm256_set1_epi8(15));
     }
@@ -88,7 +88,7 @@ struct bundles_avx2 {
         return TYPE == GGML_MACKO_TYPE_Q4_0 ? _mm256_sub_epi8(nibbles(values), _mm256_set1_epi8(8))
                                             : _mm256_loadu_si256(reinterpret_cast<const __m256i *>(values));
     }
-    // two windows of a plane, each column's byte moved to the slots that have its place
+    // Moves the bytes of two windows of a plane to the slots with their places.
     static __m256i pick(const uint8_t * a, const uint8_t * b, __m256i places) {
         const __m256i windows =
             _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(a))),
@@ -96,7 +96,7 @@ struct bundles_avx2 {
         return _mm256_shuffle_epi8(windows, places);
     }
 
-    // Adds the sums of each piece to y, which has an element for each row of the group.
+    // Adds the sums of each piece to y, which has one element per row of the group.
     template <int TYPE>
     static void multiply_bundles(const uint8_t * at, const uint8_t * end, const uint8_t * low, const uint8_t * high,
                                  float * y) {
@@ -117,7 +117,7 @@ struct bundles_avx2 {
 
     static constexpr int BUNDLE_PREFETCH = 2048; // bytes ahead
 
-    // d * q * x
+    // Adds d * q * x.
     template <int TYPE>
     static void add_quant_bundle(const uint8_t * scales, const uint8_t * rows, const uint8_t * at, const uint8_t * end,
                                  const uint8_t * low, const uint8_t * high, float * y) {
@@ -153,14 +153,14 @@ struct bundles_avx2 {
         y[rows[3]] += _mm_cvtss_f32(_mm_shuffle_ps(dx, dx, 3));
     }
 
-    // The bytes of x, of both steps, joined: 16-bit numbers of slots 0 ... 7 (`half` 0) or 8 ... 15 of the first step
-    // in the lower lane, of the second in the upper one, as the values are.
+    // Joins the bytes of x of both steps to 16-bit numbers: slots 0 ... 7 (`half` 0) or 8 ... 15, with the first step
+    // in the lower lane and the second step in the upper lane, like the values.
     static __m256i join(__m256i xl, __m256i xh, int half) {
         return half ? _mm256_unpackhi_epi8(xl, xh) : _mm256_unpacklo_epi8(xl, xh);
     }
 
-    // w * x. There are four sums: F16 has one of eight pieces for each step, BF16 of four pieces for both steps, the
-    // first step's in the lower lane.
+    // Adds w * x. There are four sums: F16 has one sum of eight pieces per step; BF16 has one sum of four pieces for
+    // both steps, the first step in the lower lane.
     template <int TYPE>
     static void add_bundle(const uint8_t * rows, const uint8_t * at, const uint8_t * end, const uint8_t * low,
                            const uint8_t * high, float * y) {
@@ -206,8 +206,8 @@ struct bundles_avx2 {
         }
     }
 
-    // Appends the non-zeros of a bundle to the lists of their rows, `lists` has one for each row of the group. Up to
-    // eight elements behind the last of a list are overwritten.
+    // Appends the non-zeros of a bundle to the lists of their rows; `lists` has one list per row of the group.
+    // Overwrites up to eight elements behind the end of a list.
     template <int TYPE, typename LIST> static const uint8_t * decode_bundle(const uint8_t * at, LIST * lists) {
         if constexpr (is_quant_type(TYPE)) {
             return decode_quant_bundle<TYPE>(at, lists);
@@ -263,7 +263,7 @@ struct bundles_avx2 {
         }
     }
 
-    // Eight steps at a time: columns and values of each piece become a register, from which those of used slots are
+    // Decodes eight steps at a time: columns and values of each piece fill one register, and those of used slots are
     // packed as by a mask.
     template <int TYPE, typename LIST> static const uint8_t * decode_plain_bundle(const uint8_t * at, LIST * lists) {
         const uint8_t * rows = at + sizeof(bundle_header);

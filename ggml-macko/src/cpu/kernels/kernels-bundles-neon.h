@@ -1,10 +1,10 @@
-// Products with bundles (bundles.h) by the dot products of bytes that arm64 CPUs may have (sdot), and for F16 by fmlal
-// and fmlal2 where the compiler may use them.
+// Products with bundles (bundles.h) for arm64 CPUs with byte dot products (sdot), and for F16 with fmlal and fmlal2 if
+// the compiler may use them.
 //
-// x becomes 16-bit numbers in two planes of bytes. A window is 16 bytes of each, from which tbl takes those at the
-// places of 16 slots.
+// x is converted to 16-bit numbers in two planes of bytes. A window is 16 bytes of each plane, and tbl moves the bytes
+// at the places of 16 slots to those slots.
 //
-//   F16, BF16  x has the type of the values. Each piece has a lane of a sum.
+//   F16, BF16  x has the type of the values. Each piece has one lane of a sum.
 //   quantized  x = 256 high + low, both from -128 to 127. A lane of sdot's result has the four products of a piece.
 #pragma once
 
@@ -26,7 +26,7 @@ struct bundles_neon : neon {
 
     static constexpr int PLANE_STEP = 4;
 
-    // Splits so many floats, which have the precision of TYPE: F16 or BF16.
+    // Splits floats with the precision of TYPE (F16 or BF16).
     template <int TYPE> static void store_planes16(uint8_t * low, uint8_t * high, const float * x) {
         uint8_t bytes[8];
         store16<TYPE>(bytes, vld1q_f32(x));
@@ -39,7 +39,7 @@ struct bundles_neon : neon {
         __builtin_memcpy(to, &first, sizeof(first));
     }
 
-    // Columns begin ... end - 1, which are a multiple of 8; those from cols on become zero.
+    // Converts columns begin ... end - 1, a multiple of 8; columns from cols on become zero.
     template <int TYPE>
     static void prepare_planes(const float * x, int64_t cols, int64_t begin, int64_t end, float inverse, uint8_t * low,
                                uint8_t * high) {
@@ -60,12 +60,12 @@ struct bundles_neon : neon {
         }
     }
 
-    static void nibbles(const uint8_t * at, uint8x16_t (&out)[2]) { // those in the low halves of 16 bytes, in the high
+    static void nibbles(const uint8_t * at, uint8x16_t (&out)[2]) { // the low halves of 16 bytes, and the high halves
         const uint8x16_t both = vld1q_u8(at);
         out[0]                = vandq_u8(both, vdupq_n_u8(15));
         out[1]                = vshrq_n_u8(both, 4);
     }
-    template <int TYPE> static void quants(const uint8_t * vector, int8x16_t (&q)[2]) { // of both steps
+    template <int TYPE> static void quants(const uint8_t * vector, int8x16_t (&q)[2]) { // the q of both steps
         const uint8_t * values = vector + BUNDLE_VALUES_AT;
         if constexpr (TYPE == GGML_MACKO_TYPE_Q4_0) {
             uint8x16_t unsigned_q[2];
@@ -79,10 +79,10 @@ struct bundles_neon : neon {
             }
         }
     }
-    // a window of a plane, each column's byte moved to the slots that have its place
+    // Moves the bytes of a window of a plane to the slots with their places.
     static uint8x16_t pick(const uint8_t * window, uint8x16_t places) { return vqtbl1q_u8(vld1q_u8(window), places); }
 
-    // Adds the sums of each piece to y, which has an element for each row of the group.
+    // Adds the sums of each piece to y, which has one element per row of the group.
     template <int TYPE>
     static void multiply_bundles(const uint8_t * at, const uint8_t * end, const uint8_t * low, const uint8_t * high,
                                  float * y) {
@@ -103,7 +103,7 @@ struct bundles_neon : neon {
 
     static float32x4_t scales_of(const uint8_t * at) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(at))); }
 
-    // d * q * x. A piece has at most 32 values: its sum is below 2^31.
+    // Adds d * q * x. A piece has at most 32 values, so its sum is below 2^31.
     template <int TYPE>
     static void add_quant_bundle(const uint8_t * scales, const uint8_t * rows, const uint8_t * at, const uint8_t * end,
                                  const uint8_t * low, const uint8_t * high, float * y) {
@@ -131,12 +131,12 @@ struct bundles_neon : neon {
         y[rows[3]] += vgetq_lane_f32(dx, 3);
     }
 
-    // F16, BF16: those of slots 0 ... 7 (`half` 0) or 8 ... 15 of a step
+    // F16, BF16: the values of slots 0 ... 7 (`half` 0) or 8 ... 15 of a step.
     static uint16x8_t values_of(const uint8_t * vector, int step, int half) {
         return load16(vector + BUNDLE_VALUES_AT + 16 * (2 * half + step));
     }
 
-    // w * x. The pieces have the lanes of four sums, for each step.
+    // Adds w * x. For each step, the pieces have the lanes of four sums.
     template <int TYPE>
     static void add_bundle(const uint8_t * rows, const uint8_t * at, const uint8_t * end, const uint8_t * low,
                            const uint8_t * high, float * y) {
@@ -164,8 +164,8 @@ struct bundles_neon : neon {
         }
     }
 
-    // Appends the non-zeros of a bundle to the lists of their rows, `lists` has one for each row of the group. Up to
-    // eight elements behind the last of a list are overwritten.
+    // Appends the non-zeros of a bundle to the lists of their rows; `lists` has one list per row of the group.
+    // Overwrites up to eight elements behind the end of a list.
     template <int TYPE, typename LIST> static const uint8_t * decode_bundle(const uint8_t * at, LIST * lists) {
         if constexpr (is_quant_type(TYPE)) {
             return decode_quant_bundle<TYPE>(at, lists);
@@ -226,7 +226,7 @@ struct bundles_neon : neon {
         }
     }
 
-    // Eight steps at a time: columns and values of each piece become a register, from which those of used slots are
+    // Decodes eight steps at a time: columns and values of each piece fill one register, and those of used slots are
     // packed as by a mask.
     template <int TYPE, typename LIST> static const uint8_t * decode_plain_bundle(const uint8_t * at, LIST * lists) {
         constexpr uint16_t bits[8] = { 1, 2, 4, 8, 16, 32, 64, 128 };
@@ -263,7 +263,7 @@ struct bundles_neon : neon {
                     vst1q_u32(list.col + list.n + 4, vmovl_u16(vget_high_u16(c)));
                     vst1q_f32(list.weight + list.n, widen<TYPE>(vget_low_u16(v)));
                     vst1q_f32(list.weight + list.n + 4, widen_high<TYPE>(v));
-                    list.n -= static_cast<int16_t>(vaddvq_u16(is_used)); // ones are -1
+                    list.n -= static_cast<int16_t>(vaddvq_u16(is_used)); // each used slot is -1
                 }
             }
         }

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t PLANE_SLACK = 64; // bytes behind the last column of a plane: windows may begin at any column
 
-// where the planes of an x lie in the scratch memory, and its scale
+// The planes of an x in the scratch memory, and its scale.
 struct x_planes {
     uint8_t *low, *high;
     float *  scale;
@@ -47,8 +47,8 @@ void prepare_quant_bundles(const mul_mat_params & p, int64_t col_begin, int64_t 
     }
 }
 
-// A group is computed as a whole, even if only some of its rows are asked for. What comes from memory for the first x
-// is in the cache for the others.
+// Computes a whole group, even if the caller needs only some of its rows. The first x loads the group from memory; the
+// others find it in the cache.
 template <int TYPE, typename S> void multiply_bundles(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
     for (int64_t group = row_begin / BUNDLE_ROWS; group * BUNDLE_ROWS < row_end; group++) {
         for (int64_t i = 0; i < p.n; i++) {
@@ -72,10 +72,10 @@ template <int TYPE, typename S> void multiply_bundles(const mul_mat_params & p, 
     }
 }
 
-// Panels. Bundles of a group lie in the order of their first columns, so the lists of all rows grow together, and what
-// they have of a chunk is used before more is decoded. With quantized values that is so but for the BUNDLE_BLOCK of a
-// block, whose pieces are in the order of their last columns. A list may then have more: of a piece that ends in a
-// later chunk, and of the whole last block.
+// Panels. Bundles of a group are sorted by their first columns, so the lists of all rows grow together, and the
+// elements of a chunk are used before more bundles are decoded. Quantized values are sorted the same way except within
+// a BUNDLE_BLOCK, whose pieces are sorted by their last columns. So a list may also contain elements of a piece that
+// ends in a later chunk, and of the whole last block.
 constexpr int BUNDLE_CHUNK = 128; // columns
 static_assert(BUNDLE_CHUNK == BUNDLE_SPAN, "pieces that are not quantized belong to one chunk");
 template <int TYPE> constexpr int DECODED_TOGETHER = is_quant<TYPE> ? BUNDLE_BLOCK : 1; // bundles
@@ -86,8 +86,8 @@ struct row_list {
     alignas(64) float weight[CAPACITY];
 };
 
-// How many elements of the list are of columns before `limit`; those that make it no multiple of `multiple` wait for
-// the next chunk, or, if it is the last, zeros are added.
+// Number of elements of the list in columns before `limit`, as a multiple of `multiple`: surplus elements wait for the
+// next chunk; in the last chunk, zeros are added.
 INLINE int usable(row_list & list, uint32_t limit, bool last, int multiple) {
     int n = list.n;
     while (n > 0 && list.col[n - 1] >= limit) {
@@ -103,7 +103,7 @@ INLINE int usable(row_list & list, uint32_t limit, bool last, int multiple) {
     return n;
 }
 
-// Removes the first n elements.
+// Removes the first n elements of the list.
 INLINE void drop(row_list & list, int n) {
     const int rest = list.n - n;
     for (int i = 0; i < rest; i += W) {
@@ -113,21 +113,22 @@ INLINE void drop(row_list & list, int n) {
     list.n = rest;
 }
 
-// Tiles that meet the lists of a group while these are in L2. So are the accumulators, 128 KiB.
+// Number of tiles that are multiplied by the lists of a group while these are in L2. The accumulators (128 KiB) also
+// fit.
 constexpr int GROUP_TILES = BLOCK_SIZE / (static_cast<int>(BUNDLE_ROWS) * TILE);
 
-// Products of a group of rows with up to GROUP_TILES tiles of tokens. Only the last tile may have less than TILE.
+// Products of a group of rows with up to GROUP_TILES tiles of tokens. Only the last tile may be smaller than TILE.
 template <int TYPE, typename S> struct bundle_panels {
     const mul_mat_params & p;
-    int64_t                group = 0, begin = 0, end = 0;             // its rows to be computed: begin ... end - 1
-    int64_t                token = 0, n_tokens = 0;                   // of these tiles
+    int64_t                group = 0, begin = 0, end = 0;             // rows to compute: begin ... end - 1
+    int64_t                token = 0, n_tokens = 0;                   // tokens of these tiles
     alignas(64) float acc[GROUP_TILES][(BUNDLE_ROWS + W - 1) * TILE]; // store_block() reads whole vectors of rows
     row_list lists[BUNDLE_ROWS];
-    int      n_used[BUNDLE_ROWS]; // elements of each list that are of the current chunk
+    int      n_used[BUNDLE_ROWS]; // elements of each list in the current chunk
 
     explicit bundle_panels(const mul_mat_params & params) : p(params) {}
 
-    // steps of multiply(), for a tile of NV vectors that begins with token t of these tiles
+    // steps of multiply(), for a tile of NV vectors that begins at token t of these tiles
     struct clear {
         template <int NV> static void run(bundle_panels & g, int64_t t, int64_t) {
             for (int64_t i = 0; i < BUNDLE_ROWS * NV * W; i += W) {
@@ -166,7 +167,7 @@ template <int TYPE, typename S> struct bundle_panels {
     void multiply() {
         const uint8_t * at        = p.w.bundles + p.w.group_off[group];
         const uint8_t * at_end    = p.w.bundles + p.w.group_off[group + 1];
-        const int       multiple  = sets_of(((n_tokens - 1) % TILE + W) / W); // of the last tile: the most
+        const int       multiple  = sets_of(((n_tokens - 1) % TILE + W) / W); // of the last tile: the largest
         int             n_bundles = 0;
         for_each_tile<clear>();
         for (row_list & list : lists) {

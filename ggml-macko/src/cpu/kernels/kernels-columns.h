@@ -1,4 +1,4 @@
-// The product `columns` (kernels-impl.h): one x with many zeros, whose other columns are read.
+// The kernel `columns` (kernels-impl.h): for one x with many zeros; reads only the columns of the other elements.
 #pragma once
 
 #include "cpu/kernels/kernels-common.h"
@@ -7,10 +7,10 @@ namespace macko::cpu {
 namespace {
 
 constexpr int64_t COLUMN_LIST      = 2048; // columns that are listed at a time
-constexpr int     COLUMNS_PER_PASS = 4;    // columns that each vector of sums meets
+constexpr int     COLUMNS_PER_PASS = 4;    // columns that are added to each vector of sums in one pass
 constexpr int64_t PREFETCHED       = 2 * COLUMNS_PER_PASS;
 
-// Columns whose x is not zero, in ascending order, and copies of the last one behind them.
+// The columns with a non-zero x, in ascending order, followed by copies of the last one.
 struct column_list {
     int64_t  n;
     uint32_t col[COLUMN_LIST + PREFETCHED + W];
@@ -39,9 +39,9 @@ template <int TYPE> INLINE const uint8_t * column_values(const bitmap_matrix & m
     return m.values + static_cast<int64_t>(m.row_off[col]) * value_size<TYPE>;
 }
 
-// Adds NC columns times their x to the sums. Meanwhile it fetches the columns that come COLUMNS_PER_PASS later, a cache
-// line of values or more for each mask word: gaps between columns are what a CPU's own prefetchers do not foresee. The
-// result does not depend on NC: each sum meets one column after the other.
+// Adds NC columns times their x to the sums. It also prefetches the columns of the next pass, one or more cache lines
+// of values for each mask word, because a CPU's own prefetchers cannot predict gaps between columns. The result does
+// not depend on NC: columns are added to each sum one after the other.
 template <int TYPE, int NC>
 void add_columns_of(const mul_mat_params & p, const uint32_t * col, int64_t lines, float * sums) {
     constexpr int         STEP  = simd::step<TYPE>;
@@ -99,7 +99,7 @@ void add_columns_of(const mul_mat_params & p, const uint32_t * col, int64_t line
 }
 
 template <int TYPE> void add_columns_type(const mul_mat_params & p, int64_t col_begin, int64_t col_end, float * sums) {
-    const int64_t lines = 1 + static_cast<int64_t>(density_of(p) * value_size<TYPE> * 0.9f); // of a mask word's values
+    const int64_t lines = 1 + static_cast<int64_t>(density_of(p) * value_size<TYPE> * 0.9f); // per mask word
     column_list   list;
     for (int64_t i = 0; i < words_of(p.columns.cols) * 64; i += W) {
         simd::store(sums + i, simd::zero());

@@ -1,4 +1,4 @@
-// What the kernels of kernels-impl.h share: how values are read, and how x is copied to the scratch memory.
+// Shared by the kernels of kernels-impl.h: reading values, and copying x to the scratch memory.
 #pragma once
 
 #include "cpu/kernels/dispatch.h"
@@ -19,7 +19,7 @@ constexpr int MAX_CHUNK = 512;             // columns of a chunk
 // floats of a panel that stay in L1 (32 KiB): the fastest of 16 to 256 KiB at density 1/2
 constexpr int CHUNK_SIZE = 8192;
 constexpr int BLOCK_SIZE = 32768; // floats of accumulators that stay in L2, on the stack (128 KiB)
-// mask words of a chunk and rows of a block, for a tile of NV vectors of tokens
+// mask words of a chunk, and rows of a block, for a tile of NV vectors of tokens
 template <int NV>
 constexpr int CHUNK_WORDS = (CHUNK_SIZE / (NV * W) > MAX_CHUNK ? MAX_CHUNK : CHUNK_SIZE / (NV * W)) / 64;
 template <int NV> constexpr int BLOCK_ROWS = BLOCK_SIZE / (NV * W) / W * W;
@@ -27,11 +27,11 @@ static_assert(CHUNK_WORDS<TILE_VECS> > 0, "a chunk has whole mask words");
 
 constexpr int PREFETCH = 4096; // bytes ahead in the values; with 512, AVX2 was half as fast at density 1/2
 
-constexpr int X_BATCH = 8; // x that each expanded vector of weights meets
+constexpr int X_BATCH = 8; // number of x that use each expanded vector of weights
 
 template <int TYPE> constexpr bool is_quant = is_quant_type(TYPE);
 template <int TYPE> constexpr bool is_coded = TYPE == GGML_MACKO_TYPE_CODED;
-// the type that expand() and load_values() read: quantized values have been dequantized to F32
+// the type that expand() and load_values() read: quantized values are dequantized to F32 first
 template <int TYPE> constexpr int     PLAIN      = is_quant<TYPE> ? GGML_MACKO_TYPE_F32 : TYPE;
 template <int TYPE> constexpr int64_t value_size = PLAIN<TYPE> == GGML_MACKO_TYPE_F32 ? 4 : 2;
 template <int TYPE> constexpr int64_t group_size = quant_group_nbytes(TYPE);
@@ -40,20 +40,20 @@ template <int TYPE> constexpr int64_t group_size = quant_group_nbytes(TYPE);
 template <typename S, typename = void> constexpr bool coded_kernels                                = false;
 template <typename S> constexpr bool coded_kernels<S, decltype(static_cast<void>(&S::load_coded))> = true;
 
-// mask_words(), std::min() and in_bundles(), which are functions of other headers
+// local versions of mask_words(), std::min() and in_bundles(), which are functions of other headers
 INLINE int64_t words_of(int64_t cols) { return (cols + 63) / 64; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE bool    is_bundled(const bitmap_matrix & w) {
     return w.group_off && w.group_off[(w.rows + BUNDLE_ROWS - 1) / BUNDLE_ROWS] != 0;
 }
 
-// bits s * STEP ... (s + 1) * STEP - 1 of a mask word
+// Bits s * STEP ... (s + 1) * STEP - 1 of a mask word.
 template <int STEP> INLINE uint32_t mask_bits(uint64_t bits, int s) {
     return static_cast<uint32_t>(bits >> (s * STEP)) & static_cast<uint32_t>((uint64_t(1) << STEP) - 1);
 }
 
-// Reads the values of a row from front to back: next(n, buffer) returns where the next n lie as PLAIN<TYPE>. buffer has
-// BUFFER<TYPE, n> floats. Kernels may read up to 64 values behind the n, and ignore them.
+// Reads the values of a row from front to back. next(n, buffer) returns a pointer to the next n values as PLAIN<TYPE>;
+// buffer has BUFFER<TYPE, n> floats. Kernels may read up to 64 values behind the n, and ignore them.
 template <int TYPE> struct plain_reader {
     const uint8_t * at;
     INLINE void     start(const bitmap_matrix & w, int64_t row) {
@@ -67,7 +67,7 @@ template <int TYPE> struct plain_reader {
 };
 template <int TYPE> struct quant_reader {
     const uint8_t * at;   // the current group
-    int64_t         skip; // values of it that have been read
+    int64_t         skip; // values of this group that have been read
     INLINE void     start(const bitmap_matrix & w, int64_t row) {
         const int64_t first = w.row_off[row];
         at                  = w.values + first / 64 * group_size<TYPE>;
@@ -75,7 +75,7 @@ template <int TYPE> struct quant_reader {
     }
     INLINE const uint8_t * next(int64_t n, float * buffer) {
         const int64_t first = skip, last = skip + n;
-        for (int64_t i = first / 32 * 32; i < last; i += 32) { // a half that the next call ends is dequantized twice
+        for (int64_t i = first / 32 * 32; i < last; i += 32) { // the next call may dequantize a half again
             simd::template dequantize<TYPE>(at + i / 64 * group_size<TYPE>, static_cast<int>(i / 32 % 2), buffer + i);
         }
         at += last / 64 * group_size<TYPE>;
@@ -83,10 +83,10 @@ template <int TYPE> struct quant_reader {
         return reinterpret_cast<const uint8_t *>(buffer + first);
     }
 };
-// Coded values are not made floats in a buffer: next() says where they are. Outliers are not among them.
+// Reads coded values without converting them to floats: next() returns their position. Outliers are not included.
 struct coded_reader {
     const uint8_t * at;
-    uint64_t        first; // values in front of it
+    uint64_t        first; // number of values before the current one
     uint32_t        outlier;
     uint32_t        high;
     const uint8_t * signs;
@@ -106,7 +106,7 @@ struct coded_reader {
         return values;
     }
 };
-// The three streams beside the bytes, so far ahead as they are read while 4 KiB of bytes are at density 1/2.
+// Prefetches the three streams beside the bytes, as far ahead as 4 KiB of bytes at density 1/2.
 INLINE void prefetch_bits(const coded_reader & values, const uint64_t * mask) {
     __builtin_prefetch(mask + 128);
     __builtin_prefetch(values.signs + values.first / 8 + 512);
@@ -125,7 +125,7 @@ template <> struct reader_of<false, true> {
 template <int TYPE> using reader = typename reader_of<is_quant<TYPE>, is_coded<TYPE>>::template type<TYPE>;
 template <int TYPE, int N> constexpr int BUFFER = is_quant<TYPE> ? N + 64 + 32 + 64 : 1;
 
-// Expands the next values to the STEP columns of part s of a mask word, and goes past them.
+// Expands the next values to the STEP columns of part s of a mask word, and advances `at` past them.
 template <int TYPE, int STEP> INLINE void expand_next(const uint8_t *& at, uint64_t bits, int s, vec * w) {
     const auto part = simd::template table_part<STEP>(bits, s);
     simd::template expand<PLAIN<TYPE>>(at, part, w);
@@ -140,9 +140,9 @@ INLINE void expand_next(coded_values & at, uint64_t bits, int, vec * w) {
     at.first += static_cast<uint64_t>(n);
 }
 
-// Where column c of a mask word's x lies where x meets coded values, whose bytes come out of their registers in this
-// order: of each 16 columns, those with even numbers below 8 are in a lane of the first vector, the odd ones in a lane
-// of the second, and the others in the third and fourth.
+// Position of the x of column c of a mask word for products with coded values. The order is that in which their bytes
+// leave the registers: of each 16 columns, those with even numbers below 8 are in a lane of the first vector, the odd
+// ones in a lane of the second, and the others in the third and fourth.
 INLINE int64_t coded_place(int64_t c) {
     return (c & ~int64_t(63)) | (c & 8) << 2 | (c & 1) << 4 | (c & 48) >> 2 | (c & 6) >> 1;
 }
@@ -152,7 +152,7 @@ INLINE float density_of(const mul_mat_params & p) {
            (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(p.w.cols));
 }
 
-// Sum of the outliers of a row times an x of prepare_coded().
+// Sum over the outliers of a row, times an x of prepare_coded().
 INLINE float dot_outliers(const bitmap_matrix & w, int64_t row, const float * x) {
     float sum = 0;
     for (uint32_t i = w.coded.outlier_off[row]; i < w.coded.outlier_off[row + 1]; i++) {
@@ -163,7 +163,7 @@ INLINE float dot_outliers(const bitmap_matrix & w, int64_t row, const float * x)
 
 // ---- copying x to the scratch memory ----
 
-// The W floats at src, of which the first n exist and the others are zero; rounded to TYPE if `round`.
+// The W floats at src; the first n exist and the others are zero. Rounded to TYPE if `round`.
 template <int TYPE> INLINE vec load_x(const float * src, int64_t n, bool round) {
     vec v;
     if (n >= W) {
@@ -197,7 +197,8 @@ INLINE void transpose(vec (&v)[W]) {
     }
 }
 
-// Columns col_begin ... col_end-1 of all x; both are multiples of W, and columns from cols on become zero.
+// Copies columns col_begin ... col_end-1 of all x. Both bounds are multiples of W, and columns from cols on become
+// zero.
 template <int TYPE> void prepare_rows(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
     const int64_t padded = words_of(p.w.cols) * 64;
     for (int64_t i = 0; i < p.n; i++) {
@@ -209,7 +210,7 @@ template <int TYPE> void prepare_rows(const mul_mat_params & p, int64_t col_begi
     }
 }
 
-// For coded values: each 64 columns in the order of coded_place().
+// Copies x for coded values: each 64 columns in the order of coded_place().
 template <int TYPE, typename S> void prepare_coded(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
     const int64_t padded = words_of(p.w.cols) * 64;
     for (int64_t i = 0; i < p.n; i++) {
@@ -244,7 +245,7 @@ template <int TYPE> void prepare_panels(const mul_mat_params & p, int64_t col_be
     }
 }
 
-// the largest magnitude in x; each thread finds it by itself, which is faster than a barrier
+// The largest magnitude in x. Each thread computes it, which is faster than a barrier.
 template <typename S> float largest_of(const float * x, int64_t cols) {
     vec most = simd::zero();
     for (int64_t c = 0; c < cols; c += W) {

@@ -1,6 +1,6 @@
-// rows16 by AVX2 instructions, for the kernel sets without AVX-512 VBMI2. x are 16-bit numbers: signed integers for
-// quantized weights, F16 or BF16 for weights of these types. Only kernels-avx2.cpp and kernels-avx512.cpp include this,
-// and their struct simd is derived from compress_avx2.
+// The layout rows16 in AVX2, for the kernel sets without AVX-512 VBMI2. x are 16-bit numbers: signed integers for
+// quantized weights, F16 or BF16 for weights of these types. Only kernels-avx2.cpp and kernels-avx512.cpp include this
+// file; their struct simd is derived from compress_avx2.
 #pragma once
 
 #include "cpu/kernels/dispatch.h"
@@ -16,20 +16,20 @@ namespace {
 struct compress_avx2 {
     static constexpr float X_OFFSET = 0; // the integers are signed
 
-    // Non-zeros of a segment, about: fewer are multiplied by too many groups that are not theirs, and the compressed x
-    // of more, for two rows and twice, push x out of an L1 cache of 32 KiB.
+    // Approximate number of non-zeros in a segment. With fewer, too many groups cross a segment boundary and are
+    // multiplied twice. With more, the compressed x (two rows, two segments) would push x out of an L1 cache of 32 KiB.
     static constexpr int segment_nonzeros = 512;
 
     static uint64_t rotate_right(uint64_t bits, int n) { return n == 0 ? bits : bits >> n | bits << (64 - n); }
 
-    // Compresses the x of the non-zeros of some mask words of NR rows, whose masks are `stride` words apart: n[r]
-    // zeros, the x, and zeros up to a whole group. Adds the number of non-zeros to n[r]. Two rows share the loads of x,
-    // and hide the latency of the addresses, each of which depends on the one before.
+    // Compresses the x of the non-zeros of some mask words of NR rows, whose masks are `stride` words apart, and writes
+    // n[r] zeros, the x, and zeros up to a whole group. Adds the number of non-zeros to n[r]. Two rows share the loads
+    // of x, and hide the latency of the addresses, each of which depends on the previous one.
     template <int TYPE, int NR>
     static void compress(const uint64_t * mask, int64_t stride, int64_t words, const uint8_t * x, bool,
                          int64_t (&n)[NR], compressed_x * out) {
         constexpr bool quant = is_quant_type(TYPE);
-        constexpr int  zeros = quant ? 4 : 1; // vectors behind the last x; as many in front of a group
+        constexpr int  zeros = quant ? 4 : 1; // vectors of zeros behind the last x, and in front of a group
         const auto     clear = [](uint8_t * at) __attribute__((always_inline)) {
             for (int i = 0; i < zeros; i++) {
                 _mm256_storeu_si256(reinterpret_cast<__m256i *>(at) + i, _mm256_setzero_si256());
@@ -44,7 +44,7 @@ struct compress_avx2 {
             to[r] = out[r].bytes + 2 * n[r];
         }
         for (int64_t word = 0; word < words; word++, x += 128) {
-            uint64_t bits[NR]; // rotated, so that no byte needs a shift of its own to become an offset of the table
+            uint64_t bits[NR]; // rotated, so that no byte needs a separate shift to become a table offset
             for (int r = 0; r < NR; r++) {
                 bits[r] = rotate_right(mask[r * stride + word], 60);
             }
@@ -54,7 +54,7 @@ struct compress_avx2 {
 #pragma GCC unroll 4
                 for (int r = 0; r < NR; r++) {
                     const uint64_t at = rotate_right(bits[r], 8 * s) & 0xff0;
-                    // overwrites what the store before it wrote past its last x
+                    // overwrites the part of the previous store behind its last x
                     _mm_storeu_si128(
                         reinterpret_cast<__m128i *>(to[r]),
                         _mm_shuffle_epi8(xs, _mm_load_si128(reinterpret_cast<const __m128i *>(controls + at))));
@@ -69,7 +69,7 @@ struct compress_avx2 {
     }
 
     static __m256i widen_bytes(__m128i q) { return _mm256_cvtepi8_epi16(q); }
-    // the 64 q of a group as 16-bit integers
+    // The 64 q of a group as 16-bit integers.
     template <int TYPE> static void all_quants(const uint8_t * group, __m256i (&q)[4]) {
         const __m128i * at = reinterpret_cast<const __m128i *>(group + GROUP_SCALES_NBYTES);
         if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
@@ -108,7 +108,7 @@ struct compress_avx2 {
     }
 
     // Sum of d * q * x over the groups of n x. A lane has the sum of four products of each half of a group, which a
-    // float holds exactly: 4 * 128 * 32767 < 2^24.
+    // float represents exactly: 4 * 128 * 32767 < 2^24.
     template <int TYPE> static float dot_groups(const uint8_t * group, int64_t n, const compressed_x & compressed) {
         constexpr int   PREFETCH     = 4096; // bytes ahead
         constexpr int   group_nbytes = static_cast<int>(quant_group_nbytes(TYPE));
@@ -139,7 +139,7 @@ struct compress_avx2 {
             return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(values), 16));
         }
     }
-    // Sum of value * x over n x. The values behind them, which are finite, meet zeros.
+    // Sum of value * x over n x. The values behind them are finite and multiplied by zeros.
     template <int TYPE> static float dot_floats(const uint8_t * values, int64_t n, const compressed_x & compressed) {
         constexpr int   PREFETCH = 4096; // bytes ahead
         const __m128i * w        = reinterpret_cast<const __m128i *>(values);

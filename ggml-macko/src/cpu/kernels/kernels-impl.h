@@ -1,33 +1,34 @@
 // The kernels of y = W x, written once for all instruction sets and value types.
 //
-// How one body serves all instruction sets. Each kernels-*.cpp defines `struct simd`, a thin layer of vector
+// Why one body works for all instruction sets. Each kernels-*.cpp defines `struct simd`, a thin layer of vector
 // operations, in an unnamed namespace, includes this file after it, and is compiled with its own -m flags. Everything
-// here has internal linkage, so each of those translation units has a copy that is compiled for its instruction set and
-// that others reach only through its kernel_set. Nothing here may call a function of another header, std:: templates
-// included: the compiler could emit that function here with AVX-512 instructions, and the linker could pick that copy
-// for code that runs on any CPU. The test kernel-objects checks this.
+// here has internal linkage, so each of these translation units has a copy for its instruction set, which other code
+// reaches only through its kernel_set. No code here may call a function of another header, including std:: templates:
+// the compiler could emit that function with AVX-512 instructions, and the linker could pick that copy for code that
+// runs on any CPU. The test kernel-objects checks this.
 //
-// How the work is laid out. W is a bitmap_matrix (bitmap.h): per row a bit mask and the packed non-zeros. Three kernels
-// differ in how x lies in the scratch memory (x_layout), and in which operand is moved to meet the other:
+// How the work is divided. W is a bitmap_matrix (bitmap.h): a bit mask and the packed non-zeros of each row. Three
+// kernels differ in the layout of x in the scratch memory (x_layout), and in the operand that is moved to match the
+// other:
 //
-//   rows     float x[n][cols]. Weights are expanded to their columns and meet up to X_BATCH x.
+//   rows     float x[n][cols]. Weights are expanded to their columns and multiplied by up to X_BATCH x.
 //
 //                mask       1 0 0 1 1 0 1 0
 //                values     a b c d              the next non-zeros of the row
 //                expanded   a 0 0 b c 0 d 0      acc[i] += expanded * x[i][columns], for each x
 //
-//            One FMA per W columns and x. Bound by memory at n = 1; the choice for few x (decoding).
+//            One FMA per W columns and x. Limited by memory at n = 1; used for few x (decoding).
 //
-//   rows16   x[cols] of 16-bit numbers, n = 1. Weights stay packed, and x is compressed to them.
+//   rows16   x[cols] of 16-bit numbers, n = 1. Weights stay packed, and x is compressed to match them.
 //
 //                mask       1 0 0 1 1 0 1 0
 //                x          0 1 2 3 4 5 6 7      64 columns are in two registers
 //                compressed 0 3 4 6              acc += compressed * values
 //
 //            One FMA per W non-zeros, so it is faster than `rows` at low densities. Only where a simd has_rows16<TYPE>:
-//            it brings dot_gathered() (AVX-512 VBMI2, F16 and BF16), or compress(), which works on segments of
-//            rows_compressed<TYPE> rows, and dot_groups() and dot_floats(). With quantized weights x are 16-bit
-//            integers, so that products and their sums are exact.
+//            it provides dot_gathered() (AVX-512 VBMI2, F16 and BF16), or compress(), which works on segments of
+//            rows_compressed<TYPE> rows, and dot_groups() and dot_floats(). With quantized weights, x are 16-bit
+//            integers, so products and their sums are exact.
 //
 //   panels   float x[tile][cols][tokens of the tile]: the packed panels of a dense GEMM, for many x (prefill).
 //
@@ -37,10 +38,10 @@
 //
 //            One FMA per non-zero and W tokens, and a row is decoded once for a whole tile of TILE tokens.
 //
-// `columns` is another product altogether, for one x with many zeros: it adds x_c times column c of W to y for each c
-// whose x_c is not zero. Threads take parts of the columns and have sums of their own, which dispatch.cpp adds up.
+// `columns` is a separate product for one x with many zeros: it adds x_c times column c of W to y for each c with a
+// non-zero x_c. Threads process parts of the columns with sums of their own, which dispatch.cpp adds.
 //
-// Another, `planes`, is for matrices in bundles (bundles.h), in the sets that have kernels for them
+// `planes` is a separate product for matrices in bundles (bundles.h), in the sets that have kernels for them
 // (kernels-bundles-*.h). Their `panels` begin with lists for all rows of a group.
 //
 // Quantized weights in `rows` and `panels` are dequantized to floats half a group (32 values with one scale) at a time.

@@ -1,5 +1,6 @@
-// What the kernel sets for arm64 share: Advanced SIMD as of Armv8.0, which every such CPU has. Eight columns of a mask
-// byte at a time: `tbl` moves the packed values to their columns, or the x of the non-zeros to the packed values.
+// Shared by the kernel sets for arm64: Advanced SIMD of Armv8.0, which every such CPU has. Processes the eight columns
+// of a mask byte at a time: `tbl` moves the packed values to their columns, or the x of the non-zeros to the packed
+// values.
 #pragma once
 
 #include "cpu/kernels/dispatch.h"
@@ -24,7 +25,7 @@ constexpr nibble_tables make_nibble_tables() {
         for (int i = 0; i < 4; i++) {
             const bool set = (m >> i) & 1;
             for (int b = 0; b < 4; b++) {
-                t.spread[m][4 * i + b] = set ? static_cast<uint8_t>(4 * k + b) : 0x80; // an index that gives zero
+                t.spread[m][4 * i + b] = set ? static_cast<uint8_t>(4 * k + b) : 0x80; // this index gives zero
             }
             if (set) {
                 t.positions[m][k++] = static_cast<uint8_t>(i);
@@ -46,7 +47,7 @@ struct neon : plain_mask_bits {
     template <int NX> static constexpr int    rows_per_pass   = 1;
     static constexpr float                    X_OFFSET        = 0; // x of quantized weights are signed integers
 
-    static constexpr int segment_nonzeros = 512; // as for AVX2 and for the same reasons
+    static constexpr int segment_nonzeros = 512; // same value and reasons as for AVX2
 
     static vec      zero() { return vdupq_n_f32(0); }
     static vec      set1(float a) { return vdupq_n_f32(a); }
@@ -79,7 +80,7 @@ struct neon : plain_mask_bits {
             return vreinterpretq_f32_u32(vshll_n_u16(values, 16));
         }
     }
-    template <int TYPE> static vec widen_high(uint16x8_t values) { // gcc 12 does not see it in widen(vget_high_u16())
+    template <int TYPE> static vec widen_high(uint16x8_t values) { // gcc 12 misses it in widen(vget_high_u16())
         if constexpr (TYPE == GGML_MACKO_TYPE_F16) {
             return vcvt_high_f32_f16(vreinterpretq_f16_u16(values));
         } else {
@@ -112,7 +113,7 @@ struct neon : plain_mask_bits {
 
     // ---- quantized values ----
 
-    // 16 of the 32 values of a group's half, as bytes; i = 0 or 1
+    // 16 of the 32 values of a group's half, as bytes; i = 0 or 1.
     template <int TYPE> static int8x16_t quants(const uint8_t * group, int half, int i) {
         const uint8_t * q = group + GROUP_SCALES_NBYTES;
         if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
@@ -143,7 +144,7 @@ struct neon : plain_mask_bits {
         __builtin_memcpy(&d, &bits, sizeof(d));
         return d;
     }
-    // 32 values of a group, the first (half = 0) or the last (half = 1), as floats
+    // 32 values of a group as floats: the first (half = 0) or the last (half = 1).
     template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
         const float d = scale_of<TYPE>(group, half);
         for (int i = 0; i < 2; i++) {
@@ -156,7 +157,7 @@ struct neon : plain_mask_bits {
         }
     }
 
-    // ---- rows16: see kernels-compress-avx2.h, whose arithmetic this is ----
+    // ---- rows16: same arithmetic as kernels-compress-avx2.h ----
 
     static vec   max_magnitude(vec most, vec v) { return vmaxq_f32(most, vabsq_f32(v)); }
     static float largest(vec most) { return vmaxvq_f32(most); }
@@ -176,7 +177,7 @@ struct neon : plain_mask_bits {
     static void compress(const uint64_t * mask, int64_t stride, int64_t words, const uint8_t * x, bool,
                          int64_t (&n)[NR], compressed_x * out) {
         constexpr bool quant = is_quant_type(TYPE);
-        constexpr int  zeros = quant ? 8 : 2; // vectors behind the last x; as many in front of a group
+        constexpr int  zeros = quant ? 8 : 2; // vectors of zeros behind the last x, and in front of a group
         const auto     clear = [](uint8_t * at) __attribute__((always_inline)) {
             for (int i = 0; i < zeros; i++) {
                 vst1q_u8(at + 16 * i, vdupq_n_u8(0));
@@ -193,7 +194,7 @@ struct neon : plain_mask_bits {
             uint64_t bits[NR], counts[NR];
             for (int r = 0; r < NR; r++) {
                 bits[r] = mask[r * stride + word];
-                // the number of set bits of each byte
+                // number of set bits in each byte
                 counts[r] = vget_lane_u64(vreinterpret_u64_u8(vcnt_u8(vcreate_u8(bits[r]))), 0);
             }
 #pragma GCC unroll 8
@@ -201,7 +202,7 @@ struct neon : plain_mask_bits {
                 const uint8x16_t xs = vld1q_u8(x + 16 * s);
 #pragma GCC unroll 4
                 for (int r = 0; r < NR; r++) {
-                    // overwrites what the store before it wrote past its last x
+                    // overwrites the part of the previous store behind its last x
                     vst1q_u8(to[r], vqtbl1q_u8(xs, vld1q_u8(tables_of_masks.pack[(bits[r] >> (8 * s)) & 255])));
                     to[r] += 2 * ((counts[r] >> (8 * s)) & 255);
                 }
@@ -213,7 +214,7 @@ struct neon : plain_mask_bits {
         }
     }
     // Sum of d * q * x over the groups of n x. A lane has the sum of eight products of each half of a group, which a
-    // float holds to its last bit or the one before: 8 * 128 * 32767 < 2^25.
+    // float represents up to its last bit: 8 * 128 * 32767 < 2^25.
     template <int TYPE> static float dot_groups(const uint8_t * group, int64_t n, const compressed_x & compressed) {
         constexpr int   group_nbytes = quant_group_nbytes(TYPE);
         const uint8_t * x            = compressed.bytes;
@@ -238,7 +239,7 @@ struct neon : plain_mask_bits {
     // Adds w * x of eight 16-bit numbers to two sums.
     template <int TYPE> static void add_products(uint16x8_t w, uint16x8_t x, vec * sum) {
 #if defined(__ARM_FEATURE_FP16_FML)
-        if constexpr (TYPE == GGML_MACKO_TYPE_F16) { // rounds once, as an FMA of floats does
+        if constexpr (TYPE == GGML_MACKO_TYPE_F16) { // rounds once, like an FMA of floats
             const float16x8_t a = vreinterpretq_f16_u16(w), b = vreinterpretq_f16_u16(x);
             sum[0] = vfmlalq_low_f16(sum[0], a, b);
             sum[1] = vfmlalq_high_f16(sum[1], a, b);
@@ -250,7 +251,7 @@ struct neon : plain_mask_bits {
     }
     static uint16x8_t load16(const uint8_t * p) { return vreinterpretq_u16_u8(vld1q_u8(p)); }
 
-    // Sum of value * x over n x. The values behind them, which are finite, meet zeros.
+    // Sum of value * x over n x. The values behind them are finite and multiplied by zeros.
     template <int TYPE> static float dot_floats(const uint8_t * values, int64_t n, const compressed_x & compressed) {
         const uint8_t * x        = compressed.bytes;
         vec             total[4] = { zero(), zero(), zero(), zero() };
@@ -263,7 +264,7 @@ struct neon : plain_mask_bits {
     }
 };
 
-// Instruction counts of the inner loops, since no such CPU was at hand to measure them.
+// Instruction counts of the inner loops, because no such CPU was available for measurements.
 constexpr kernel_costs NEON_COSTS = { true, 1.0f, 4, 0.6f, 0.25f, 0.5f, 0.6f, 0.5f };
 
 } // namespace

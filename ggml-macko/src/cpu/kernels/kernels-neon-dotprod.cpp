@@ -1,4 +1,4 @@
-// Kernels for arm64 CPUs with the dot product of bytes (FEAT_DotProd).
+// Kernels for arm64 CPUs with byte dot products (FEAT_DotProd).
 #include "cpu/kernels/kernels-bundles-neon.h"
 
 namespace macko::cpu {

@@ -1,5 +1,5 @@
-// Kernels for arm64 CPUs with the dot product of bytes, and products of F16 that are added to floats (FEAT_DotProd,
-// FEAT_FHM).
+// Kernels for arm64 CPUs with byte dot products (FEAT_DotProd), and with products of F16 that are added to floats
+// (FEAT_FHM).
 #include "cpu/kernels/kernels-bundles-neon.h"
 
 namespace macko::cpu {

@@ -1,4 +1,4 @@
-// Kernels for arm64 with Advanced SIMD as of Armv8.0.
+// Kernels for arm64 with Advanced SIMD of Armv8.0.
 #include "cpu/kernels/kernels-neon-common.h"
 
 namespace macko::cpu {

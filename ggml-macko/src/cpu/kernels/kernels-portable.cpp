@@ -1,5 +1,5 @@
-// Kernels for any CPU, arm64 included. The compiler maps vectors of four floats to what the target has. Written to be
-// read rather than to be fast.
+// Kernels for any CPU, including arm64. The compiler maps vectors of four floats to the target's instructions. Written
+// for readability, not for speed.
 #include "cpu/kernels/dispatch.h"
 #include "cpu/kernels/mask-tables.h"
 
@@ -11,7 +11,7 @@ struct simd : plain_mask_bits {
 
     static constexpr int                      width         = 4;
     static constexpr int                      tile_vecs     = 8;
-    template <int TYPE> static constexpr int  step          = 8; // columns of one call of expand()
+    template <int TYPE> static constexpr int  step          = 8; // columns per call of expand()
     template <int TYPE> static constexpr bool has_rows16    = false;
     template <int NX> static constexpr int    rows_per_pass = 1;
 
@@ -27,7 +27,7 @@ struct simd : plain_mask_bits {
     static vec   fma(vec a, vec b, vec c) { return a * b + c; }
     static float sum(vec v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 
-    // a bit for each element that is not zero; NaN is not
+    // one bit for each element that is not zero; NaN counts as non-zero
     static uint32_t nonzeros(vec v) {
         uint32_t bits = 0;
         for (int i = 0; i < width; i++) {
@@ -53,7 +53,7 @@ struct simd : plain_mask_bits {
         return f;
     }
 
-    // to the nearest F16 (ties to even) and back
+    // rounds to the nearest F16 (ties to even) and back
     static float round_f16(float f) {
         const uint32_t sign = bits_of(f) & 0x80000000u;
         const uint32_t u    = bits_of(f) & 0x7fffffffu;

@@ -8,16 +8,16 @@ namespace {
 
 // NR rows times NX x. The result of a row does not depend on the rows beside it: the operations and their order are the
 // same for each NR.
-template <int TYPE, // of the values
-          int NX,   // x that each vector of weights meets
-          int NR    // rows that each vector of x meets
+template <int TYPE, // type of the values
+          int NX,   // number of x for each vector of weights
+          int NR    // number of rows for each vector of x
           >
 void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
     constexpr int STEP = simd::step<PLAIN<TYPE>>;
     constexpr int VECS = STEP / W;
     constexpr int ACCS = NX == 1 ? 4 : NX <= 4 ? 2 : 1; // independent sums per row and x, to hide the latency of an FMA
-    // Words whose values are dequantized before the first of them is used: a load that covers several recent stores
-    // waits until they have reached the cache.
+    // Number of words whose values are dequantized before the first one is used: a load that covers several recent
+    // stores waits until these have reached the cache.
     constexpr int SEGMENT = is_quant<TYPE> ? 8 : 1;
 
     const int64_t words  = words_of(p.w.cols);
@@ -49,7 +49,7 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
                 any |= mask[r][segment + word];
             }
             __builtin_prefetch(values[r].at + PREFETCH);
-            if (is_coded<TYPE> && segment % 8 == 0) { // a line of the mask; the bits of its values are less
+            if (is_coded<TYPE> && segment % 8 == 0) { // one cache line of the mask; the bits of its values are fewer
                 prefetch_bits(values[r], mask[r] + segment);
             }
             at[r] = values[r].next(n, buffer[r]);

@@ -6,12 +6,12 @@
 namespace macko::cpu {
 namespace {
 
-// S is simd, as a template parameter: its functions are looked up only where a set has them.
+// S is simd, passed as a template parameter, so that its functions are looked up only in sets that have them.
 
-// With quantized weights, x becomes the integers x / scale, which have 16 bits, so that their products with q are exact
-// in int32. S::X_OFFSET is added to them, which adds a known amount to each y, X_OFFSET * scale * row_sums[row]. In the
-// scratch memory there are 128 bytes for each 64 columns, in the order that S::store_integers gives them. The scale
-// comes after the last of them.
+// With quantized weights, x is converted to the 16-bit integers x / scale, so that their products with q are exact in
+// int32. S::X_OFFSET is added to them, which adds a known amount to each y: X_OFFSET * scale * row_sums[row]. The
+// scratch memory has 128 bytes for each 64 columns, in the order of S::store_integers. The scale follows the last of
+// them.
 INLINE float * scale_of_x(const mul_mat_params & p) {
     return reinterpret_cast<float *>(static_cast<uint8_t *>(p.scratch) + words_of(p.w.cols) * 128);
 }
@@ -30,27 +30,27 @@ template <typename S> void prepare_integers(const mul_mat_params & p, int64_t co
     }
 }
 
-// mask words of a segment, which has about so many non-zeros
+// Mask words of a segment with about `nonzeros` non-zeros.
 INLINE int64_t segment_words(float density, int nonzeros) {
     const float words = static_cast<float>(nonzeros) / 64;
     return density * SEGMENT_WORDS <= words ? SEGMENT_WORDS : static_cast<int64_t>(words / density);
 }
 
-// Two steps for each segment of a row: the x of its non-zeros are compressed, then multiplied by the packed weights.
-// Quantized weights are multiplied by whole groups: up to 63 zeros go in front, so that the first x lies in its group
-// as its weight does, and weights of a group that belong to other segments meet zeros. The second step is one segment
-// behind the first: a load that covers several recent stores waits until they have reached the cache (AVX-512: 2.0
-// against 1.5 ns per 64 columns at density 0.3).
+// Processes each segment of a row in two steps: compress the x of its non-zeros, then multiply them by the packed
+// weights. Quantized weights are multiplied in whole groups: up to 63 zeros come first, so that the first x has the
+// same position in its group as its weight, and weights of the group from other segments are multiplied by zeros. The
+// second step is one segment behind the first, because a load that covers several recent stores waits until these have
+// reached the cache (AVX-512: 2.0 against 1.5 ns per 64 columns at density 0.3).
 template <int TYPE, typename S> struct compressor {
     struct segment_of_row {
-        const uint8_t * values; // of plain types: the first value; else the group of the first value
-        int64_t         n;      // x, with the zeros in front
+        const uint8_t * values; // plain types: the first value; otherwise the group of the first value
+        int64_t         n;      // number of x, including the zeros in front
         float *         y;
     };
-    static constexpr int ROWS = S::template rows_compressed<TYPE>; // at a time: they share the loads of x
+    static constexpr int ROWS = S::template rows_compressed<TYPE>; // rows at a time, which share the loads of x
 
     const mul_mat_params * params;
-    int64_t                segment; // mask words; the same for all rows and threads, since it decides the order of sums
+    int64_t                segment; // mask words; equal for all rows and threads: it sets the order of sums
     float                  scale;
     int                    now;
     segment_of_row         last[ROWS];

@@ -1,6 +1,6 @@
-// The row operations (row-ops.h), written once for all instruction sets: each kernels-*.cpp includes this after
-// kernels-impl.h, and the same rules hold: internal linkage, and no call of another header's function. Vectors are GNU
-// vectors, with the operators +, *, / and comparisons.
+// The row operations (row-ops.h), written once for all instruction sets. Each kernels-*.cpp includes this file after
+// kernels-impl.h, and the same rules apply: internal linkage, and no calls to functions of other headers. Vectors are
+// GNU vectors with the operators +, *, / and comparisons.
 #pragma once
 
 namespace macko::cpu {
@@ -8,19 +8,19 @@ namespace {
 
 typedef int32_t int_vec __attribute__((vector_size(sizeof(vec))));
 
-// e^x to 4 units in the last place for -86 <= x <= 88; x beyond these is taken as the nearer of them. e^x = 2^n e^r
-// with |r| <= ln 2 / 2, and e^r is the series up to r^7.
+// e^x to 4 units in the last place for -86 <= x <= 88; x beyond these bounds is clamped. e^x = 2^n e^r with |r| <= ln 2
+// / 2, and e^r is the series up to r^7.
 INLINE vec exp_vec(vec x) {
     const vec low = simd::set1(-86.0f), high = simd::set1(88.0f);
     x                = x < low ? low : x; // NaN passes
     x                = x > high ? high : x;
-    const vec shift  = simd::set1(0x1.8p23f); // adding it rounds to an integer, which ends up in the low bits
+    const vec shift  = simd::set1(0x1.8p23f); // adding it rounds to an integer in the low bits
     const vec biased = simd::fma(x, simd::set1(0x1.715476p+0f), shift);
     const vec n      = biased - shift;
     // x - n ln 2, where ln 2 is the sum of two floats
     const vec r = simd::fma(n, simd::set1(-0x1.7f7d1cp-20f), simd::fma(n, simd::set1(-0x1.62e4p-1f), x));
     vec       p = simd::set1(1.0f / 5040);
-    // an array: the functions of std::initializer_list are another header's
+    // an array, because the functions of std::initializer_list belong to another header
     constexpr float series[] = { 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f };
     for (const float c : series) {
         p = simd::fma(p, r, simd::set1(c));
@@ -28,7 +28,7 @@ INLINE vec exp_vec(vec x) {
     return reinterpret_cast<vec>(reinterpret_cast<int_vec>(p) + (reinterpret_cast<int_vec>(biased) << 23));
 }
 
-// y = f(a, b) for all n elements, vector by vector; the rest is copied to full vectors.
+// y = f(a, b) for all n elements, vector by vector; the remainder is copied to full vectors.
 template <typename F> INLINE void map(const float * a, const float * b, float * y, int64_t n, F f) {
     int64_t i = 0;
     for (; i + W <= n; i += W) {

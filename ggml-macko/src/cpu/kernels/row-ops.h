@@ -17,7 +17,7 @@ struct row_ops {
     void (*rms_norm)(const float * x, float * y, int64_t n, float eps);
 };
 
-// of the kernel set in use (kernels.h)
+// The row operations of the kernel set in use (kernels.h).
 const row_ops & row_ops_in_use();
 
 } // namespace macko::cpu

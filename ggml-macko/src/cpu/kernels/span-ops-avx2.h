@@ -1,4 +1,4 @@
-// The functions of span-ops.h by AVX2 instructions, for the kernel sets that have bundles.
+// The functions of span-ops.h in AVX2, for the kernel sets with bundles.
 #pragma once
 
 #include "cpu/kernels/mask-tables.h"
@@ -9,7 +9,7 @@
 namespace macko::cpu {
 namespace {
 
-// The codes of eight entries from k on, a byte each. Entries k ... k + 15 exist, so that whole words can be loaded.
+// The codes of eight entries from k on, one byte each. Entries k ... k + 15 exist, so whole words can be loaded.
 template <int BITS> inline uint64_t eight_codes(const uint8_t * deltas, int64_t k) {
     const int64_t bit   = k * BITS;
     uint64_t      codes = 0;
@@ -17,7 +17,7 @@ template <int BITS> inline uint64_t eight_codes(const uint8_t * deltas, int64_t 
         __builtin_memcpy(&codes, deltas + k, 8);
         return codes;
     }
-    if constexpr (BITS == 4) { // half a byte in front of them, at most
+    if constexpr (BITS == 4) { // at most half a byte precedes them
         uint64_t word = 0;
         __builtin_memcpy(&word, deltas + (bit >> 3), 8);
         codes = word >> (bit & 7) & 0xffffffff;
@@ -39,7 +39,7 @@ template <int BITS> inline uint64_t eight_codes(const uint8_t * deltas, int64_t 
     return (codes + 0x7f7f7f7f7f7f7f7f) >> 7 & 0x0101010101010101;
 }
 
-// a bit for each of eight 16-bit numbers that are 0 or -1
+// One bit for each of eight 16-bit numbers that are 0 or -1.
 inline uint32_t bits_of(__m128i all) {
     return static_cast<uint32_t>(_mm_movemask_epi8(_mm_packs_epi16(all, _mm_setzero_si128())));
 }
@@ -48,12 +48,12 @@ template <int BITS>
 int read_macko_row(macko_row * row, int64_t begin, int64_t limit, int n, int32_t * entries, uint16_t * end) {
     macko_row r      = *row;
     int       span   = 0;
-    const int behind = static_cast<int>(limit - begin); // the chunk
+    const int behind = static_cast<int>(limit - begin); // end of the chunk
     while (r.k + 16 <= r.end) {
         __m128i cols = _mm_add_epi16(
             _mm_cvtepu8_epi16(_mm_cvtsi64_si128(static_cast<long long>(eight_codes<BITS>(r.deltas, r.k)))),
             _mm_set1_epi16(1));
-        cols           = _mm_add_epi16(cols, _mm_slli_si128(cols, 2)); // sums
+        cols           = _mm_add_epi16(cols, _mm_slli_si128(cols, 2)); // prefix sums
         cols           = _mm_add_epi16(cols, _mm_slli_si128(cols, 4));
         cols           = _mm_add_epi16(cols, _mm_slli_si128(cols, 8));
         cols           = _mm_add_epi16(cols, _mm_set1_epi16(static_cast<int16_t>(r.col - begin)));
@@ -68,7 +68,7 @@ int read_macko_row(macko_row * row, int64_t begin, int64_t limit, int n, int32_t
             end[span]           = static_cast<uint16_t>(
                 n + __builtin_popcount(used & bits_of(_mm_cmplt_epi16(cols, _mm_set1_epi16(span_end)))));
         }
-        // without fillers
+        // drop the fillers
         const __m128i pack = _mm_load_si128(reinterpret_cast<const __m128i *>(tables_of_masks.pack[used]));
         const __m128i c = _mm_shuffle_epi8(cols, pack), v = _mm_shuffle_epi8(values, pack);
         _mm_storeu_si128(reinterpret_cast<__m128i *>(entries + n), _mm_unpacklo_epi16(v, c));
@@ -79,7 +79,7 @@ int read_macko_row(macko_row * row, int64_t begin, int64_t limit, int n, int32_t
         r.col = begin + last;
     }
     *row = r;
-    return plain_span_ops.read_row(BITS, row, begin, limit, n, entries, end); // the last ones of the row or the chunk
+    return plain_span_ops.read_row(BITS, row, begin, limit, n, entries, end); // the end of the row or chunk
 }
 
 int read_row(int32_t delta_bits, macko_row * row, int64_t begin, int64_t limit, int n, int32_t * entries,
@@ -92,22 +92,22 @@ int read_row(int32_t delta_bits, macko_row * row, int64_t begin, int64_t limit, 
     }
 }
 
-// Loaded one by one: gather instructions are slow on many CPUs.
+// Loads eight entries one by one, because gather instructions are slow on many CPUs.
 inline __m256i eight_entries(const int32_t * entries, const int32_t * at) {
     return _mm256_setr_epi32(entries[at[0]], entries[at[1]], entries[at[2]], entries[at[3]], entries[at[4]],
                              entries[at[5]], entries[at[6]], entries[at[7]]);
 }
-// the least of all, in all lanes
+// The minimum of all lanes, in all lanes.
 inline __m256i least_of(__m256i a, __m256i b) {
     const __m256i m = _mm256_min_epi32(a, b);
     __m128i       l = _mm_min_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
     l               = _mm_min_epi32(l, _mm_shuffle_epi32(l, 0x4e));
     return _mm256_broadcastd_epi32(_mm_min_epi32(l, _mm_shuffle_epi32(l, 0xb1)));
 }
-// 16 numbers below 65536, in order
+// 16 numbers below 65536, in order.
 inline __m256i as_16_bits(__m256i a, __m256i b) { return _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8); }
 
-// where values are, of the second step and of the second half of the pieces
+// positions of the values of the second step, and of the second half of the pieces
 constexpr int SECOND_STEP = bundle_value_at(1, 0), SECOND_HALF = bundle_value_at(0, 8);
 
 int write_vectors(const int32_t * entries, const int32_t * first, int32_t end, span_vector * out) {
@@ -126,7 +126,7 @@ int write_vectors(const int32_t * entries, const int32_t * first, int32_t end, s
             const int32_t delta = now < end ? now - window : 0;
             window += delta;
             out[n].delta[step]   = static_cast<uint8_t>(delta);
-            const __m256i begins = _mm256_srli_epi32(least, 16); // where the window does, if anything is used
+            const __m256i begins = _mm256_srli_epi32(least, 16); // where the window begins, if any lane is used
             const __m256i limit  = _mm256_min_epi32(
                 no_more, _mm256_add_epi32(_mm256_andnot_si256(value_bits, least), _mm256_set1_epi32(WINDOW << 16)));
             const __m256i used0 = _mm256_cmpgt_epi32(limit, e0), used1 = _mm256_cmpgt_epi32(limit, e1);

@@ -1,4 +1,4 @@
-// Fills a bitmap_matrix from encoded weights, and turns its rows back into dense ones (bitmap.h).
+// Fills a bitmap_matrix from encoded weights, and converts its rows back to dense rows (bitmap.h).
 #include "cpu/layout/bitmap.h"
 #include "codec/team.h"
 
@@ -21,7 +21,7 @@ static int64_t row_sums_nbytes(const macko_desc & desc, int32_t value_type) {
 
 // ---- sizes ----
 
-// Coded values that there is room for, since each row is aligned.
+// Number of coded values with space for the alignment of each row.
 static int64_t n_coded(const macko_desc & desc) { return desc.nnz + desc.rows * (CODED_ROW_ALIGNMENT - 1); }
 static int64_t bits_nbytes(const macko_desc & desc) { return align_part((n_coded(desc) + 7) / 8 + CODED_SLACK); }
 
@@ -77,7 +77,7 @@ bitmap_matrix bitmap_bind(const macko_desc & desc, const bitmap_form & form, voi
     m.bundles_nbytes = bundles_room(desc, form);
     if (m.bundles_nbytes > 0) {
         m.group_off = reinterpret_cast<uint64_t *>(take(group_off_nbytes(desc)));
-        m.bundles   = next; // where the bitmap is, if it has to be one
+        m.bundles   = next; // same place as the bitmap, if the matrix must be one
     }
     m.masks = reinterpret_cast<uint64_t *>(take(masks_nbytes(desc)));
     if (m.type == GGML_MACKO_TYPE_CODED) {
@@ -95,12 +95,13 @@ bitmap_matrix bitmap_bind(const macko_desc & desc, const bitmap_form & form, voi
     return m;
 }
 
-// The mask of stored values first ... last - 1, which are a row. Fillers (zeros) advance the column and set no bit.
+// Writes the mask of stored values first ... last - 1, which are one row. Fillers (zeros) advance the column without
+// setting a bit.
 template <int BITS, typename T>
 static void pack_mask(const uint8_t * deltas, const T * values, int64_t first, int64_t last, uint64_t * mask,
                       int64_t words) {
     int64_t  col  = -1;
-    int64_t  at   = 0; // the word of the mask that `bits` is
+    int64_t  at   = 0; // the word of the mask in `bits`
     uint64_t bits = 0;
     for (int64_t k = first; k < last; k++) {
         col += delta_code(deltas, k, BITS) + 1;
@@ -129,7 +130,8 @@ template <typename T> static int64_t pack_values(const T * values, int64_t n, T 
         memcpy(dst, values, static_cast<size_t>(n) * sizeof(T));
         return n;
     }
-    // No branch: the next value overwrites a filler, and the last one of a row is a non-zero, since rows are canonical.
+    // No branch: the next value overwrites a filler, and the last value of a row is a non-zero, because rows are
+    // canonical.
     int64_t m = 0;
     for (int64_t k = 0; k < n; k++) {
         dst[m] = values[k];
@@ -178,7 +180,7 @@ void bitmap_pack(const macko_view & view, int64_t first_value, const bitmap_matr
 
 // ---- groups of quantized values ----
 
-// Block `half` of a group; nullptr stands for a block of zeros, where the number of blocks is odd.
+// Stores block `half` of a group; nullptr means a block of zeros, for an odd number of blocks.
 static void put_block(const uint8_t * block, int32_t type, int half, uint8_t * group) {
     uint8_t *      q                          = group + GROUP_SCALES_NBYTES;
     const uint32_t d                          = block ? bits_of_float(float_of_f16(quant_scale_bits(block))) : 0;
@@ -237,7 +239,7 @@ template <int32_t TYPE> static double sum_of_row(const packed_arrays & a, int64_
     return sum;
 }
 
-// value k of the matrix, as bits of the dense type
+// Value k of the matrix, as bits of the dense type.
 template <typename T> static T group_value(const bitmap_matrix & m, int64_t k, int32_t dense_type) {
     const int64_t   i = k % QUANT_GROUP, half = i / QUANT_BLOCK;
     uint8_t *       group  = m.values + k / QUANT_GROUP * quant_group_nbytes(m.type);
@@ -258,9 +260,9 @@ struct coded_writer {
     uint8_t * values;
     uint8_t * signs;
     uint8_t * highs;
-    bool      odd;                // base: the lowest bit of an exponent is that of its code, or its inverse
+    bool      odd;                // base is odd: the lowest bit of an exponent is the inverse of its code's
     uint64_t  sign = 0, high = 0; // bits that are not stored yet
-    int       n_bits = 0;         // of each
+    int       n_bits = 0;         // number of bits in each
 
     coded_writer(const bitmap_matrix & dst, int64_t first, int32_t base)
         : values(dst.values + first),
@@ -278,10 +280,10 @@ struct coded_writer {
             high >>= 8;
         }
     }
-    // the values of a block at the set bits of `places`
+    // appends the values of a block at the set bits of `places`
     void put(const coded_block_view & b, uint32_t places) {
-        // Exponents are high * 2 + 0 ... 3, with an even `high * 2`: with an even base the codes 1, 2, 3, with an odd
-        // one the codes less than that by one, whose lowest bit is inverted.
+        // Exponents are high * 2 + 0 ... 3, with an even `high * 2`. With an even base these offsets are the codes 1,
+        // 2, 3; with an odd base they are the codes minus one, whose lowest bit is inverted.
         const uint32_t highs_of = odd ? b.code[1] & b.code[0] : b.code[1];
         const uint8_t  flip     = odd ? 0x80 : 0;
         if (places == ~uint32_t(0)) {
@@ -301,7 +303,7 @@ struct coded_writer {
     void finish() { put_bits(0, 0, n_bits == 0 ? 0 : 8 - n_bits); }
 };
 
-// Calls f(block, first value of it, places) for the blocks of values begin ... end - 1, places those among them.
+// Calls f(block, its first value, places) for the blocks of values begin ... end - 1; places: mask of these values.
 template <typename F> static void for_each_block(int64_t begin, int64_t end, F && f) {
     for (int64_t k = begin; k < end;) {
         const int64_t block = k / QUANT_BLOCK, first = k % QUANT_BLOCK, n = std::min(QUANT_BLOCK - first, end - k);
@@ -310,14 +312,14 @@ template <typename F> static void for_each_block(int64_t begin, int64_t end, F &
     }
 }
 
-// A row with its whole mask: takes the outliers out of it.
+// Packs a row with a complete mask: removes the outliers from the mask.
 static void pack_coded_row(const packed_view & view, int64_t row, const bitmap_matrix & dst) {
     const packed_arrays & a       = view.arrays();
     const coded_view &    coded   = view.coded();
     uint64_t *            mask    = dst.masks + row * mask_words(dst.cols);
     int64_t               outlier = dst.coded.outlier_off[row];
-    int64_t               word = 0, before = a.row_ptr[row]; // values in front of the word
-    uint64_t              bits = mask[0];                    // of the word, outliers among them
+    int64_t               word = 0, before = a.row_ptr[row]; // values before the word
+    uint64_t              bits = mask[0];                    // mask word, including outliers
     coded_writer          out(dst, dst.row_off[row], coded.widths().base);
     const auto            take_out = [&](int64_t k) {
         for (; k - before >= __builtin_popcountll(bits); bits = mask[++word]) {
@@ -346,7 +348,7 @@ static void pack_coded_row(const packed_view & view, int64_t row, const bitmap_m
     out.finish();
 }
 
-// Where each row's values and outliers begin.
+// Computes where each row's values and outliers begin.
 static void place_coded_rows(const packed_view & view, int n_threads, const bitmap_matrix & dst) {
     const int32_t * row_ptr     = view.arrays().row_ptr;
     uint32_t *      outlier_off = dst.coded.outlier_off;
@@ -368,7 +370,7 @@ static void place_coded_rows(const packed_view & view, int n_threads, const bitm
 }
 
 static void pack_coded(const packed_view & view, int n_threads, const bitmap_matrix & dst) {
-    // that of a float of the exponent base + 1
+    // exponent of a float with the exponent base + 1
     const int bias  = dst.dense_type == GGML_MACKO_TYPE_F16 ? 127 - 15 : 0;
     *dst.coded.high = static_cast<uint32_t>(view.coded().widths().base + 1 + bias) / 2;
     parallel_ranges(n_threads, dst.rows, [&](int64_t begin, int64_t end) {
@@ -382,7 +384,7 @@ static void pack_coded(const packed_view & view, int n_threads, const bitmap_mat
     memset(dst.coded.highs + n / 8, 0, CODED_SLACK);
 }
 
-// value k of the matrix as a float, which it is exactly
+// Value k of the matrix as a float (exact).
 static float coded_value(const bitmap_matrix & m, int64_t k) {
     const auto bit = [k](const uint8_t * bits) { return static_cast<uint32_t>(bits[k / 8] >> (k % 8)) & 1; };
     return float_of_bits(bit(m.coded.signs) << 31 | (*m.coded.high + bit(m.coded.highs)) << 24 |
@@ -453,7 +455,7 @@ void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & 
 
 // ---- dense rows ----
 
-// a float that a value of the dense type became, as bits of that type again
+// Converts a float that was made from a value of the dense type back to bits of that type.
 template <typename T> static T dense_of_float(float v, int32_t dense_type) {
     if constexpr (sizeof(T) == 4) {
         return bits_of_float(v);

@@ -1,4 +1,4 @@
-// Sizes of bundles (bundles.h), and whole matrices of the packed format.
+// Sizes of bundles (bundles.h), and packing of whole matrices in the packed format.
 #include "cpu/layout/bundles.h"
 #include "codec/team.h"
 #include "cpu/layout/quant-packer.h"
@@ -8,8 +8,8 @@
 
 namespace macko::cpu {
 
-// Part of the slots that is filled, by density: what random places fill, measured, and where values are not quantized
-// what rows of different densities fill, as pruned attention matrices have them. The plan has a margin.
+// Share of filled slots by density. Measured with random places; for plain values also with rows of different
+// densities, as in pruned attention matrices. The plan adds a margin.
 struct measured_fill {
     double density, fill;
 };
@@ -39,14 +39,14 @@ int64_t bundles_nbytes(const macko_desc & desc, int32_t value_type) {
         quantized ? (desc.rows + desc.nnz / QUANT_BLOCK) / pieces + groups
                      : (desc.rows + groups * (pieces - 1)) / pieces * ((desc.cols + BUNDLE_SPAN - 1) / BUNDLE_SPAN);
     const double fill = quantized ? fill_of(QUANT_FILLS, density) : fill_of(FILLS, density);
-    // of those with which a bundle ends, half of the steps are empty
+    // on average, half of the steps in the last vector of a bundle are empty
     const double full    = static_cast<double>(desc.nnz) / (2 * STEP_SLOTS) / fill;
     const auto   vectors = static_cast<int64_t>((full + static_cast<double>(bundles) / 2) * margin) + 1;
     return bundles * bundle_header_nbytes(value_type) + vectors * bundle_vector_nbytes(value_type);
 }
 
-// Calls pack(packer, group, &bytes) for all groups; each thread has a PACKER. false if a group cannot be packed, or if
-// they take too much memory.
+// Calls pack(packer, group, &bytes) for all groups; each thread has a PACKER. Returns false if a group cannot be
+// packed, or if the groups need too much memory.
 template <typename PACKER, typename F> static bool pack_groups(int n_threads, const bitmap_matrix & w, F && pack) {
     group_writer                         writer(w);
     std::vector<std::unique_ptr<PACKER>> packers(static_cast<size_t>(n_threads));

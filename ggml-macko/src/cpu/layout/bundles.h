@@ -1,14 +1,14 @@
-// Quantized, F16 and BF16 non-zeros in the order in which AVX2 and arm64's sdot multiply them: the second form that a
-// bitmap_matrix may have. Made when a model is loaded; it is in no file. It takes more memory than bitmap and values,
+// Quantized, F16 and BF16 non-zeros in the order in which AVX2 and arm64's sdot multiply them: the second layout of a
+// bitmap_matrix. It is made when a model is loaded; no file contains it. It needs more memory than bitmap and values,
 // and far fewer instructions.
 //
-// A piece is a part of a row, and a bundle has pieces whose columns are near each other, of any of 128 rows. Its
-// non-zeros are dealt out to steps: all that a step has are in a window of 16 columns, whose x are one register that
-// pshufb or tbl takes them from. Slots that stay empty have the value 0.
+// A piece is a part of a row. A bundle contains pieces with nearby columns, from any of 128 rows. The non-zeros of a
+// bundle are distributed over steps: all non-zeros of a step lie in a window of 16 columns, and one register holds the
+// x of the window, from which pshufb or tbl picks them. Empty slots have the value 0.
 //
 //                a piece                                       pieces of a bundle   non-zeros of each in a step
-//   quantized    what the row has of a block of 32 values      4                    4
-//   F16, BF16    what the row has of 128 neighbouring columns  16                   1
+//   quantized    non-zeros of a row in a block of 32 values    4                    4
+//   F16, BF16    non-zeros of a row in 128 adjacent columns    16                   1
 //
 // Two steps of quantized values:
 //
@@ -19,16 +19,16 @@
 //
 // Bytes of a bundle:
 //
-//   header     bundle_header; for each piece its row within the group, a byte; quantized: for each its scale, F16
+//   header     bundle_header; for each piece its row within the group (a byte); quantized: the scale of each piece, F16
 //   vectors    n_vectors times two steps:
-//                2 bytes    columns from the window of the step before to that of each step
-//                16 bytes   places in the windows: of slots 0 ... 15 of the first step in the low nibbles, of the
-//                           second in the high nibbles
+//                2 bytes    for each step, the columns from the previous step's window to its own
+//                16 bytes   places in the windows: slots 0 ... 15 of the first step in the low nibbles, of the second
+//                           step in the high nibbles
 //                values     Q4_0: 16 bytes, the q + 8 in the same order
 //                           other quantized types: 32 bytes, the q of the first and the second step
-//                           F16, BF16: 64 bytes, those of slots 0 ... 7 of the first and the second step, then 8 ... 15
+//                           F16, BF16: 64 bytes, slots 0 ... 7 of the first and the second step, then slots 8 ... 15
 //
-// Zeros among the q are left out. Q4_NL has its levels as q.
+// q = 0 is not stored. The q of Q4_NL are its levels.
 #pragma once
 
 #include "codec/packed/packed.h"
@@ -37,12 +37,12 @@ namespace macko::cpu {
 
 struct bitmap_matrix;
 
-constexpr int64_t BUNDLE_ROWS = 128; // rows of a group; a bundle has rows of one group only
+constexpr int64_t BUNDLE_ROWS = 128; // rows of a group; all rows of a bundle belong to one group
 constexpr int     STEP_SLOTS  = 16;
 constexpr int     WINDOW      = 16;    // columns
-constexpr int64_t BUNDLE_COLS = 65536; // the most columns
+constexpr int64_t BUNDLE_COLS = 65536; // maximum columns
 constexpr int     BUNDLE_SPAN = 128;   // F16, BF16: columns of a piece
-// Quantized: bundles whose pieces, in the order of their first columns, are sorted by their last.
+// Quantized: bundles whose pieces are sorted by their last columns, after sorting all by their first columns.
 constexpr int BUNDLE_BLOCK = 4;
 
 struct bundle_header {
@@ -62,21 +62,22 @@ constexpr int64_t bundle_scales_at(int32_t type) {
 constexpr int64_t bundle_header_nbytes(int32_t type) {
     return bundle_scales_at(type) + (is_quant_type(type) ? 2 * bundle_pieces(type) : 0);
 }
-constexpr int64_t BUNDLE_VALUES_AT = 2 + STEP_SLOTS; // of a vector
+constexpr int64_t BUNDLE_VALUES_AT = 2 + STEP_SLOTS; // offset in a vector
 constexpr int64_t bundle_vector_nbytes(int32_t type) {
     return BUNDLE_VALUES_AT + (!is_quant_type(type) ? 64 : type == GGML_MACKO_TYPE_Q4_0 ? 16 : 32);
 }
 constexpr int64_t n_bundle_groups(int64_t rows) { return (rows + BUNDLE_ROWS - 1) / BUNDLE_ROWS; }
 
-// F16, BF16: where a slot of a step is among the values of a vector.
+// F16, BF16: position of a step's slot among the values of a vector.
 constexpr int bundle_value_at(int step, int slot) { return slot / 8 * 16 + step * 8 + slot % 8; }
 
-// The most bytes that bundles may take; 0 if the matrix has to be a bitmap.
+// Maximum bytes of the bundles; 0 if the matrix must be a bitmap.
 int64_t bundles_nbytes(const macko_desc & desc, int32_t value_type);
-// Writes w.bundles and w.group_off. false if that takes more than bundles_nbytes(); then what is there is unspecified.
+// Writes w.bundles and w.group_off. Returns false if that needs more than bundles_nbytes(); their content is
+// unspecified then.
 bool bundles_pack(const packed_view & view, int n_threads, const bitmap_matrix & w);
 
-// The value of a slot: q, or the bits of an F16 or BF16, which are 0 in an empty slot.
+// The value of a slot: q, or the bits of an F16 or BF16; 0 in an empty slot.
 inline int bundle_value(const uint8_t * vector, int32_t type, int step, int slot) {
     const uint8_t * values = vector + BUNDLE_VALUES_AT;
     if (!is_quant_type(type)) {
@@ -88,7 +89,7 @@ inline int bundle_value(const uint8_t * vector, int32_t type, int step, int slot
                                         : static_cast<int8_t>(values[step * STEP_SLOTS + slot]);
 }
 
-// Calls f(row, column, scale, value) for all non-zeros of a group, those of a row by ascending columns. value: q, or
+// Calls f(row, column, scale, value) for all non-zeros of a group, with ascending columns within each row. value: q, or
 // the bits of an F16 or BF16, which have no scale.
 template <typename F> void for_each_in_group(const uint8_t * at, const uint8_t * end, int32_t type, F && f) {
     const int pieces = bundle_pieces(type);

@@ -1,5 +1,5 @@
-// Which formats the CPU packs from their own arrays; matrices of all others reach it as MACKO rows. The CPU's table
-// from codec to function: a format that gets a packer of its own is one more row of it. No ggml.
+// The formats that the CPU packs from their own arrays, as a table from codec to function. Matrices of all other
+// formats arrive as MACKO rows. A format with a packer of its own adds one row to the table. Does not use ggml.
 #pragma once
 
 #include "codec/codec.h"
@@ -8,7 +8,7 @@
 namespace macko::cpu {
 
 bool cpu_takes(const codec & format);
-// view is of a format that cpu_takes(), and passed all checks; dst is bound to memory for it
+// Packs a view that passed all checks, in a format that cpu_takes(); dst is bound to memory for it.
 void cpu_pack(const codec_view & view, int n_threads, const bitmap_matrix & dst);
 
 } // namespace macko::cpu

@@ -1,4 +1,4 @@
-// Turns the packed rows of a matrix into columns (columns.h).
+// Converts the packed rows of a matrix to columns (columns.h).
 #include "cpu/layout/columns.h"
 #include "codec/quants.h"
 #include "codec/team.h"
@@ -34,11 +34,11 @@ bitmap_matrix columns_of_matrix(const bitmap_matrix & all, int64_t matrix, int64
     return m;
 }
 
-// Calls f(matrix, word, n, dense) for the rows of each mask word of each matrix, on several threads: n rows, made
-// dense, of which the first is row word * 64 of the matrix.
+// Calls f(matrix, word, n, dense) for the rows of each mask word of each matrix, on several threads. dense: n dense
+// rows, starting at row word * 64 of the matrix.
 template <typename T, typename F>
 static void for_each_word(const bitmap_matrix & w, int n_threads, int64_t rows, const F & f) {
-    const int64_t parts = (rows + BUNDLE_ROWS - 1) / BUNDLE_ROWS; // in bundles, rows are found as a group
+    const int64_t parts = (rows + BUNDLE_ROWS - 1) / BUNDLE_ROWS; // in bundles, a group of rows is read as a whole
     parallel_ranges(n_threads, w.rows / rows * parts, [&](int64_t begin, int64_t end) {
         std::vector<T> dense(static_cast<size_t>(BUNDLE_ROWS * w.cols));
         for (int64_t part = begin; part < end; part++) {

@@ -1,4 +1,4 @@
-// Where packers of bundles (bundles.h) put the groups that they have made.
+// Collects finished groups from the packers of bundles (bundles.h).
 #pragma once
 
 #include "cpu/layout/bitmap.h"
@@ -11,13 +11,13 @@
 
 namespace macko::cpu {
 
-// Bytes that grow. What a vector adds it sets to zero first.
+// A growing byte buffer. Each vector is zeroed before it is added.
 class group_bytes {
 public:
     size_t          size() const { return size_; }
     const uint8_t * data() const { return bytes_.get(); }
     void            clear() { size_ = 0; }
-    // Room for n bytes at the end, which the next append() takes into the content.
+    // Reserves n bytes at the end; the next append() adds them to the content.
     uint8_t * room_for(size_t n) {
         if (capacity_ - size_ < n) {
             capacity_ = 2 * capacity_ + n;
@@ -37,22 +37,22 @@ private:
 };
 
 // Writes the groups of a matrix one after the other, in whatever order and on whatever threads they are made. No thread
-// waits for another: a group that comes too early is kept until the others are there.
+// waits for another: a group that arrives early is kept until all groups before it are there.
 class group_writer {
 public:
     explicit group_writer(const bitmap_matrix & w) : w_(w) {}
 
-    // Whether the matrix may still be in bundles. If not, it will not be, and groups may be empty.
+    // Whether the matrix can still be in bundles. If not, groups may be empty.
     bool fits() {
         const std::lock_guard<std::mutex> lock(mutex_);
         return has_room();
     }
-    // A group cannot be in bundles.
+    // Records that a group cannot be in bundles.
     void refuse() {
         const std::lock_guard<std::mutex> lock(mutex_);
         refused_ = true;
     }
-    // memory for a group
+    // Returns memory for a group.
     group_bytes take() {
         const std::lock_guard<std::mutex> lock(mutex_);
         group_bytes                       bytes;
@@ -73,14 +73,14 @@ public:
             w_.group_off[next_++] = at;
             total_ += bytes.size();
             if (bytes.size() > 0 && has_room()) {
-                lock.unlock(); // others have places of their own
+                lock.unlock(); // other threads write to other places
                 memcpy(w_.bundles + at, bytes.data(), bytes.size());
                 lock.lock();
             }
             spare_.push_back(std::move(bytes));
         }
     }
-    // When all groups are there: whether the matrix is in bundles.
+    // Call after the last group. Returns whether the matrix is in bundles.
     bool finish() {
         w_.group_off[next_] = fits() ? total_ : 0;
         return w_.group_off[next_] > 0;
@@ -94,7 +94,7 @@ private:
     std::map<int64_t, group_bytes> waiting_;
     std::vector<group_bytes>       spare_;
     int64_t                        next_    = 0;
-    uint64_t                       total_   = 0; // bytes of the groups in front of next_
+    uint64_t                       total_   = 0; // bytes of the groups before next_
     bool                           refused_ = false;
 };
 

@@ -45,7 +45,7 @@ bool matrix_packer::finish() {
         writer_.reset();
         return false;
     }
-    dst_.row_off[0] = 0; // the others are the numbers of non-zeros of the rows in front of them
+    dst_.row_off[0] = 0; // the other elements count the non-zeros of all earlier rows
     for (int64_t r = 0; r < dst_.rows; r++) {
         dst_.row_off[r + 1] += dst_.row_off[r];
     }

@@ -1,4 +1,4 @@
-// Makes bundles (bundles.h) of quantized values.
+// Converts quantized values to bundles (bundles.h).
 #include "cpu/layout/quant-packer.h"
 #include "platform/platform.h"
 
@@ -9,19 +9,20 @@ namespace macko::cpu {
 namespace {
 
 constexpr int     PIECES      = bundle_pieces(GGML_MACKO_TYPE_Q8_0);
-constexpr int     PIECE_SLOTS = STEP_SLOTS / PIECES; // of each piece in a step
-constexpr int32_t NO_COLUMN   = 1 << 20;             // that no window reaches
+constexpr int     PIECE_SLOTS = STEP_SLOTS / PIECES; // slots of each piece in a step
+constexpr int32_t NO_COLUMN   = 1 << 20;             // beyond the reach of any window
 constexpr int     SORTED      = BUNDLE_BLOCK * PIECES;
 constexpr int     MOST_STEPS  = 2 * UINT8_MAX;
 
-// What has been taken from the pieces of a bundle: for each step its slots, place * 256 + q as a byte, or 0.
+// The steps of a bundle: for each step its slots, place * 256 + q as a byte, or 0.
 struct bundle_steps {
     uint8_t delta[MOST_STEPS];
     int16_t slots[MOST_STEPS][STEP_SLOTS];
 };
 
-// Takes four of each piece at a time, as far as they are in the window. Returns the number of steps, which is even, or
-// 0 if there are too many. No branch depends on what is in the window: that cannot be predicted.
+// Moves up to four entries of each piece into each step, if they are in the window. Returns the number of steps, which
+// is even, or 0 if there are too many. No branch depends on the content of the window, because that cannot be
+// predicted.
 MACKO_CLONES int make_steps(const int32_t * const * pieces, bundle_steps * out) {
     const int32_t * next[PIECES];
     for (int i = 0; i < PIECES; i++) {
@@ -34,7 +35,7 @@ MACKO_CLONES int make_steps(const int32_t * const * pieces, bundle_steps * out) 
         if (n == MOST_STEPS) {
             return 0;
         }
-        // 0 where all are taken; a window that is farther away takes several steps
+        // 0 if all entries were moved; a distant window takes several steps
         const int32_t delta = now == NO_COLUMN ? 0 : std::min(now - window, 255);
         window += delta;
         out->delta[n] = static_cast<uint8_t>(delta);
@@ -107,7 +108,7 @@ void quant_packer::read_quants(const packed_arrays & a, int64_t first_block, int
     read(blocks, n, quants_.data());
 }
 
-// Makes a piece of what a row has of a block, without zeros.
+// Makes a piece of a row's values in a block, without zeros.
 void quant_packer::add_rows(const packed_view & view, int64_t begin, int64_t end) {
     const packed_arrays & a           = view.arrays();
     const auto *          blocks      = static_cast<const uint8_t *>(a.values);
@@ -118,7 +119,7 @@ void quant_packer::add_rows(const packed_view & view, int64_t begin, int64_t end
     entries_.resize(std::max(entries_.size(),
                              static_cast<size_t>(a.row_ptr[end] - a.row_ptr[begin] + (most_pieces + 1) * PIECE_SLOTS)));
     int32_t n = 0;
-    std::fill_n(entries_.begin(), PIECE_SLOTS, NO_COLUMN << 8); // a piece of nothing
+    std::fill_n(entries_.begin(), PIECE_SLOTS, NO_COLUMN << 8); // an empty piece
     n += PIECE_SLOTS;
     for (int64_t r = begin; r < end; r++) {
         int32_t * last_col = cols_.data();
@@ -145,7 +146,7 @@ void quant_packer::add_rows(const packed_view & view, int64_t begin, int64_t end
     }
 }
 
-// By the first column, and among SORTED of them by the last one.
+// Sorts pieces by first column, and each group of SORTED by last column.
 void quant_packer::sort(int64_t cols) {
     starts_.assign(static_cast<size_t>(cols) + 1, 0);
     for (const piece & p : pieces_) {
@@ -161,7 +162,7 @@ void quant_packer::sort(int64_t cols) {
     for (size_t i = 0; i < sorted_.size(); i += SORTED) {
         const size_t n = std::min<size_t>(SORTED, sorted_.size() - i);
         uint32_t     keys[SORTED];
-        for (size_t k = 0; k < n; k++) { // inserted
+        for (size_t k = 0; k < n; k++) { // insertion sort
             const uint32_t key = static_cast<uint32_t>(sorted_[i + k].last_col) * SORTED + static_cast<uint32_t>(k);
             size_t         at  = k;
             for (; at > 0 && keys[at - 1] > key; at--) {

@@ -7,12 +7,12 @@ namespace macko::cpu {
 
 class quant_packer {
 public:
-    // Appends the group's bundles to out. false if a bundle has too many vectors.
+    // Appends the group's bundles to out. Returns false if a bundle has too many vectors.
     [[nodiscard]] bool pack(const packed_view & view, int64_t group, group_bytes * out);
 
 private:
     struct piece {
-        int32_t  first; // of the entries
+        int32_t  first; // first entry
         uint16_t first_col, last_col;
         uint16_t scale;
         uint8_t  row;
@@ -20,7 +20,7 @@ private:
 
     std::vector<uint8_t>  quants_;
     std::vector<int32_t>  cols_;
-    std::vector<int32_t>  entries_; // of each piece: columns times 256, plus q as a byte; then some of no column
+    std::vector<int32_t>  entries_; // of each piece: column * 256 + q as a byte; then entries without a column
     std::vector<piece>    pieces_, sorted_;
     std::vector<uint32_t> starts_;
 

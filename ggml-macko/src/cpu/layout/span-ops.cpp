@@ -17,7 +17,7 @@ int read_macko_row(macko_row * row, int64_t begin, int64_t limit, int n, int32_t
         }
         const auto here = static_cast<int32_t>(col - begin);
         entries[n]      = here << 16 | r.values[r.k];
-        n += r.values[r.k] != 0; // a filler is overwritten
+        n += r.values[r.k] != 0; // the next value overwrites a filler
         end[here / BUNDLE_SPAN] = static_cast<uint16_t>(n);
         r.col                   = col;
     }
@@ -56,7 +56,7 @@ int write_vectors(const int32_t * entries, const int32_t * first, int32_t end, s
             window += delta;
             out[n].delta[step]  = static_cast<uint8_t>(delta);
             const int32_t limit = std::min(window + WINDOW, end) << 16;
-            for (int i = 0; i < SPAN_PIECES; i++) { // no branch: what is in the window cannot be predicted
+            for (int i = 0; i < SPAN_PIECES; i++) { // no branch: the content of the window cannot be predicted
                 const int32_t used                     = *next[i] < limit;
                 out[n].value[bundle_value_at(step, i)] = static_cast<uint16_t>(*next[i] & -used);
                 out[n].place[i] =

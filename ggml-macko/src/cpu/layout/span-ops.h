@@ -1,5 +1,5 @@
-// What takes the time when F16 and BF16 values become bundles (bundles.h). Kernel sets may have functions of their own
-// for it, which write the same bytes.
+// The time-critical functions that convert F16 and BF16 values to bundles (bundles.h). Kernel sets may have their own
+// versions, which write the same bytes.
 #pragma once
 
 #include "cpu/layout/bundles.h"
@@ -14,31 +14,31 @@ struct span_vector {
 };
 static_assert(sizeof(span_vector) == bundle_vector_nbytes(GGML_MACKO_TYPE_F16), "no padding");
 
-// A non-zero is an entry: its column, counted from where a chunk of columns begins, times 65536, plus its value.
-constexpr int32_t NO_ENTRY = INT32_MAX; // behind the last of a row
+// An entry is a non-zero: its column, relative to the start of a chunk of columns, times 65536, plus its value.
+constexpr int32_t NO_ENTRY = INT32_MAX; // behind the last entry of a row
 
-// How far a row of a MACKO matrix has been read.
+// Position up to which a row of a MACKO matrix has been read.
 struct macko_row {
     const uint16_t * values;
     const uint8_t *  deltas;
-    int64_t          k, end; // of the row; k is the next
-    int64_t          col;    // before that
+    int64_t          k, end; // k: the next entry of the row
+    int64_t          col;    // column before that entry
 };
 
 struct span_ops {
-    // Appends the entries of a row, up to column `limit`, to n of them; end: how many are in each span and in front of
-    // it, as far as a span has any. Returns their number. entries has
-    // room for one of each column.
+    // Appends the entries of a row up to column `limit` to n existing ones. end: for each span, the number of entries
+    // in it and before it, up to the last span with entries. Returns the new number of entries. entries has space for
+    // one per column.
     int (*read_row)(int32_t delta_bits, macko_row * row, int64_t begin, int64_t limit, int n, int32_t * entries,
                     uint16_t * end);
-    // Writes the vectors of a bundle. first: of the entries of each piece; end: the column behind the span. Returns
-    // the number of vectors.
+    // Writes the vectors of a bundle. first: index of the first entry of each piece; end: the column behind the span.
+    // Returns the number of vectors.
     int (*write_vectors)(const int32_t * entries, const int32_t * first, int32_t end, span_vector * out);
 };
 
-// for any CPU
+// The functions for any CPU.
 extern const span_ops plain_span_ops;
-// of the kernel set in use (kernels.h)
+// The functions of the kernel set in use (kernels.h).
 const span_ops & span_ops_in_use();
 
 } // namespace macko::cpu

@@ -1,4 +1,4 @@
-// Makes bundles (bundles.h) of F16 and BF16 values.
+// Converts F16 and BF16 values to bundles (bundles.h).
 #include "cpu/layout/span-packer.h"
 #include "cpu/layout/group-writer.h"
 
@@ -10,31 +10,31 @@ namespace {
 
 constexpr int    PIECES       = SPAN_PIECES;
 constexpr int    SORTED       = 2 * PIECES;
-constexpr int    SPANS        = 8; // that are unpacked at once: what a group has there is to stay in L2
+constexpr int    SPANS        = 8; // unpacked together: the entries of a group in these spans must stay in L2
 constexpr int    CHUNK        = SPANS * BUNDLE_SPAN;
-constexpr int    ROW_SIZE     = CHUNK + 1; // NO_ENTRY is behind the last
+constexpr int    ROW_SIZE     = CHUNK + 1; // NO_ENTRY follows the last entry
 constexpr int    NOWHERE      = BUNDLE_ROWS * ROW_SIZE;
-constexpr size_t MOST_VECTORS = BUNDLE_SPAN / 2; // each window begins at another column
+constexpr size_t MOST_VECTORS = BUNDLE_SPAN / 2; // each window begins at a different column
 
-// A piece that is to be in a bundle.
+// A piece that will go into a bundle.
 struct piece {
-    int32_t  first; // of the entries
+    int32_t  first; // first entry
     uint16_t n;
-    uint8_t  row, middle; // column of the middle one
+    uint8_t  row, middle; // column of the middle entry
 };
 
 } // namespace
 
-// What a group has in a chunk of columns.
+// The entries of a group in a chunk of columns.
 struct span_packer::chunk {
-    int32_t  entries[NOWHERE + 1];    // of each row
-    uint16_t end[BUNDLE_ROWS][SPANS]; // of the entries that a row has in a span
+    int32_t  entries[NOWHERE + 1];    // entries of each row
+    uint16_t end[BUNDLE_ROWS][SPANS]; // number of entries of a row up to the end of a span
     piece    pieces[BUNDLE_ROWS], sorted[BUNDLE_ROWS];
 };
 
 namespace {
 
-// Rows of a MACKO matrix, read from the left to the right.
+// Reads the rows of a MACKO matrix from left to right.
 class macko_rows_reader {
 public:
     macko_rows_reader(const span_ops & ops, const macko_rows & m, int64_t begin, int64_t end)
@@ -54,7 +54,7 @@ private:
     macko_row        rows_[BUNDLE_ROWS];
 };
 
-// Rows of a packed matrix; columns and values of a group are decoded first.
+// Reads the rows of a packed matrix; columns and values of a group are decoded first.
 class packed_rows_reader {
 public:
     packed_rows_reader(const packed_view & view, int64_t begin, int64_t end) {
@@ -87,7 +87,7 @@ private:
     position              at_[BUNDLE_ROWS];
 };
 
-// Sorts pieces by key(piece) < BUNDLE_SPAN; those with the same key stay in their order.
+// Sorts pieces by key(piece) < BUNDLE_SPAN; the sort is stable.
 template <typename KEY> void sort_by(const piece * from, int n, piece * to, KEY && key) {
     uint8_t at[BUNDLE_SPAN + 1] = {};
     for (int i = 0; i < n; i++) {
@@ -101,19 +101,19 @@ template <typename KEY> void sort_by(const piece * from, int n, piece * to, KEY 
     }
 }
 
-// Appends the bundles of the pieces that the group has in a span.
+// Appends the bundles of the group's pieces in a span.
 void write_span(const span_ops & ops, span_packer::chunk * c, int64_t rows, int span, int64_t column,
                 group_bytes * out) {
     int n = 0;
     for (int64_t row = 0; row < rows; row++) {
         const int  begin = span == 0 ? 0 : c->end[row][span - 1], count = c->end[row][span] - begin;
         const auto first = static_cast<int32_t>(row * ROW_SIZE + begin);
-        // not of an entry behind the last: then the piece does not count
+        // if there is no such entry, the piece is not used
         const auto middle = static_cast<uint8_t>(c->entries[first + count / 2] >> 16 & (BUNDLE_SPAN - 1));
         c->pieces[n]      = { first, static_cast<uint16_t>(count), static_cast<uint8_t>(row), middle };
         n += count > 0;
     }
-    // By their number of non-zeros, so that those of a bundle end together, and SORTED of them by where these are.
+    // Sort by number of non-zeros, so that the pieces of a bundle end together, and each group of SORTED by position.
     sort_by(c->pieces, n, c->sorted, [](const piece & p) { return p.middle; });
     sort_by(c->sorted, n, c->pieces, [](const piece & p) { return BUNDLE_SPAN - p.n; });
     uint8_t block[BUNDLE_ROWS];

@@ -20,14 +20,14 @@ struct backend_context {
     op_context                 ops;
     std::shared_ptr<workspace> shared;
     cudaStream_t               capture_stream = nullptr;
-    unsigned *                 counters       = nullptr; // of ops
-    size_t                     scratch_nbytes = 0;       // of ops
+    unsigned *                 counters       = nullptr; // of the ops
+    size_t                     scratch_nbytes = 0;       // of the ops
     size_t                     panels_for     = 0;       // panel_nbytes of the device when `shared` was chosen
-    bool                       busy           = false;   // work was queued since the last synchronize
+    bool                       busy           = false;   // work was queued since the last synchronize()
 
     bool            use_graphs = true, use_fusion = true, use_cublas = true;
     captured_graphs captures;
-    uint64_t        buffers_freed = 0; // of the device, when the captures were made
+    uint64_t        buffers_freed = 0; // counter of the device when the captures were made
 
     explicit backend_context(gpu & d) : device(d) {}
     ~backend_context();
@@ -59,13 +59,13 @@ bool backend_context::create() {
     device.cc    = ops.cc;
     ops.overlap  = ops.cc >= 90 && !getenv("GGML_MACKO_NO_OVERLAP");
     ops.counters = counters;
-    if (!load_session::current()) { // a backend that only uploads weights needs none
+    if (!load_session::current()) { // a backend that only uploads weights needs no workspace
         attach_workspace();
     }
     return true;
 }
 
-// what products of many columns need; without it they are slower
+// Attaches the workspace for products of many columns; without it they are slower.
 void backend_context::attach_workspace() {
     const int64_t offload_from =
         offload_min_columns(getenv("GGML_OP_OFFLOAD_MIN_BATCH"), getenv("GGML_MACKO_NO_OFFLOAD"));
@@ -79,7 +79,7 @@ void backend_context::attach_workspace() {
     panels_for           = device.panel_nbytes;
     shared               = device.shared.lock();
     const bool too_small = shared && shared->panels.nbytes && shared->panels.nbytes < panel_nbytes;
-    if (!shared || too_small) { // contexts that have the old one keep it
+    if (!shared || too_small) { // contexts with the old workspace keep it
         device.shared = shared = std::make_shared<workspace>();
     }
     if (!shared->create(panel_nbytes)) {
@@ -94,10 +94,10 @@ void backend_context::attach_workspace() {
     set_offload_columns(offloaded > 0 && !shared->panels.nbytes ? NEVER_OFFLOAD : offload_from);
 }
 
-// The device is selected and idle.
+// The caller has selected the device, and it is idle.
 bool backend_context::make_scratch(size_t nbytes) {
     constexpr size_t STEP = size_t(1) << 20;
-    captures.drop(); // they know the address
+    captures.drop(); // they contain the old address
     const bool freed = device.check(cudaFree(ops.scratch), "cudaFree");
     ops.scratch      = nullptr;
     scratch_nbytes   = 0;
@@ -130,7 +130,7 @@ bool enqueue_eagerly(backend_context & ctx, const ggml_cgraph * graph) {
     return error == cudaSuccess || ctx.device.check_memory(error, failed->name);
 }
 
-// false: the graph cannot be captured, and nothing was queued
+// Returns false if the graph cannot be captured; nothing was queued then.
 bool make_capture(backend_context & ctx, const ggml_cgraph * graph, captured_graph & c) {
     if (graph_multiplies_by_expert(ctx.ops, graph)) {
         c.failed = true;
@@ -164,11 +164,11 @@ bool compute(backend_context & ctx, const ggml_cgraph * graph) {
     if (ctx.shared) {
         ctx.shared->panels.n_threads = device.n_threads;
     }
-    // threads of the host take part in products with weights in its memory
+    // host threads take part in products with weights in host memory
     if (!ctx.use_graphs || !is_worth_capturing(graph) || graph_has_host_weights(graph)) {
         return enqueue_eagerly(ctx, graph);
     }
-    if (ctx.buffers_freed != device.buffers_freed) { // addresses in captured graphs may mean something else now
+    if (ctx.buffers_freed != device.buffers_freed) { // addresses in captured graphs may have a different meaning now
         ctx.buffers_freed = device.buffers_freed;
         device.synchronize();
         ctx.captures.drop();
@@ -178,7 +178,7 @@ bool compute(backend_context & ctx, const ggml_cgraph * graph) {
     if (is_known && (c.exec || (!c.failed && make_capture(ctx, graph, c)))) {
         return device.check_memory(cudaGraphLaunch(c.exec, device.stream), "cudaGraphLaunch");
     }
-    return enqueue_eagerly(ctx, graph); // the first time, and what cannot be captured
+    return enqueue_eagerly(ctx, graph); // for the first time, or if it cannot be captured
 }
 
 // ---- backend ----
@@ -198,12 +198,12 @@ void backend_synchronize(ggml_backend_t backend) {
     ctx.busy = false;
 }
 
-// Neither this nor get_tensor_async is asynchronous: see device_get_props().
+// Neither this function nor get_tensor_async is asynchronous: see device_get_props().
 void backend_set_tensor_async(ggml_backend_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
     buffer_set_tensor(tensor->view_src ? tensor->view_src->buffer : tensor->buffer, tensor, data, offset, size);
 }
 
-// The copy is queued behind what computes the tensor, so only the copy is waited for.
+// The copy is queued behind the nodes that compute the tensor, so waiting for the copy is enough.
 void backend_get_tensor_async(ggml_backend_t backend, const ggml_tensor * tensor, void * data, size_t offset,
                               size_t size) {
     backend_context &     ctx    = context_of(backend);
@@ -212,7 +212,7 @@ void backend_get_tensor_async(ggml_backend_t backend, const ggml_tensor * tensor
         backend_synchronize(backend);
     }
     buffer->iface.get_tensor(buffer, tensor, data, offset, size);
-    ctx.busy = false; // a read waits for all of the stream
+    ctx.busy = false; // a read waits for the whole stream
 }
 
 ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {

@@ -1,19 +1,20 @@
-// A llama.cpp context's side of a GPU: computes graphs.
+// The backend of a llama.cpp context on a GPU: computes graphs.
 #pragma once
 
 #include "ggml-backend-impl.h"
 
 namespace macko::cuda {
 
-// null if the GPU is dead or has no memory for it; the reason is in the log
+// Returns null and logs the reason if the GPU is dead or has too little memory.
 ggml_backend_t make_backend(ggml_backend_dev_t dev);
 
-// Threads of the host that send weights in its memory to the GPU. false: not a backend of a GPU of this plugin
+// Sets the number of host threads that send weights in host memory to the GPU. Returns false for a backend that is not
+// on a GPU of this plugin.
 bool set_n_threads(ggml_backend_t backend, int n_threads);
 
-// For a backend that a server made before any weight arrived, and whose graphs were laid out by a client: kernels use
-// scratch memory of the backend, of at least so many bytes, and products of many columns the memory that suits the
-// weights that are there. False, with the reason in the log: no graph may be computed.
+// For the backend of a server, which exists before any weight arrives and computes graphs that a client has laid out.
+// Kernels then use at least scratch_nbytes of the backend's own scratch memory, and products of many columns use memory
+// for the largest weight that is there. On false, with the reason in the log, no graph may be computed.
 bool backend_prepare(ggml_backend_t backend, size_t scratch_nbytes);
 
 } // namespace macko::cuda

@@ -70,7 +70,7 @@ bool buffer_cpy_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * src, gg
                to.check(cudaMemcpyAsync(dst->data, src->data, ggml_nbytes(src), cudaMemcpyDeviceToDevice, to.stream),
                         "copy on the GPU");
     }
-    // ggml did not synchronize: the source is complete when its stream is
+    // ggml did not synchronize, so wait until the source's stream has completed the data
     return from.select() && from.synchronize() && to.select() &&
            to.check(cudaMemcpyPeerAsync(dst->data, to.id, src->data, from.id, ggml_nbytes(src), to.stream),
                     "copy between GPUs") &&
@@ -125,8 +125,7 @@ ggml_backend_buffer_t buffer_type_alloc_buffer(ggml_backend_buffer_type_t buft, 
 
 size_t buffer_type_get_alignment(ggml_backend_buffer_type_t) { return GPU_ALIGNMENT; }
 
-// Sizes of sparse weights are known from the file's header, so the memory figures that llama.cpp prints are the true
-// ones.
+// Sizes of sparse weights are known from the file's header, so the memory figures that llama.cpp prints are exact.
 size_t buffer_type_get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
     if (const sparse_tensor_info * matrix = sparse_of_load(tensor)) {
         return matrix_nbytes(buft, *matrix);
@@ -138,7 +137,7 @@ size_t buffer_type_get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_te
 
 bool buffer_type_is_host(ggml_backend_buffer_type_t) { return false; }
 
-// ---- host buffer type: pinned memory for what the CPU side of a context reads and writes (embeddings, logits) ----
+// ---- host buffer type: pinned memory for data that a context reads and writes on the CPU (embeddings, logits) ----
 
 const char * host_buffer_type_get_name(ggml_backend_buffer_type_t) { return "MACKO_Host"; }
 
@@ -147,7 +146,7 @@ void host_buffer_free_buffer(ggml_backend_buffer_t buffer) { cudaFreeHost(buffer
 ggml_backend_buffer_t host_buffer_type_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     void * memory = nullptr;
     if (!gpu_of(buft).select() || cudaMallocHost(&memory, size) != cudaSuccess) {
-        cudaGetLastError(); // the system limits pinned memory: ordinary memory is only slower
+        cudaGetLastError(); // the system limits pinned memory; ordinary memory is only slower
         return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
     }
     ggml_backend_buffer_t buffer = ggml_backend_cpu_buffer_from_ptr(memory, size);
@@ -206,7 +205,7 @@ bool read_sparse(gpu & device, const stored_matrix & m, char * data, size_t offs
     for (int64_t row = first; ok && row < end; row += rows) {
         const int64_t row_end = std::min(end, row + rows);
         const auto    error   = cuda_sparse_densify(m.matrix, row, row_end, dense, cols, device.stream);
-        const size_t  begin   = static_cast<size_t>(row) * nbytes_row; // offset of what lies in `dense`
+        const size_t  begin   = static_cast<size_t>(row) * nbytes_row; // offset of the data in `dense`
         const size_t  from    = std::max(offset, begin);
         const size_t  to      = std::min(offset + size, static_cast<size_t>(row_end) * nbytes_row);
         ok                    = device.check(error, "making a sparse weight dense");
@@ -221,7 +220,7 @@ bool read_sparse(gpu & device, const stored_matrix & m, char * data, size_t offs
 void buffer_set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset,
                        size_t size) {
     if (const sparse_tensor_info * matrix = sparse_of_load(tensor)) {
-        if (offset == 0) { // the first piece names the matrix; the stream has nothing more of a sparse tensor
+        if (offset == 0) { // the first piece names the matrix; the stream has no other data of a sparse tensor
             set_sparse(buffer, *load_session::current(), *matrix, tensor, data, size);
         }
     } else if (stored(tensor)) {

@@ -9,10 +9,10 @@ namespace macko::cuda {
 namespace {
 
 constexpr size_t MAX_CAPTURES = 24; // graphs kept per context: one per batch shape and window of 256 positions
-// larger batches keep the GPU busy while the CPU queues, and seldom come twice
+// larger batches keep the GPU busy while the CPU queues, and rarely repeat
 constexpr int64_t MAX_CAPTURE_COLUMNS = 64;
 
-// 128 bits over everything that a launch depends on
+// a 128-bit hash of everything that a launch depends on
 struct hasher {
     uint64_t a = 0x9e3779b97f4a7c15ull, b = 0xc2b2ae3d27d4eb4full;
     void     add(uint64_t v) {
@@ -68,11 +68,11 @@ bool is_worth_capturing(const ggml_cgraph * graph) {
         }
         columns = std::max(columns, graph->nodes[i]->ne[1]);
     }
-    return columns <= MAX_CAPTURE_COLUMNS; // what lies between two weights that are sent for a prompt
+    return columns <= MAX_CAPTURE_COLUMNS; // no product: nodes between two weights that are sent for a prompt
 }
 
 captured_graph & captured_graphs::find_or_add(const ggml_cgraph * graph, bool * is_known) {
-    *is_known = graph->uid != 0 && graph->uid == last_uid_; // ggml keeps the number of a graph that did not change
+    *is_known = graph->uid != 0 && graph->uid == last_uid_; // ggml keeps the uid of a graph that did not change
     if (!*is_known) {
         uint64_t key[2];
         hash_graph(graph, key);
@@ -96,7 +96,7 @@ void captured_graphs::drop() {
     last_uid_ = 0;
 }
 
-// the number of captures if there is none with this key
+// Index of the capture with this key, or the number of captures if there is none.
 size_t captured_graphs::find(const uint64_t key[2]) const {
     for (size_t i = 0; i < captures_.size(); i++) {
         if (captures_[i].key[0] == key[0] && captures_[i].key[1] == key[1]) {

@@ -36,9 +36,9 @@ void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
     props->type        = device_get_type(dev);
     props->device_id   = gpu_of(dev).pci_id.c_str();
     device_get_memory(dev, &props->memory_free, &props->memory_total);
-    // While one of our loads runs, llama.cpp has to read weights in pieces of 1 MiB (see the CPU device), and must not
-    // map the file, which is a stream. At other times the first three stay off: with events llama.cpp would build
-    // pipelines over several copies of the inputs, which one blocking stream does not need.
+    // While one of our loads runs, llama.cpp must read weights in pieces of 1 MiB (see the CPU device), and must not
+    // map the file, which is a stream. At other times the first three capabilities stay off: with events, llama.cpp
+    // would build pipelines over several copies of the inputs, which one blocking stream does not need.
     const bool loading       = load_session::current() != nullptr;
     props->caps.async        = loading;
     props->caps.host_buffer  = loading;
@@ -56,7 +56,7 @@ ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
 
 ggml_backend_buffer_type_t device_get_host_buffer_type(ggml_backend_dev_t dev) { return &gpu_of(dev).host_buft; }
 
-// Is op, or what it reads, a sparse weight in host memory?
+// Whether op or one of its operands is a sparse weight in host memory.
 bool touches_host_weight(const ggml_tensor * op) {
     bool touches = host_weights_of(op) != nullptr;
     for (const ggml_tensor * src : op->src) {
@@ -65,8 +65,8 @@ bool touches_host_weight(const ggml_tensor * op) {
     return touches;
 }
 
-// Products with a sparse weight of this device are never refused, because the scheduler would read the weight as dense
-// on another one. Nor are writes into its KV cache.
+// Never refuses products with a sparse weight of this device, because the scheduler would read the weight as dense on
+// another device. Never refuses writes to its KV cache either.
 bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
     gpu & device = gpu_of(dev);
     for (const ggml_tensor * src : op->src) {
@@ -82,7 +82,7 @@ bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
     const bool          sparse = is_sparse_weight(&device.buft, w);
     const bool          here   = w && w->buffer && real_buffer_type(w->buffer->buft) == &device.buft;
     if (!sparse && w && !here && sparse_of_load(w)) {
-        return false; // a sparse weight that another device will hold
+        return false; // another device will hold this sparse weight
     }
     return graph_supports_op(op, sparse);
 }
@@ -93,8 +93,8 @@ bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buf
            (device.offload_panel_nbytes > 0 && is_host_weights_buffer_type(buft));
 }
 
-// Asked for ops with a dense weight in host memory that the device supports. The scheduler copies the weight, or those
-// of its experts that are used.
+// Called for ops with a dense weight in host memory that the device supports. The scheduler copies the weight, or only
+// its experts that are used.
 bool device_offload_op(ggml_backend_dev_t, const ggml_tensor * op) {
     return offload_columns(op) >= offload_columns_in_use();
 }
@@ -125,10 +125,11 @@ const ggml_backend_device_i device_iface = {
     /* .event_synchronize    = */ device_event_synchronize,
 };
 
-// why there is no device, if there is none
+// The reason why there is no device, if there is none.
 std::string no_device_reason = "no GPU of compute capability 7.5 or more";
 
-// lives as long as the process, like the registry's entries; number: among the devices of this plugin
+// Makes a device that lives as long as the process, like the registry's entries. number: index among the plugin's
+// devices.
 ggml_backend_dev_t make_device(ggml_backend_reg_t reg, int id, const cudaDeviceProp & prop, size_t number) {
     char pci[32];
     snprintf(pci, sizeof(pci), "%04x:%02x:%02x.0", prop.pciDomainID, prop.pciBusID, prop.pciDeviceID);

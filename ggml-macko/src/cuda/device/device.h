@@ -1,10 +1,10 @@
 // The GPU devices of this plugin. Each computes whole graphs, independent of ggml's own CUDA backend.
 //
-//   device     what the registry sees: names, memory, which ops a GPU supports
-//   backend    a context's side: computes graphs
-//   captures   CUDA graphs of graphs that come again
-//   buffer     memory of the GPU, with dense tensors and sparse weights; pinned host memory
-//   upload     sparse weights from the file into a buffer
+//   device     interface of the registry: names, memory, supported ops
+//   backend    interface of a context: computes graphs
+//   captures   CUDA graphs of repeated graphs
+//   buffer     GPU memory with dense tensors and sparse weights; pinned host memory
+//   upload     copies sparse weights from the file to a buffer
 //   gpu        the physical device: stream, copies, error state
 #pragma once
 
@@ -15,11 +15,11 @@
 
 namespace macko::cuda {
 
-// One per NVIDIA GPU of compute capability 7.5 or more. Empty where there is no driver or no GPU. The first call makes
+// One device per NVIDIA GPU of compute capability 7.5 or higher. Empty without a driver or a GPU. The first call makes
 // them.
 const std::vector<ggml_backend_dev_t> & cuda_devices(ggml_backend_reg_t reg);
 
-// why that list is empty
+// Why that list is empty.
 const std::string & cuda_no_device_reason();
 
 } // namespace macko::cuda

@@ -13,7 +13,7 @@ namespace {
 
 constexpr size_t RING_NBYTES    = size_t(1) << 20;
 constexpr size_t RING_MAX_WRITE = size_t(64) << 10;
-constexpr size_t MIN_STAGED     = size_t(2) << 20; // smaller writes do not pay for starting threads
+constexpr size_t MIN_STAGED     = size_t(2) << 20; // starting threads does not pay for smaller writes
 
 bool make_event(cudaEvent_t * event) { return cudaEventCreateWithFlags(event, cudaEventDisableTiming) == cudaSuccess; }
 
@@ -90,7 +90,7 @@ bool gpu::make_current() {
     return check_memory(cudaSetDevice(id), "cudaSetDevice") && (stream || make_stream());
 }
 
-// of the highest priority: products go before the panels that are made beside them
+// Gives the stream the highest priority: products run before the panels that are filled at the same time.
 bool gpu::make_stream() {
     int least = 0, most = 0;
     return check(cudaDeviceGetStreamPriorityRange(&least, &most), "cudaDeviceGetStreamPriorityRange") &&
@@ -150,7 +150,7 @@ bool gpu::write(void * dst, const void * src, size_t size) {
     return write_through_ring(dst, src, size);
 }
 
-// Pinned memory is read by the GPU itself.
+// The GPU reads pinned memory directly.
 bool gpu::write_large(void * dst, const void * src, size_t size) {
     std::shared_ptr<workspace> work;
     cudaPointerAttributes      attributes = {};

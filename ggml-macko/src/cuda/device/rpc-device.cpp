@@ -14,9 +14,9 @@ namespace macko::cuda {
 
 namespace {
 
-// A GPU as the server offers it. It lives as long as the process.
+// A GPU that the server offers. It lives as long as the process.
 struct served_gpu : rpc_gpu {
-    ggml_backend_dev_t       local; // the device that models are loaded with
+    ggml_backend_dev_t       local; // the device that loads models
     ggml_backend_buffer_type buft = {};
 
     explicit served_gpu(ggml_backend_dev_t dev) : rpc_gpu{ gpu_of(dev), nullptr }, local(dev) {}
@@ -33,15 +33,16 @@ struct backend_deleter {
 
 struct rpc_backend {
     served_gpu &                                   server;
-    std::unique_ptr<ggml_backend, backend_deleter> local; // computes
-    rpc_cpu                                        cpu;   // what the GPU has no kernel for
+    std::unique_ptr<ggml_backend, backend_deleter> local; // computes graphs
+    rpc_cpu                                        cpu;   // computes nodes without a GPU kernel
 };
 
 constexpr const char * NEEDS_KERNEL   = "is a product that the GPU does not compute";
 constexpr const char * NEEDS_OPERANDS = "needs operands in buffers of this GPU";
 constexpr const char * NEEDS_MEMORY   = "needs memory that the GPU does not have";
 
-// Whether all of a tensor lies in a buffer of this GPU, with memory.
+// Checks that a tensor lies completely in a buffer of this GPU, and gives it memory. Returns null, or the reason for a
+// failure.
 const char * why_not_there(const rpc_backend & backend, const ggml_tensor * t) {
     if (!t->buffer || t->buffer->buft != &backend.server.buft || !rpc_lies_in_buffer(t)) {
         return NEEDS_OPERANDS;
@@ -50,15 +51,15 @@ const char * why_not_there(const rpc_backend & backend, const ggml_tensor * t) {
     return memory.commit(t->data, rpc_nbytes(t)) ? nullptr : NEEDS_MEMORY;
 }
 
-// Whether the GPU can compute a node that rpc_vet() has not refused: null, or why not. Its operands have memory then,
-// and its weight is where the kernels look for it. *scratch grows to the memory that it needs.
+// Returns null if the GPU can compute a node that rpc_vet() has not refused, else the reason. On success its operands
+// have memory and its weight is in place for the kernels. *scratch grows to the memory that the node needs.
 const char * prepare_node(const rpc_backend & backend, ggml_tensor * node, bool sparse, size_t * scratch) {
     for (int i = 0; i < GGML_MAX_SRC; i++) {
         ggml_tensor * src = node->src[i];
         if (!src || (sparse && i == 0)) {
             continue;
         }
-        src->extra = nullptr; // a graph may come again after its weights have changed
+        src->extra = nullptr; // a graph may repeat after its weights have changed
         if (const char * why = why_not_there(backend, src)) {
             return why;
         }
@@ -71,7 +72,7 @@ const char * prepare_node(const rpc_backend & backend, ggml_tensor * node, bool 
     return why_not_there(backend, node);
 }
 
-// The nodes of a graph in their order. Those between two that are refused are computed at once.
+// The nodes of a graph, in order. All nodes between two refused nodes are computed together.
 class stretch {
 public:
     stretch(rpc_backend & backend, const ggml_cgraph * graph) : backend_(backend), graph_(graph) {}
@@ -98,7 +99,7 @@ public:
         run(i);
         begin_ = i + 1;
     }
-    // all up to node `end`
+    // computes all nodes up to node `end`
     void run(int end) {
         if (begin_ < end && backend_.server.device.select()) {
             ggml_cgraph part = rpc_stretch(graph_, begin_, end);
@@ -119,12 +120,12 @@ private:
     const ggml_cgraph * graph_;
     rpc_refusals        refused_;
     int                 begin_   = 0;
-    size_t              scratch_ = 0; // of the nodes from begin_ on
+    size_t              scratch_ = 0; // bytes for the nodes from begin_ on
 };
 
 ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     auto & context = *static_cast<rpc_backend *>(backend->context);
-    context.server.uploader.reset(); // the weights have arrived
+    context.server.uploader.reset(); // all weights have arrived
     const int status = c_boundary([&] {
         stretch s(context, graph);
         for (int i = 0; i < graph->n_nodes; i++) {
@@ -144,7 +145,7 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
         log_error("%s: %s\n", context.server.device.name.c_str(), ggml_macko_last_error());
         return GGML_STATUS_ALLOC_FAILED;
     }
-    return GGML_STATUS_SUCCESS; // what could not be computed reads as NaN; all of it, if the GPU has failed
+    return GGML_STATUS_SUCCESS; // results that were not computed read as NaN; all of them if the GPU has failed
 }
 
 const char * backend_get_name(ggml_backend_t backend) {

@@ -74,7 +74,7 @@ void gpu_memory::read(const void * at, void * data, size_t n) {
         if (has && !lost_) {
             server_.device.read(out, range_->base() + offset, part);
         } else {
-            memset(out, lost_ ? 0xff : value_, part); // NaN, as what a GPU that has failed holds
+            memset(out, lost_ ? 0xff : value_, part); // NaN, the same content as after a GPU failure
         }
         out += part;
         offset += part;
@@ -121,7 +121,7 @@ gpu_memory::placed_weight::~placed_weight() {
     if (device.select()) {
         device.synchronize(); // kernels may still read it
     }
-    device.buffers_freed++; // captured graphs know its address
+    device.buffers_freed++; // captured graphs contain its address
     a.n_weights--;
     if (a.n_weights == 0) {
         a.used = 0;
@@ -130,11 +130,11 @@ gpu_memory::placed_weight::~placed_weight() {
     }
 }
 
-// Room and memory for a weight. It counts as one of the arena's from here on.
+// Reserves addresses and memory for a weight, which belongs to the arena from now on.
 int gpu_memory::take(const sparse_tensor_info & matrix, size_t nbytes, std::unique_ptr<placed_weight> * out) {
     gpu &                             device = server_.device;
     arena &                           a      = weights_;
-    std::vector<address_range::piece> fresh; // the upload writes all that is read
+    std::vector<address_range::piece> fresh; // the upload writes all bytes that are read
     const auto                        checked = [&](cudaError_t error) -> int {
         if (error == cudaSuccess) {
             return GGML_MACKO_STATUS_OK;
@@ -144,7 +144,7 @@ int gpu_memory::take(const sparse_tensor_info & matrix, size_t nbytes, std::uniq
         return fail(GGML_MACKO_STATUS_OUT_OF_MEMORY, "%s: no room for %.2f MiB on %s: %s", matrix.name.c_str(), mib,
                                            device.name.c_str(), why);
     };
-    if (!a.range) { // a layout may take more than the dense elements; addresses cost nothing
+    if (!a.range) { // a layout may need more than the dense elements; addresses cost nothing
         const size_t room = 4 * nbytes_ + (size_t(64) << 20);
         if (const int status = checked(address_range::reserve(device.id, room, &a.range))) {
             return status;

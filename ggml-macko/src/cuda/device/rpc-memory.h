@@ -1,6 +1,6 @@
-// The memory of a buffer of a GPU on a server of llama.cpp's RPC backend (rpc/buffer.h). The addresses that the
-// client asked for are reserved; those that are written or used in a graph get memory. Sparse weights lie side by side
-// behind other addresses, which no request can name.
+// The memory of a buffer of a GPU on a server of llama.cpp's RPC backend (rpc/buffer.h). All addresses that the client
+// requested are reserved; those that are written or used in a graph get memory. Sparse weights are stored one after the
+// other at separate addresses, which no request can name.
 #pragma once
 
 #include "cuda/device/gpu.h"
@@ -11,16 +11,16 @@
 
 namespace macko::cuda {
 
-// A GPU that serves, and what its buffers share.
+// A GPU of a server, and the data that its buffers share.
 struct rpc_gpu {
     gpu & device;
-    // of the weights that arrive; given back when a graph is computed
+    // uploads arriving weights; freed when a graph is computed
     std::unique_ptr<cuda_sparse_uploader> uploader;
 };
 
 class gpu_memory : public rpc_memory {
 public:
-    // Null, with the reason in the log, if the addresses cannot be reserved.
+    // Returns null and logs the reason if the addresses cannot be reserved.
     static std::unique_ptr<gpu_memory> reserve(rpc_gpu & server, size_t nbytes);
     ~gpu_memory() override;
 
@@ -32,16 +32,16 @@ public:
     void   clear(uint8_t value) override;
     int    make_weight(const received_file & file, std::unique_ptr<rpc_weight> * out) override;
 
-    // Gives memory to n bytes, which hold what they read as until then. False, with the reason in the log: there was
-    // none, now or earlier, and nothing may be computed from this buffer.
+    // Allocates memory for n bytes, which keep the content that they read as before. Returns false and logs the reason
+    // if an allocation failed, now or earlier; no graph may use this buffer then.
     bool commit(const void * at, size_t n);
-    // what a gpu_memory has made of a matrix
+    // The GPU matrix behind a weight made by a gpu_memory.
     static stored_matrix * matrix_of(const rpc_weight & weight);
 
 private:
-    // Sparse weights, one behind the other. Room is used again from the end, and when none is left.
+    // Sparse weights, one after the other. Space is reused from the end, or all of it once the last weight is freed.
     struct arena {
-        std::unique_ptr<address_range> range; // reserved with the first weight
+        std::unique_ptr<address_range> range; // reserved for the first weight
         size_t                         nbytes = 0, used = 0, n_weights = 0;
     };
     struct placed_weight;
@@ -49,8 +49,8 @@ private:
     rpc_gpu &                      server_;
     std::unique_ptr<address_range> range_;
     size_t                         nbytes_;
-    uint8_t                        value_ = 0;     // of what has no memory
-    bool                           lost_  = false; // memory was short, so something that was written is not there
+    uint8_t                        value_ = 0;     // value of addresses without memory
+    bool                           lost_  = false; // memory was short, so written data is missing
     arena                          weights_;
 
     gpu_memory(rpc_gpu & server, std::unique_ptr<address_range> range, size_t nbytes)

@@ -9,7 +9,7 @@ namespace macko::cuda {
 
 namespace {
 
-// Gives a payload to the uploader.
+// Passes a payload to the uploader.
 struct upload_consumer : payload_consumer {
     cuda_sparse_uploader & uploader;
     const gpu_plan &       plan;
@@ -23,7 +23,7 @@ struct upload_consumer : payload_consumer {
     }
 };
 
-// the staging memory of a load, shared by the buffers of a device and freed with the load
+// The staging memory of a load, shared by the buffers of a device and freed with the load.
 cuda_sparse_uploader * uploader_of(load_session & current, gpu & device) {
     std::shared_ptr<void> & slot = current.staging[&device];
     if (!slot) {
@@ -41,7 +41,7 @@ cuda_sparse_uploader * uploader_of(load_session & current, gpu & device) {
 
 gpu_plan plan_of(const gpu & device, const sparse_tensor_info & matrix) {
     gpu_matrix m = gpu_matrix_of(*matrix.format, matrix.desc, matrix.n_padded, matrix.value_type, matrix.nbytes_values);
-    m.in_blocks  = m.in_blocks && matrix.ne[1] == matrix.desc.rows; // those of stacked matrices lie across all of them
+    m.in_blocks  = m.in_blocks && matrix.ne[1] == matrix.desc.rows; // blocks of stacked matrices span all of them
     return choose(m, gpu_device_of(device.shared_nbytes));
 }
 
@@ -75,7 +75,7 @@ std::unique_ptr<stored_matrix> upload_matrix(gpu & device, load_session & curren
     std::unique_ptr<stored_matrix> m;
     const auto read = [&](payload_consumer & consumer) { return current.receive(tensor, data, size, consumer); };
     if (const int status = upload_matrix(device, *uploader, matrix, tensor->data, read, &m)) {
-        current.keep_error(status); // the first one that is kept stays
+        current.keep_error(status); // the first error stays
     }
     return m;
 }

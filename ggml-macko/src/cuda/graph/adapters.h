@@ -1,5 +1,5 @@
-// From ggml's tensors and op parameters to the plain types of cuda/ops/ops.h. The only file that knows which integer of
-// op_params is what, and which of ggml's enum values is which of ours.
+// Converts ggml's tensors and op parameters to the plain types of cuda/ops/ops.h. Only this file depends on the order
+// of integers in op_params and on ggml's enum values.
 #pragma once
 
 #include "cuda/ops/ops.h"
@@ -12,7 +12,7 @@ namespace macko::cuda {
 
 op_tensor operand(const ggml_tensor * t);
 
-// an operand that may be absent: get() is null for a null tensor
+// An operand that may be absent: get() is null for a null tensor.
 class optional_operand {
 public:
     explicit optional_operand(const ggml_tensor * t) {
@@ -26,17 +26,17 @@ private:
     std::optional<op_tensor> tensor_;
 };
 
-// nothing for an op that has no kernel
+// Empty for an op without a kernel.
 std::optional<binary_op>  binary_op_of(const ggml_tensor * node);
 std::optional<unary_op>   unary_op_of(const ggml_tensor * node); // GGML_OP_UNARY, and ops such as SQR with one source
 std::optional<glu_params> glu_params_of(const ggml_tensor * node);
 
 rope_params rope_params_of(const ggml_tensor * node);
 
-// a MUL_MAT whose src[0] is a Hadamard matrix, says llama.cpp, with operands that the kernel takes
+// Whether a MUL_MAT multiplies by a Hadamard matrix, as marked by llama.cpp, with operands that the kernel accepts.
 bool is_hadamard_product(const ggml_tensor * node);
 
-// Parameters that point to other operands own these as well.
+// Parameters that point to other operands also own these.
 class attention_operands {
 public:
     explicit attention_operands(const ggml_tensor * node);
@@ -54,7 +54,7 @@ private:
 class rms_norm_operands {
 public:
     explicit rms_norm_operands(const ggml_tensor * norm) : rms_norm_operands(norm, norm, nullptr, nullptr) {}
-    // mul: the node that multiplies by scale (then dst is its result), or norm; add: the node in front of norm, or null
+    // mul: the node that multiplies by scale (dst is its result), or norm; add: the node before norm, or null
     rms_norm_operands(const ggml_tensor * norm, const ggml_tensor * mul, const ggml_tensor * scale,
                       const ggml_tensor * add);
     rms_norm_operands(const rms_norm_operands &)             = delete;

@@ -1,4 +1,4 @@
-// The loop over the nodes of a graph: fused where a pattern matches and its memory allows it, else one node at a time.
+// The loop over the nodes of a graph: fused where a pattern matches and is safe, else one node at a time.
 #include "cuda/graph/fuse.h"
 #include "cuda/graph/graph.h"
 #include "cuda/graph/op-table.h"
@@ -12,7 +12,7 @@ cudaError_t enqueue_node(panel_pipeline & panels, ggml_tensor * node) {
     if (!row) {
         return cudaErrorInvalidValue;
     }
-    if (op_of(node) != GGML_OP_MUL_MAT) { // its rows decide themselves
+    if (op_of(node) != GGML_OP_MUL_MAT) { // the functions of MUL_MAT decide for themselves
         panels.forget_x16();
     }
     return row->enqueue(panels, node);

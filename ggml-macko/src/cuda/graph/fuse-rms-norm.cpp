@@ -1,4 +1,4 @@
-// A norm with what stands around it:
+// A norm with its neighbors:
 //
 //   a    b
 //   |    |
@@ -8,7 +8,7 @@
 //     |
 //   [MUL scale]
 //
-// One launch computes sum = a + b and (a + b) / rms(a + b) * scale. At least one of ADD and MUL has to be there.
+// One launch computes sum = a + b and (a + b) / rms(a + b) * scale. At least one of ADD and MUL must be present.
 #include "cuda/graph/adapters.h"
 #include "cuda/graph/fuse.h"
 
@@ -27,7 +27,7 @@ public:
 private:
     const ggml_tensor * add_   = nullptr; // null: none
     const ggml_tensor * norm_  = nullptr;
-    const ggml_tensor * mul_   = nullptr; // or the norm itself
+    const ggml_tensor * mul_   = nullptr; // the MUL, or the norm itself
     const ggml_tensor * scale_ = nullptr; // null: none
 
     bool match_add(const ggml_cgraph * graph, int i, int norm);
@@ -52,7 +52,7 @@ bool fused_rms_norm::match(const op_context &, const ggml_cgraph * graph, int i)
     return last_ != i;
 }
 
-// the ADD at i, if the norm at `norm` is that of the sum
+// Matches the ADD at i, if node `norm` normalizes its sum.
 bool fused_rms_norm::match_add(const ggml_cgraph * graph, int i, int norm) {
     add_ = graph->nodes[i];
     return norm < graph->n_nodes && op_of(graph->nodes[norm]) == GGML_OP_RMS_NORM &&
@@ -60,7 +60,7 @@ bool fused_rms_norm::match_add(const ggml_cgraph * graph, int i, int norm) {
            ggml_are_same_shape(add_->src[1], add_);
 }
 
-// the MUL at `mul`, if it multiplies the norm by rows of its length
+// Matches the MUL at `mul`, if it multiplies the norm by rows of its length.
 void fused_rms_norm::match_mul(const ggml_cgraph * graph, int norm, int mul) {
     const ggml_op ops[]   = { running_op(GGML_OP_RMS_NORM), running_op(GGML_OP_MUL) };
     const int     nodes[] = { norm, mul };

@@ -1,4 +1,4 @@
-// Decoding of one token: the nodes of fuse-rope-cache.cpp and the attention behind them.
+// Decoding of one token: the nodes of fuse-rope-cache.cpp and the attention after them.
 //
 //   q       k          v
 //   |       |          |
@@ -10,7 +10,7 @@
 //   +-------+----------+-----------+
 //   FLASH_ATTN_EXT
 //
-// One launch computes all of it. The rotated query is not stored; the new rows of the caches are.
+// One launch computes all of it. It stores the new rows of the caches, but not the rotated query.
 #include "cuda/graph/adapters.h"
 #include "cuda/graph/fuse-rope-cache.h"
 
@@ -51,7 +51,7 @@ bool fused_rope_attention::match(const op_context &, const ggml_cgraph * graph, 
                                        attention_operands(attention_).params());
 }
 
-// The kernel reads positions, frequency factors, mask and row numbers before the kernels ahead of it end.
+// The kernel reads positions, frequency factors, mask and row numbers before the preceding kernels end.
 bool fused_rope_attention::reads_only_inputs_early() const {
     const ggml_tensor * early[] = { nodes_.rope_k->src[1], nodes_.rope_k->src[2], attention_->src[3],
                                     nodes_.set_k->src[1], nodes_.set_v->src[1] };

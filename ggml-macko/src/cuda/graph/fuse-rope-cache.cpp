@@ -1,4 +1,4 @@
-// New keys and values of a decoder layer on their way into the cache:
+// Writing new keys and values of a decoder layer to the cache:
 //
 //   q          k          v
 //   |          |          |
@@ -50,7 +50,7 @@ cudaError_t fused_rope_cache::enqueue(const op_context & ctx) const {
 } // namespace
 
 const ggml_tensor * source_of_views(const ggml_tensor * t) {
-    constexpr int MAX_VIEWS = 16; // models have three; in a graph that came over a network they may form a circle
+    constexpr int MAX_VIEWS = 16; // models have three; a graph from a network may contain a cycle
     for (int i = 0; i < MAX_VIEWS && ggml_op_is_empty(op_of(t)) && t->src[0]; i++) {
         t = t->src[0];
     }

@@ -1,4 +1,4 @@
-// New keys and values on their way into a quantized cache, where llama.cpp multiplies heads by Hadamard matrices:
+// Writing new keys and values to a quantized cache, where llama.cpp multiplies heads by Hadamard matrices:
 //
 //   q          k          v
 //   |          |          |
@@ -9,8 +9,8 @@
 //   ...        SET_ROWS   SET_ROWS
 //              K cache    V cache
 //
-// The seven nodes follow one another in any order that begins with a ROPE. One launch computes them; of their results
-// it stores the query and the new rows of the caches.
+// The seven nodes are consecutive, in any order that begins with a ROPE. One launch computes them; it stores the query
+// and the new rows of the caches.
 #include "cuda/graph/adapters.h"
 #include "cuda/graph/fuse-rope-cache.h"
 
@@ -25,7 +25,7 @@ public:
     cudaError_t enqueue(const op_context & ctx) const override;
 
 private:
-    // one head after the other of q, k or v on its way; indices of nodes, -1: none
+    // the nodes of q, k or v; -1: none
     struct branch {
         int rope = -1, product = -1, set = -1;
     };
@@ -39,7 +39,7 @@ private:
     rope_cache_params params() const;
 };
 
-// which of the nodes t is a view of; -1: none
+// Which of the nodes t is a view of; -1: none.
 int fused_rope_hadamard_cache::find_source(const ggml_tensor * t, const int * among, int n) const {
     const ggml_tensor * source = source_of_views(t);
     for (int k = 0; k < n; k++) {
@@ -83,7 +83,7 @@ bool fused_rope_hadamard_cache::find_branches(int i) {
     return q_.rope >= 0 && k_.rope >= 0 && v_.set >= 0;
 }
 
-// Is every result but q's used by the next of these nodes alone?
+// Whether the next of these nodes is the only use of every result except q's.
 bool fused_rope_hadamard_cache::has_only_these_uses() const {
     return is_only_use(graph_, q_.rope, node(q_.product)->src[1]) &&
            is_only_use(graph_, k_.rope, node(k_.product)->src[1]) &&
@@ -91,13 +91,13 @@ bool fused_rope_hadamard_cache::has_only_these_uses() const {
            is_only_use(graph_, v_.product, node(v_.set)->src[0]);
 }
 
-// Do the rows of a product, one after the other, make whole heads of all tokens?
+// Whether the rows of a product, one after the other, form whole heads of all tokens.
 bool makes_heads(const ggml_tensor * product, int64_t head_dim, int64_t n_tokens) {
     return head_dim % product->ne[0] == 0 && ggml_nelements(product) % (head_dim * n_tokens) == 0 &&
            ggml_is_contiguous(product) && ggml_is_contiguous(product->src[1]);
 }
 
-// Does a product turn all that a node rotated?
+// Whether a product uses all elements that a ROPE node rotated.
 bool turns_all_of(const ggml_tensor * product, const ggml_tensor * rope) {
     const ggml_tensor * x = product->src[1];
     return ggml_nelements(x) == ggml_nelements(rope) && x->view_offs == rope->view_offs && ggml_is_contiguous(rope);
@@ -131,7 +131,7 @@ bool fused_rope_hadamard_cache::match(const op_context &, const ggml_cgraph * gr
                                             optional_operand(rope->src[2]).get(), params(), node(v_.product)->ne[0]);
 }
 
-// rows that lie one after the other as [head_dim, heads, tokens]
+// Adjacent rows as [head_dim, heads, tokens].
 op_tensor heads_of(const ggml_tensor * rows, int64_t head_dim, int64_t n_tokens) {
     op_tensor t = operand(rows);
     t.ne[0]     = head_dim;

@@ -1,4 +1,4 @@
-// Sparse products that share x, with what stands in front of them and behind them:
+// Sparse products with the same x, with the nodes before and after them:
 //
 //       x                                       x
 //       |                                       |
@@ -12,8 +12,8 @@
 //   [ADD residual]
 //
 // One launch per kind of matrix computes y_i = W_i * norm(x) + bias_i + residual_i, or silu(W_0 x) * (W_1 x). The
-// normalised x and the bare products are not stored. GET_ROWS is only taken where it chooses the only row there is:
-// llama.cpp chooses so, in its last layer, which tokens give outputs.
+// normalized x and the bare products are not stored. GET_ROWS is fused only if it selects the only row that exists:
+// llama.cpp uses it in its last layer to select the tokens with outputs.
 #include "cuda/graph/fuse.h"
 #include "cuda/graph/panels.h"
 #include "cuda/graph/sparse-products.h"
@@ -29,30 +29,30 @@ bool shares_kernel(const ggml_tensor * a, const ggml_tensor * b) {
     return have_same_kernel(stored(a->src[0])->matrix, stored(b->src[0])->matrix);
 }
 
-// the kernels of a part in another layout have neither the norm in front nor the product of gate and up behind
+// Whether the kernels of a layout can fuse the preceding norm and the following product of gate and up.
 bool fuses(const ggml_tensor * product) { return has_fused_products(stored(product->src[0])->matrix); }
 
-// GET_ROWS that chooses the only row of its source, so that it changes nothing
+// Whether t is a GET_ROWS that selects the only row of its source, and so changes nothing.
 bool is_only_row(const ggml_tensor * t) {
     return op_of(t) == GGML_OP_GET_ROWS && t->src[0]->type == GGML_TYPE_F32 && t->src[0]->nb[0] == sizeof(float) &&
            ggml_nrows(t->src[0]) == 1 && ggml_are_same_shape(t, t->src[0]);
 }
 
-// The GET_ROWS nodes since the last sum: the next sum has to use all of them.
+// The GET_ROWS nodes since the last sum; the next sum must use all of them.
 class only_rows {
 public:
     bool has_room() const { return n_ < MAX; }
     void add(const ggml_tensor * node) { nodes_[n_++] = node; }
     int  count() const { return n_; }
     void clear() { n_ = 0; }
-    // what a term of a sum is without the GET_ROWS in front of it
+    // A term of a sum without the preceding GET_ROWS.
     const ggml_tensor * source(const ggml_tensor * term) const {
         const bool chosen = std::find(nodes_, nodes_ + n_, term) != nodes_ + n_;
         return chosen ? term->src[0] : term;
     }
 
 private:
-    static constexpr int MAX         = 2; // the terms of a sum
+    static constexpr int MAX         = 2; // one per term of a sum
     const ggml_tensor *  nodes_[MAX] = {};
     int                  n_          = 0;
 };
@@ -66,12 +66,12 @@ public:
 private:
     struct member {
         ggml_tensor *       product;
-        ggml_tensor *       result; // the product, or the last sum behind it
-        int                 index;  // of result, in the graph
+        ggml_tensor *       result; // the product, or the last sum after it
+        int                 index;  // index of result in the graph
         const ggml_tensor * bias;
         const ggml_tensor * residual;
     };
-    const ggml_tensor * norm_                             = nullptr; // null: x as it is
+    const ggml_tensor * norm_                             = nullptr; // null: no norm
     const ggml_tensor * norm_weight_                      = nullptr;
     const ggml_tensor * x_                                = nullptr;
     member              members_[CUDA_SPARSE_MAX_GROUPED] = {};
@@ -117,7 +117,7 @@ bool fused_sparse_products::match(const op_context & ctx, const ggml_cgraph * gr
     return norm_ || n_ > 1 || glu_ || last_ != i;
 }
 
-// RMS_NORM at i, and the product with its weight at mul
+// Matches the RMS_NORM at i and the product with its weight at mul.
 bool fused_sparse_products::match_norm(const ggml_cgraph * graph, int i, int mul) {
     const ggml_op ops[]   = { running_op(GGML_OP_RMS_NORM), running_op(GGML_OP_MUL) };
     const int     nodes[] = { i, mul };
@@ -127,11 +127,11 @@ bool fused_sparse_products::match_norm(const ggml_cgraph * graph, int i, int mul
     norm_        = graph->nodes[i];
     norm_weight_ = graph->nodes[mul]->src[1];
     x_           = norm_->src[0];
-    // the kernel reads the weight before the kernels ahead of it end: no node may compute it
+    // the kernel reads the weight before the preceding kernels end, so no node may compute it
     return is_row_vector(norm_weight_, norm_->ne[0]) && op_of(norm_weight_) == GGML_OP_NONE && is_f32_rows(x_);
 }
 
-// the products of `input` from node `first` on
+// Matches the products of `input` from node `first` on.
 bool fused_sparse_products::match_products(const op_context & ctx, const ggml_cgraph * graph, int first,
                                            const ggml_tensor * input) {
     for (int k = first; k < graph->n_nodes && n_ < CUDA_SPARSE_MAX_GROUPED && can_join(ctx, graph->nodes[k], input);
@@ -145,7 +145,7 @@ bool fused_sparse_products::match_products(const op_context & ctx, const ggml_cg
     return n_ > 0;
 }
 
-// the sums that follow: biases and residuals
+// Matches the sums that follow: biases and residuals.
 void fused_sparse_products::match_sums(const ggml_cgraph * graph) {
     only_rows chosen;
     for (int k = next_node(graph, last_); k < graph->n_nodes; k = next_node(graph, k)) {
@@ -162,7 +162,7 @@ void fused_sparse_products::match_sums(const ggml_cgraph * graph) {
     }
 }
 
-// the ADD at node k as bias or residual of one member
+// Matches the ADD at node k as a bias or residual of one member.
 bool fused_sparse_products::match_sum(const ggml_cgraph * graph, int k, const only_rows & chosen) {
     ggml_tensor *       sum = graph->nodes[k];
     const ggml_tensor * a   = chosen.source(sum->src[0]);
@@ -192,7 +192,7 @@ bool fused_sparse_products::match_sum(const ggml_cgraph * graph, int k, const on
     return true;
 }
 
-// the last member whose result is a or b
+// The last member with result a or b.
 fused_sparse_products::member * fused_sparse_products::member_of(const ggml_tensor * a, const ggml_tensor * b) {
     for (int j = n_ - 1; j >= 0; j--) {
         if (members_[j].result == a || members_[j].result == b) {
@@ -210,7 +210,7 @@ bool fused_sparse_products::has_sums() const {
     return std::any_of(members_, members_ + n_, [](const member & m) { return m.bias || m.residual; });
 }
 
-// gate and up, and the SWIGLU that follows
+// Matches gate and up, and the SWIGLU that follows.
 void fused_sparse_products::match_glu(const ggml_cgraph * graph) {
     const int next = next_node(graph, last_);
     if (n_ != 2 || has_sums() || next >= graph->n_nodes || op_of(graph->nodes[next]) != GGML_OP_GLU) {
@@ -268,7 +268,7 @@ cudaError_t fused_sparse_products::enqueue(const op_context & ctx) const {
     return cudaSuccess;
 }
 
-// one launch: member `first`, and those behind it that have the same kernel
+// Parameters of one launch: member `first`, and later members with the same kernel.
 cuda_sparse_mul_mat_params fused_sparse_products::launch_params(const op_context & ctx, int first,
                                                                 bool * queued) const {
     const auto                 f32 = [](const ggml_tensor * t) { return t ? static_cast<float *>(t->data) : nullptr; };

@@ -1,4 +1,5 @@
-// Patterns of neighbouring nodes that one launch computes. One file per pattern; what they share is here.
+// Patterns of neighboring nodes that one launch computes. Each pattern has its own file; this file has the shared
+// parts.
 #pragma once
 
 #include "cuda/graph/nodes.h"
@@ -9,18 +10,18 @@
 
 namespace macko::cuda {
 
-// The results of inner nodes are not stored. So a pattern may only contain inner nodes whose every use it contains.
+// The results of inner nodes are not stored, so a pattern must contain every use of its inner nodes.
 class fused_pattern {
 public:
     virtual ~fused_pattern() = default;
 
-    // Does the pattern begin at node i, which computes? If so, the object holds its nodes until the next call.
-    // Also called before the graph is allocated: the answer may depend on addresses only where all are known or none.
+    // Whether the pattern begins at node i, which computes. If so, the object keeps its nodes until the next call. Also
+    // called before the graph is allocated: the result may depend on addresses only if all or none are known.
     virtual bool match(const op_context & ctx, const ggml_cgraph * graph, int i) = 0;
 
-    // May one launch compute these nodes where the allocator placed them? It placed results as if nodes ran one by one,
-    // so a result may lie where an operand of another member was. graph_optimize() asks to keep those operands; this
-    // check is for graphs that did not go through it.
+    // Whether one launch may compute these nodes at their addresses. The allocator assumes that nodes run one by one,
+    // so a result may overwrite an operand of another node of the pattern. graph_optimize() asks ggml to keep such
+    // operands; this check protects graphs that did not pass through it.
     virtual bool is_safe() const = 0;
 
     virtual cudaError_t enqueue(const op_context & ctx) const = 0;
@@ -37,10 +38,10 @@ std::unique_ptr<fused_pattern> make_fused_rope_attention();
 std::unique_ptr<fused_pattern> make_fused_rope_cache();
 std::unique_ptr<fused_pattern> make_fused_rope_hadamard_cache();
 
-// All patterns, in the order in which they are tried. Made once per walk over a graph; matching allocates nothing.
+// All patterns, in the order in which they are tried. Made once per walk over a graph. Matching allocates nothing.
 class fused_patterns {
 public:
-    // the first pattern that begins at node i, or null; valid until the next call
+    // The first pattern that begins at node i, or null; valid until the next call.
     fused_pattern * match(const op_context & ctx, const ggml_cgraph * graph, int i) {
         for (const std::unique_ptr<fused_pattern> & pattern : patterns_) {
             if (pattern->match(ctx, graph, i)) {
@@ -53,19 +54,20 @@ public:
 private:
     std::array<std::unique_ptr<fused_pattern>, 5> patterns_ = {
         make_fused_sparse_products(), make_fused_rms_norm(),
-        make_fused_rope_attention(), // a rope cache with attention behind it: before the one without
+        make_fused_rope_attention(), // rope cache plus attention: tried before the rope cache alone
         make_fused_rope_cache(),      make_fused_rope_hadamard_cache(),
     };
 };
 
-// Does the memory of two tensors overlap?
+// Whether the memory of two tensors overlaps.
 inline bool overlaps(const ggml_tensor * a, const ggml_tensor * b) {
     const char * pa = static_cast<const char *>(a->data);
     const char * pb = static_cast<const char *>(b->data);
     return pa < pb + ggml_nbytes(b) && pb < pa + ggml_nbytes(a);
 }
 
-// Does it, other than element on element? A kernel that reads each element before it writes that one works in place.
+// Whether it overlaps in any way other than element on element. A kernel that reads each element before writing it can
+// work in place.
 inline bool overlaps_not_in_place(const ggml_tensor * a, const ggml_tensor * b) {
     const bool same = a->data == b->data && ggml_are_same_stride(a, b);
     return overlaps(a, b) && !same;

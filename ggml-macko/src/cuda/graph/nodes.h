@@ -1,4 +1,4 @@
-// Questions that every file of this folder asks of a node.
+// Properties of nodes that all files of this folder test.
 #pragma once
 
 #include "abi/op-numbers.h"
@@ -11,12 +11,12 @@
 
 namespace macko::cuda {
 
-// false: a view, an empty tensor, or a node that the scheduler switched off
+// Whether a node computes. false: a view, an empty tensor, or a node that the scheduler disabled.
 inline bool computes(const ggml_tensor * node) {
     return !ggml_op_is_empty(op_of(node)) && (node->flags & GGML_TENSOR_FLAG_COMPUTE) && !ggml_is_empty(node);
 }
 
-// index of the computing node that follows node i; n_nodes if there is none
+// Index of the next computing node after node i; n_nodes if there is none.
 inline int next_node(const ggml_cgraph * graph, int i) {
     do {
         i++;
@@ -29,25 +29,25 @@ inline bool is_weight(const ggml_tensor * t) {
            ggml_backend_buffer_get_usage(t->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
 }
 
-// MUL_MAT or MUL_MAT_ID
+// Whether a node is MUL_MAT or MUL_MAT_ID.
 inline bool is_product(const ggml_tensor * node) {
     return op_of(node) == GGML_OP_MUL_MAT || op_of(node) == GGML_OP_MUL_MAT_ID;
 }
 
-// a weight that is sparse, in memory of the GPU or of the host
+// Whether w is a sparse weight, in GPU or host memory.
 inline bool is_sparse(const ggml_tensor * w) { return stored(w) || host_weights_of(w); }
 
-// f32 rows whose elements lie side by side; rows may have gaps between them
+// Whether t has f32 rows with adjacent elements; rows may have gaps between them.
 inline bool is_f32_rows(const ggml_tensor * t) {
     return t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float) && t->nb[1] % sizeof(float) == 0;
 }
 
-// one row of n f32 values
+// Whether t is one row of n f32 values.
 inline bool is_row_vector(const ggml_tensor * t, int64_t n) {
     return t->type == GGML_TYPE_F32 && t->ne[0] == n && ggml_nrows(t) == 1 && t->nb[0] == sizeof(float);
 }
 
-// memory of graph_scratch_nbytes(): behind the node's result, unless the context has some
+// Scratch memory of graph_scratch_nbytes(): the context's, or behind the node's result.
 inline char * scratch_of(const op_context & ctx, const ggml_tensor * node) {
     return ctx.scratch ? ctx.scratch : static_cast<char *>(node->data) + GGML_PAD(ggml_nbytes(node), 256);
 }

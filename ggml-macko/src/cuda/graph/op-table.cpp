@@ -1,4 +1,4 @@
-// To add an op: its functions below, and a row in OP_TABLE. The kernels are in cuda/ops.
+// To add an op, add its functions below and a row in OP_TABLE. The kernels are in cuda/ops.
 #include "cuda/graph/op-table.h"
 
 #include "cuda/graph/adapters.h"
@@ -159,7 +159,7 @@ cudaError_t enqueue_sparse(panel_pipeline & panels, ggml_tensor * node) {
         return panels.enqueue_densified(node);
     }
     if (!stored(node->src[0])) {
-        return cudaErrorMemoryAllocation; // a weight in host memory, and no panels
+        return cudaErrorMemoryAllocation; // a weight in host memory without panels
     }
     panels.forget_x16();
     return enqueue_sparse_mul_mat(panels.ctx, node);
@@ -234,8 +234,8 @@ bool graph_supports_op(const ggml_tensor * op, bool sparse) {
     if (ggml_op_is_empty(op_of(op))) {
         return true;
     }
-    // The result of SET_ROWS, or of an op in place, is the memory of another tensor. The scheduler does not look where
-    // that is: if the CPU computes it, the GPU would write there, and go on with a copy from before.
+    // The result of SET_ROWS, or of an op in place, is the memory of another tensor. The scheduler does not check its
+    // place: if the CPU computes that tensor, the GPU would write there, and later use an older copy.
     const ggml_tensor * owner = op->view_src;
     if (owner && !graph_supports_op(owner, false) && !graph_supports_op(owner, true)) {
         return false;

@@ -1,5 +1,5 @@
-// What the graph looks like before ggml allocates it: an order in which more nodes can be fused, and lifetimes under
-// which the fused launches are safe.
+// Prepares a graph before ggml allocates it: an order in which more nodes can be fused, and lifetimes that make the
+// fused launches safe.
 #include "cuda/graph/fuse.h"
 #include "cuda/graph/graph.h"
 
@@ -9,19 +9,19 @@ namespace macko::cuda {
 
 namespace {
 
-// nodes between products of one input: rope, norms and views of three projections
+// maximum distance between products of one input: rope, norms and views of three projections
 constexpr int REACH = 24;
 
 bool is_weight_product(const ggml_tensor * node, const ggml_tensor * x) {
     return op_of(node) == GGML_OP_MUL_MAT && node->src[1] == x && is_weight(node->src[0]) && x->ne[2] * x->ne[3] == 1;
 }
 
-// moves node `from` up to position `to`
+// Moves node `from` up to position `to`.
 void move_up(ggml_cgraph * graph, int from, int to) {
     std::rotate(graph->nodes + to, graph->nodes + from, graph->nodes + from + 1);
 }
 
-// Moves products of the same x behind the product at i, whose operands are there already. Returns the end of them.
+// Moves products of the same x directly after the product at i, if their operands exist there. Returns their end.
 int gather_products(ggml_cgraph * graph, int i) {
     const ggml_tensor * first = graph->nodes[i];
     int                 end   = i + 1;
@@ -34,7 +34,7 @@ int gather_products(ggml_cgraph * graph, int i) {
     return end;
 }
 
-// Moves the biases of the products in [i, end) behind them. Returns the end of the biases.
+// Moves the biases of the products in [i, end) directly after them. Returns the end of the biases.
 int gather_biases(ggml_cgraph * graph, int i, int end) {
     const auto is_product = [&](const ggml_tensor * t) {
         return std::find(graph->nodes + i, graph->nodes + end, t) != graph->nodes + end;
@@ -55,8 +55,8 @@ bool depends_on(const ggml_tensor * node, ggml_tensor * const * begin, ggml_tens
     return is_among(node->view_src) || std::any_of(std::begin(node->src), std::end(node->src), is_among);
 }
 
-// Norms of keys lie between the rotations of queries and keys. Moves those behind the rotation at i in front of it, so
-// that rotations are neighbours. Returns its new place.
+// Norms of keys lie between the rotations of queries and keys. Moves those after the rotation at i in front of it, so
+// that rotations are neighbors. Returns the new index of the rotation.
 int move_norms_up(ggml_cgraph * graph, int i) {
     for (int k = i + 1; k < std::min(graph->n_nodes, i + REACH); k++) {
         const ggml_tensor * node = graph->nodes[k];
@@ -87,7 +87,7 @@ void gather(ggml_cgraph * graph) {
     }
 }
 
-// Operands of all members of a fused launch live until its last node.
+// Makes the operands of all members of a fused launch live until its last node.
 void keep_operands(const op_context & ctx, const ggml_cgraph * graph, ggml_backend_graph_optimize_params * params) {
     fused_patterns patterns;
     for (int i = 0; i < graph->n_nodes; i++) {

@@ -10,7 +10,7 @@ namespace macko::cuda {
 
 namespace {
 
-// elements from one row of a panel to the next: rows begin at multiples of 16 bytes
+// Elements from one row of a panel to the next: rows begin at multiples of 16 bytes.
 int64_t panel_ld(const ggml_tensor * w) { return GGML_PAD(w->ne[0], 8); }
 int64_t panel_row_nbytes(const ggml_tensor * w) { return panel_ld(w) * 2; }
 
@@ -18,30 +18,30 @@ tensor_type panel_type(const ggml_tensor * w) { return op_mul_mat_16_type(static
 
 int64_t panel_nbytes(const op_context & ctx) { return static_cast<int64_t>(ctx.panels->nbytes); }
 
-// rows of one panel of w
+// Number of rows in one panel of w.
 int64_t panel_rows(const op_context & ctx, const ggml_tensor * w) {
     return op_mul_mat_panel_rows(w->ne[1], w->ne[0], panel_nbytes(ctx));
 }
 
-// Do rows of w fit panels of so many bytes?
+// Whether rows of w fit panels of nbytes bytes.
 bool fits_panels(const ggml_tensor * w, int64_t nbytes) {
     return w->type != GGML_TYPE_F32 &&
            op_mul_mat_panel_rows(w->ne[1], w->ne[0], nbytes) * panel_row_nbytes(w) <= nbytes;
 }
 
-// Is w made dense for so many columns? One in host memory always is.
+// Whether w is made dense for n columns. A weight in host memory always is.
 bool densifies(const op_context & ctx, const ggml_tensor * w, int64_t n, bool experts) {
     return ctx.panels && (!stored(w) || n > cuda_sparse_mul_mat_max_n(stored(w)->matrix, experts)) &&
            fits_panels(w, panel_nbytes(ctx));
 }
 
-// has the products of experts whose rows are in 16 bits
+// Whether the GPU has kernels for products of experts with rows in 16 bits.
 bool has_expert_products(const op_context & ctx, const ggml_tensor * node) {
     return op_mul_mat_has_units(ctx, panel_type(node->src[0])) &&
            op_mul_mat_id_supported(operand(node->src[0]), operand(node->src[1]), operand(node->src[2]), operand(node));
 }
 
-// To make an expert dense and multiply it costs as much as about six of its sparse products of one column.
+// Making an expert dense and multiplying it costs as much as about six sparse products with one column.
 bool densifies_experts(const op_context & ctx, const ggml_tensor * node) {
     constexpr int64_t   MIN_COLUMNS = 6; // per expert, on average
     const ggml_tensor * w           = node->src[0];
@@ -51,13 +51,13 @@ bool densifies_experts(const op_context & ctx, const ggml_tensor * node) {
            has_expert_products(ctx, node);
 }
 
-// dense rows in 16 bits that are multiplied where they are, as those of a panel
+// Whether w has dense rows in 16 bits that can be multiplied in place, like a panel.
 bool is_dense_panel(const ggml_tensor * w) {
     const bool has_16_bits = static_cast<tensor_type>(w->type) == panel_type(w);
     return !is_sparse(w) && has_16_bits && w->nb[0] == 2 && w->nb[1] % 16 == 0;
 }
 
-// Worth a launch for each expert, and enough tokens for the experts to have several.
+// Whether an expert is large enough for a launch of its own, and there are enough tokens for several per expert.
 bool is_large_experts(const ggml_tensor * node) {
     constexpr int64_t   LARGE = int64_t(1) << 22; // weights
     const ggml_tensor * w     = node->src[0];
@@ -65,7 +65,7 @@ bool is_large_experts(const ggml_tensor * node) {
     return w->ne[0] * w->ne[1] >= LARGE && ids->ne[1] > 1 && ids->ne[0] * ids->ne[1] >= 2 * w->ne[2];
 }
 
-// scratch memory of a product by expert: lists of tokens, rows of x, results
+// Offsets in the scratch memory of a product by expert: lists of tokens, rows of x, results.
 struct expert_places {
     size_t x, y, nbytes;
 };
@@ -78,7 +78,7 @@ expert_places expert_memory(const ggml_tensor * node) {
     return at;
 }
 
-// f(first expert, experts, first row, rows) for each panel: several whole experts, or some rows of one
+// Calls f(first expert, experts, first row, rows) for each panel: several whole experts, or some rows of one.
 template <typename F> cudaError_t for_each_expert_panel(const op_context & ctx, const ggml_tensor * w, F && f) {
     const int64_t n_experts = w->ne[2], rows = panel_rows(ctx, w);
     const int64_t per_panel = std::max<int64_t>(1, panel_nbytes(ctx) / (w->ne[1] * panel_row_nbytes(w)));
@@ -90,7 +90,7 @@ template <typename F> cudaError_t for_each_expert_panel(const op_context & ctx, 
     return cudaSuccess;
 }
 
-// batch (i2, i3) of a tensor
+// Batch (i2, i3) of a tensor.
 op_tensor batch_operand(const ggml_tensor * t, int64_t i2, int64_t i3) {
     op_tensor result = operand(t);
     result.data += i2 * result.nb[2] + i3 * result.nb[3];
@@ -163,7 +163,7 @@ panel_pipeline::panel_pipeline(const op_context & c, const ggml_cgraph * graph) 
     }
 }
 
-// the panels of one matrix of w, whose first row is `first`
+// Appends the panels of one matrix of w, whose first row is `first`.
 void panel_pipeline::append_panels(std::vector<panel> & panels, const ggml_tensor * w, int64_t first, int64_t rows) {
     for (int64_t row = 0; row < w->ne[1]; row += rows) {
         panels.push_back({ w, first + row, first + std::min(row + rows, w->ne[1]) });
@@ -188,8 +188,8 @@ void panel_pipeline::add_panels_of_experts(const ggml_tensor * node) {
     });
 }
 
-// Queues the making of a panel in `memory`. The rows of a weight in host memory are made dense before this returns,
-// while the GPU multiplies the panel before.
+// Queues the filling of a panel in `memory`. The rows of a weight in host memory are made dense before this function
+// returns, while the GPU multiplies the previous panel.
 cudaError_t panel_pipeline::make_panel(const panel & p, char * memory) {
     const panel_buffers & b  = *ctx.panels;
     const int64_t         ld = panel_ld(p.w);
@@ -207,7 +207,7 @@ cudaError_t panel_pipeline::make_panel(const panel & p, char * memory) {
     });
 }
 
-// queues the making of panels until both buffers are taken
+// Queues the filling of panels until both buffers are in use.
 cudaError_t panel_pipeline::make_panels() {
     const panel_buffers & b = *ctx.panels;
     if (n_made_ == 0) { // earlier users of the buffers were queued on ctx.stream
@@ -226,7 +226,7 @@ cudaError_t panel_pipeline::make_panels() {
     return cudaSuccess;
 }
 
-// multiply(memory of the next panel), behind the event that says that it is there
+// Calls multiply(memory of the next panel) behind the event that marks the panel as complete.
 template <typename F> cudaError_t panel_pipeline::use_panel(F && multiply) {
     const panel_buffers & b = *ctx.panels;
     CUDA_TRY(make_panels());
@@ -237,7 +237,7 @@ template <typename F> cudaError_t panel_pipeline::use_panel(F && multiply) {
     return cudaEventRecord(b.used[at], ctx.stream);
 }
 
-// y = W x for one matrix of w, of which all panels come next
+// y = W x for one matrix of w, whose panels come next.
 cudaError_t panel_pipeline::enqueue_panels(const ggml_tensor * w, const op_tensor & x, const char * x16,
                                            const op_tensor & y, char * scratch) {
     const int64_t rows = panel_rows(ctx, w);
@@ -267,8 +267,8 @@ cudaError_t panel_pipeline::enqueue_densified_experts(ggml_tensor * node) {
     });
 }
 
-// How many tokens each expert has, from the lists that op_mul_mat_id_sort has queued. Products that choose the same
-// experts share the answer.
+// Reads the number of tokens of each expert from the lists that op_mul_mat_id_sort has queued. Products with the same
+// experts share the result.
 cudaError_t panel_pipeline::read_expert_begin(const ggml_tensor * ids, int64_t n_experts, const char * lists) {
     if (expert_ids_ == ids) {
         return cudaSuccess;
@@ -282,7 +282,8 @@ cudaError_t panel_pipeline::read_expert_begin(const ggml_tensor * ids, int64_t n
     return cudaSuccess;
 }
 
-// the panels of experts with more than max_sparse tokens, in place of the one that stands for them
+// Replaces the panel that represents a product by expert with the panels of the experts with more than max_sparse
+// tokens.
 void panel_pipeline::set_panels_by_expert(const ggml_tensor * node, int max_sparse) {
     const ggml_tensor * w    = node->src[0];
     const int64_t       rows = panel_rows(ctx, w);
@@ -344,7 +345,7 @@ cudaError_t panel_pipeline::enqueue_by_expert(ggml_tensor * node) {
     return op_scatter_expert_rows(ctx, lists + at.y, ids, w->ne[2], lists, y);
 }
 
-// Where the copy of node's x is (*is_made), or has to be made
+// Address of the 16-bit copy of node's x, which exists (*is_made) or must be made.
 char * panel_pipeline::shared_x16(ggml_tensor * node, tensor_type type, bool * is_made) {
     *is_made = x16_of_ && x16_type_ == type && x16_of_->src[1] == node->src[1];
     if (!*is_made) {

@@ -15,7 +15,7 @@ float * f32_row(const ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3) {
     return reinterpret_cast<float *>(element(t, i1, i2, i3));
 }
 
-// stride k of an f32 (or i32) tensor, in elements
+// Stride k of an f32 (or i32) tensor, in elements.
 int64_t stride(const ggml_tensor * t, int k) { return static_cast<int64_t>(t->nb[k]) / 4; }
 
 } // namespace
@@ -63,15 +63,15 @@ cudaError_t enqueue_sparse_mul_mat(const op_context & ctx, ggml_tensor * node) {
     });
 }
 
-// The columns of the result are (slot, token), where slot numbers the experts that a token uses. One launch per slot
-// for all tokens, or one per token for all slots, whichever are fewer.
+// The columns of the result are pairs (slot, token); slot numbers the experts that a token uses. Uses one launch per
+// slot for all tokens, or one per token for all slots, whichever needs fewer launches.
 cudaError_t enqueue_sparse_mul_mat_id(const op_context & ctx, ggml_tensor * node) {
     const stored_matrix & w       = *stored(node->src[0]);
     const ggml_tensor *   x       = node->src[1];
     const ggml_tensor *   ids     = node->src[2];
     const int64_t         n_slots = ids->ne[0], n_tokens = ids->ne[1];
     const bool            by_token  = n_tokens < n_slots;
-    const int             dim       = by_token ? 1 : 2; // of node, along which the columns of a launch lie
+    const int             dim       = by_token ? 1 : 2; // dimension of node along which the columns of a launch lie
     const int64_t         n_columns = by_token ? n_slots : n_tokens, n_launches = by_token ? n_tokens : n_slots;
     const bool            shares_x = by_token && x->ne[1] == 1; // all slots of a token read one column
     for (int64_t i = 0; i < n_launches; i++) {

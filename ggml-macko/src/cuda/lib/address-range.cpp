@@ -56,7 +56,7 @@ const functions & driver() {
     return f;
 }
 
-// the runtime has given its errors the driver's numbers since version 10.1
+// since version 10.1, the runtime's error numbers equal the driver's
 cudaError_t error_of(CUresult result) { return static_cast<cudaError_t>(result); }
 
 CUdeviceptr pointer_of(const char * at) { return reinterpret_cast<CUdeviceptr>(at); }
@@ -81,7 +81,7 @@ bool address_range::is_supported(int device) {
 }
 
 cudaError_t address_range::reserve(int device, size_t nbytes, std::unique_ptr<address_range> * out) {
-    constexpr size_t               MAX_NBYTES = size_t(1) << 47; // the addresses that GPUs have
+    constexpr size_t               MAX_NBYTES = size_t(1) << 47; // GPU addresses have 47 bits
     const CUmemAllocationProp      properties = properties_of(device);
     std::unique_ptr<address_range> made(new address_range);
     CUdeviceptr                    base = 0;
@@ -106,14 +106,14 @@ cudaError_t address_range::reserve(int device, size_t nbytes, std::unique_ptr<ad
 
 address_range::~address_range() {
     for (const piece & p : mapped_) {
-        driver().unmap(pointer_of(p.at), p.nbytes); // an error is one of the GPU: the next use of it reports it
+        driver().unmap(pointer_of(p.at), p.nbytes); // an error concerns the GPU; the next use of the GPU reports it
     }
     if (base_) {
         driver().free(pointer_of(base_), nbytes_);
     }
 }
 
-// granules [first, end), which have no memory
+// Maps memory to granules [first, end), which have none.
 cudaError_t address_range::map(size_t first, size_t end) {
     const CUmemAllocationProp    properties = properties_of(device_);
     const size_t                 nbytes     = (end - first) * granule_;

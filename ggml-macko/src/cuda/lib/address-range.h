@@ -1,5 +1,5 @@
-// Addresses of a GPU that are reserved at once and get memory by and by, in granules (2 MiB on GPUs of today): CUDA's
-// virtual memory management. Its functions are the driver's; they are found at run time, never linked.
+// A range of reserved GPU addresses that gets memory on demand, in granules (2 MiB on current GPUs), through CUDA's
+// virtual memory management. Its functions belong to the driver and are found at run time, never linked.
 #pragma once
 
 #include <cstddef>
@@ -11,12 +11,12 @@ namespace macko::cuda {
 
 class address_range {
 public:
-    // Whether the driver and this GPU have virtual memory management.
+    // Whether the driver and this GPU support virtual memory management.
     static bool is_supported(int device);
 
-    // Reserves nbytes of addresses of a GPU that supports it. Errors leave everything as it was.
+    // Reserves nbytes of addresses on a GPU with support. An error changes nothing.
     [[nodiscard]] static cudaError_t reserve(int device, size_t nbytes, std::unique_ptr<address_range> * out);
-    ~address_range(); // nothing on the GPU may use the memory any more
+    ~address_range(); // no work on the GPU may still use the memory
     address_range(const address_range &)             = delete;
     address_range & operator=(const address_range &) = delete;
 
@@ -26,10 +26,10 @@ public:
     };
 
     char * base() const { return base_; }
-    // Gives memory to those granules of n bytes from `offset` on that have none; *fresh: which, with any content. On an
-    // error, some of them may have got it.
+    // Allocates memory for the granules of n bytes from `offset` on that have none. *fresh: the new granules, with
+    // undefined content. After an error, some of them may have memory.
     [[nodiscard]] cudaError_t commit(size_t offset, size_t n, std::vector<piece> * fresh);
-    // Where those bytes of [offset, end) end that have memory like the first one (*has), or have none like it.
+    // End of the run of bytes in [offset, end) that, like the first byte, have memory (*has) or have none.
     size_t                     end_of_run(size_t offset, size_t end, bool * has) const;
     const std::vector<piece> & committed() const { return mapped_; }
 
@@ -38,8 +38,8 @@ private:
     char *             base_    = nullptr;
     size_t             nbytes_  = 0; // a multiple of granule_
     size_t             granule_ = 0;
-    std::vector<bool>  has_;    // by granule
-    std::vector<piece> mapped_; // as it was committed, which is how it has to be given back
+    std::vector<bool>  has_;    // indexed by granule
+    std::vector<piece> mapped_; // one element per allocation; each must be freed as a whole
 
     address_range() = default;
     cudaError_t map(size_t first, size_t end);

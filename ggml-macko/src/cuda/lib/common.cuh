@@ -1,4 +1,4 @@
-// What all CUDA sources share: checked calls, launches, warp reductions, value conversion. No ggml.
+// Shared by all CUDA sources: checked calls, launches, warp reductions, value conversion. Does not use ggml.
 #pragma once
 
 #include "codec/status.h"
@@ -11,14 +11,14 @@
 
 namespace macko::cuda {
 
-// the status and the one-line message of a CUDA call that failed
+// Sets the error message of a failed CUDA call, and returns its status.
 [[nodiscard]] inline int cuda_fail(cudaError_t error, const char * what) {
     const int status =
         error == cudaErrorMemoryAllocation ? GGML_MACKO_STATUS_OUT_OF_MEMORY : GGML_MACKO_STATUS_LOAD_FAILED;
     return fail(status, "%s: %s (%s)", what, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
-// in functions that return a ggml_macko_status
+// for functions that return a ggml_macko_status
 #define CUDA_OK(call)                                              \
     do {                                                           \
         const cudaError_t cuda_ok_error = (call);                  \
@@ -27,7 +27,7 @@ namespace macko::cuda {
         }                                                          \
     } while (0)
 
-// in functions that return a cudaError_t
+// for functions that return a cudaError_t
 #define CUDA_TRY(call)                             \
     do {                                           \
         const cudaError_t cuda_try_error = (call); \
@@ -36,10 +36,10 @@ namespace macko::cuda {
         }                                          \
     } while (0)
 
-// what launches need to know about the current device; asked once per device
+// Properties of the current device for launches; queried once per device.
 struct cuda_device_info {
     int multiprocessors;
-    int shared_nbytes; // of one block, at most
+    int shared_nbytes; // maximum for one block
     int cc;            // 10 * major + minor
 };
 inline cudaError_t cuda_current_device(cuda_device_info * out) {
@@ -87,7 +87,7 @@ template <int WIDTH = 32> __device__ __forceinline__ float warp_sum(float v) {
     return v;
 }
 
-// maximum over the warp; every lane gets it
+// Maximum over the warp; every lane gets it.
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
@@ -96,7 +96,7 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-// sum of the lanes up to and including this one
+// Sum of the lanes up to and including this one.
 template <typename T> __device__ __forceinline__ T warp_prefix_sum(T v) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -107,8 +107,8 @@ template <typename T> __device__ __forceinline__ T warp_prefix_sum(T v) {
     return v;
 }
 
-// Launches a kernel. overlap: programmatic dependent launch (cc >= 9.0): the kernel may start before the previous one
-// on the stream has ended.
+// Launches a kernel. overlap: programmatic dependent launch (cc >= 9.0), which lets the kernel start before the
+// previous kernel on the stream has ended.
 template <typename... PARAMS, typename... ARGS>
 cudaError_t cuda_launch(void (*kernel)(PARAMS...), dim3 grid, dim3 block, size_t shared_nbytes, bool overlap,
                         cudaStream_t stream, const ARGS &... args) {
@@ -125,7 +125,7 @@ cudaError_t cuda_launch(void (*kernel)(PARAMS...), dim3 grid, dim3 block, size_t
     return cudaLaunchKernelEx(&config, kernel, static_cast<PARAMS>(args)...);
 }
 
-// Loads that bypass L1, for data that is read once: the memory of L1 is left to shared memory.
+// Loads that bypass L1, for data that is read once. This leaves the memory of L1 to shared memory.
 __device__ __forceinline__ uint4 load_streaming(const uint4 * p) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -154,8 +154,7 @@ __device__ __forceinline__ uint32_t load_streaming(const uint8_t * p) {
     return v;
 }
 
-// Values too large for F16 become its largest number, because an infinity would turn whole rows of a product into NaN.
-// NaN stays NaN.
+// Clamps values to the range of F16, because an infinity would turn whole rows of a product into NaN. NaN stays NaN.
 __device__ __forceinline__ float saturate_f16(float v) {
     return v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v;
 }
@@ -164,9 +163,9 @@ __device__ __forceinline__ float to_f32(float v) { return v; }
 __device__ __forceinline__ float to_f32(__half v) { return __half2float(v); }
 __device__ __forceinline__ float to_f32(__nv_bfloat16 v) { return __bfloat162float(v); }
 
-// Programmatic dependent launch. After cuda_wait_for_previous() everything that earlier kernels wrote is visible. After
-// cuda_allow_next() the next kernel may be scheduled; it waits for the end of this one where it says so. Both do
-// nothing before cc 9.0 and in ordinary launches.
+// Programmatic dependent launch. After cuda_wait_for_previous(), all writes of earlier kernels are visible. After
+// cuda_allow_next(), the next kernel may be scheduled; it waits for the end of this one in its own
+// cuda_wait_for_previous(). Both functions do nothing before cc 9.0 and in ordinary launches.
 __device__ __forceinline__ void cuda_wait_for_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,5 +1,5 @@
-// Copies from global to shared memory that need no registers: cp.async and bulk copies. For x of the sparse kernels,
-// and for tiles and rows of attention.
+// Copies from global to shared memory that need no registers: cp.async and bulk copies. Used for x of the sparse
+// kernels, and for tiles and rows of attention.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ __device__ __forceinline__ uint32_t shared_address(const void * p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 4 or 16 bytes, complete after wait_for_copies(). Without registers, all of x can be in flight at once.
+// Copies 4 or 16 bytes; complete after wait_for_copies(). Without registers, all of x can be in flight at once.
 __device__ __forceinline__ void copy_float(float * to, const float * from) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
@@ -19,14 +19,14 @@ __device__ __forceinline__ void copy_float(float * to, const float * from) {
     *to = *from;
 #endif
 }
-__device__ __forceinline__ void copy_16(void * to, const void * from) { // both aligned to 16 bytes
+__device__ __forceinline__ void copy_16(void * to, const void * from) { // both addresses are multiples of 16
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 #else
     *reinterpret_cast<float4 *>(to) = *reinterpret_cast<const float4 *>(from);
 #endif
 }
-// nbytes (0 to 16) bytes, then zeros up to 16; both addresses are multiples of 16
+// Copies nbytes (0 to 16) bytes and adds zeros up to 16; both addresses are multiples of 16.
 __device__ __forceinline__ void copy_16_or_less(void * to, const void * from, int nbytes) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(nbytes)
@@ -39,7 +39,8 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
-// The same in two steps: commits all copies so far; waits for all commits but the last N.
+// Waiting in two steps: commit_copies() commits all copies so far; the other function waits for all commits except the
+// last N.
 __device__ __forceinline__ void commit_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -51,8 +52,8 @@ template <int N = 0> __device__ __forceinline__ void wait_for_committed_copies()
 #endif
 }
 
-// Bulk copies from global to shared memory (cc 9.0). Single threads request them, they do not queue up behind loads,
-// and an mbarrier (8 bytes of shared memory) counts their bytes. Addresses and sizes are multiples of 16 bytes.
+// Bulk copies from global to shared memory (cc 9.0). Single threads issue them, they do not queue behind loads, and an
+// mbarrier (8 bytes of shared memory) counts their bytes. Addresses and sizes are multiples of 16 bytes.
 struct bulk_copies {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     static constexpr bool KNOWN = true;
@@ -68,7 +69,7 @@ struct bulk_copies {
                      : "memory");
 #endif
     }
-    // called by one thread, once per phase, with the bytes of all copies of the phase
+    // called by one thread, once per phase, with the number of bytes of all copies of the phase
     __device__ __forceinline__ void expect(int nbytes) const {
 #if __CUDA_ARCH__ >= 900
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrived), "r"(nbytes) : "memory");
@@ -90,7 +91,7 @@ struct bulk_copies {
                      : "memory");
 #endif
     }
-    // orders copies to shared memory behind what threads did there before
+    // orders later copies to shared memory after earlier accesses by threads
     __device__ __forceinline__ static void fence() {
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -1,4 +1,4 @@
-// The five functions that are needed are declared here, so that building needs no cuBLAS either.
+// The five required functions are declared here, so that building does not need cuBLAS either.
 #include "cuda/lib/cublas.h"
 
 #include <dlfcn.h>
@@ -46,8 +46,8 @@ struct functions {
     bool complete() const { return create && destroy && set_stream && set_workspace && gemm; }
 };
 
-// cuBLAS loads kernels when they are first used. Without memory for that it says any of four things, and the GPU has
-// not failed: then the runtime has no error, or one of memory.
+// cuBLAS loads kernels at their first use. Without memory for them, it returns any of four codes although the GPU has
+// not failed. In this case the runtime has no error, or an error of memory.
 cudaError_t error_of(int status) {
     if (status == STATUS_SUCCESS) {
         return cudaSuccess;

@@ -10,7 +10,7 @@
 
 namespace macko::cuda {
 
-// Four 8 x 8 matrices of 16-bit values; lane i gives the address of row i % 8 of matrix i / 8 in shared memory.
+// Loads four 8 x 8 matrices of 16-bit values; lane i passes the shared-memory address of row i % 8 of matrix i / 8.
 static __device__ __forceinline__ void load_matrices(uint32_t r[4], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -22,14 +22,14 @@ static __device__ __forceinline__ void load_matrices_transposed(uint32_t r[4], u
                  : "r"(row));
 }
 
-// 8 x 8 matrix of 16-bit values; lane i holds columns 2 (i % 4) and 2 (i % 4) + 1 of row i / 4
+// Transposes an 8 x 8 matrix of 16-bit values; lane i holds columns 2 (i % 4) and 2 (i % 4) + 1 of row i / 4.
 static __device__ __forceinline__ uint32_t transposed(__half2 rows) {
     uint32_t r;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(*reinterpret_cast<const uint32_t *>(&rows)));
     return r;
 }
 
-// high and low parts of x as a pair; |x| < 65520
+// High and low parts of x as a pair; |x| < 65520.
 static __device__ __forceinline__ __half2 split_f16(float x) {
     const __half high = __float2half_rn(x);
     return __halves2half2(high, __float2half_rn(x - __half2float(high)));

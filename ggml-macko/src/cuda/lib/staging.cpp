@@ -11,8 +11,8 @@ namespace macko::cuda {
 
 namespace {
 
-// Bytes of a piece that one thread fills: large enough that the calls for it take less time than its copy, and small
-// enough that all threads have work in a small matrix.
+// Bytes that one thread fills at a time: large enough that the calls take less time than the copy, and small enough
+// that all threads have work in a small matrix.
 constexpr int64_t PIECE_NBYTES = int64_t(1) << 20;
 
 int64_t rows_of_piece(const staged_rows & r) {
@@ -70,7 +70,7 @@ cudaError_t host_staging::copy(const staged_rows & rows, int n_threads, cudaStre
     CUDA_TRY(cudaGetDevice(&device));
     const int                n = std::clamp(n_threads, 1, N_SLOTS);
     std::atomic<cudaError_t> error{ cudaSuccess };
-    int                      next_slot[N_SLOTS]; // of each thread, whose slots are its number + i * n
+    int                      next_slot[N_SLOTS]; // next slot of each thread, whose slots are its number + i * n
     std::fill(next_slot, next_slot + N_SLOTS, -1);
     parallel_parts(n, rows.n, rows_of_piece(rows), [&](int64_t begin, int64_t end, int thread) {
         int & at        = next_slot[thread];

@@ -1,5 +1,5 @@
-// Copies to the GPU of what host threads write: each thread fills pinned memory of its own and queues the copy of it,
-// so that filling, copying and the kernels run at the same time. cudaMemcpy from ordinary memory has one thread.
+// Copies data from host threads to the GPU. Each thread fills pinned memory of its own and queues its copy, so filling,
+// copying and the kernels run at the same time. cudaMemcpy from ordinary memory uses one thread.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,13 +11,13 @@
 
 namespace macko::cuda {
 
-// rows of equal length in memory of the GPU
+// Rows of equal length in GPU memory.
 struct staged_rows {
     void *  dst;
     int64_t row_nbytes; // at most host_staging::SLOT_NBYTES
     int64_t row_pitch;  // bytes from one row to the next
     int64_t n;
-    int64_t step; // the rows are filled fastest so many at a time
+    int64_t step; // rows are filled fastest in groups of this size
 };
 
 class host_staging {
@@ -29,8 +29,8 @@ public:
     host_staging(const host_staging &)             = delete;
     host_staging & operator=(const host_staging &) = delete;
 
-    // fill(begin, end, memory) writes rows [begin, end) without gaps, on up to n_threads threads. What it reads may be
-    // changed when this returns; the copies end in the order of the stream.
+    // fill(begin, end, memory) writes rows [begin, end) without gaps, on up to n_threads threads. The data that it
+    // reads may change after this function returns; the copies complete in stream order.
     cudaError_t copy(const staged_rows & rows, int n_threads, cudaStream_t stream,
                      const std::function<void(int64_t begin, int64_t end, void * memory)> & fill);
 
@@ -44,7 +44,7 @@ private:
 
     std::mutex              mutex_;
     char *                  pinned_ = nullptr;
-    std::unique_ptr<char[]> pageable_; // where the system limits pinned memory: only slower
+    std::unique_ptr<char[]> pageable_; // used if the system limits pinned memory: only slower
     slot                    slots_[N_SLOTS];
 
     cudaError_t create();

@@ -70,3 +70,11 @@ const char * ggml_macko_oldest_ggml(void);
 const char * ggml_macko_newest_ggml(void);
 const char * ggml_macko_running_ggml(void);
 const char * ggml_macko_gpus(void);
+
+struct ggml_macko_setting {
+    const char * variable;
+    const char * word;
+    const char * help;
+};
+bool ggml_macko_setting_at(int32_t i, struct ggml_macko_setting * setting);
+int  ggml_macko_check_environment(void);

@@ -5,6 +5,7 @@ enum ggml_macko_load_flags {
     GGML_MACKO_LOAD_SPARSE_ONLY         = 4,
     GGML_MACKO_LOAD_STRICT              = 8,
     GGML_MACKO_LOAD_CACHE               = 16,
+    GGML_MACKO_LOAD_ACT_THRESHOLDS      = 32,
 };
 
 struct ggml_macko_params_layout {

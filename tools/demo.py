@@ -7,7 +7,7 @@
    zeros: file size, memory and speed beside the same model dense, in F16 and in Q8_0.
 
 It runs the installed package from any folder. What part 1 writes stays in demo-out/ there; part 2 needs 1 GB of disk
-meanwhile. GGML_MACKO_FORCE chooses the kernels, as everywhere.
+meanwhile. GGML_MACKO_CPU_KERNELS chooses the kernels, as everywhere.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def cuda_architectures() -> str:
 
 
 def cuda_option() -> str:
-    value = os.environ.get("GGML_MACKO_CUDA") or "AUTO"
+    value = os.environ.pop("GGML_MACKO_CUDA", "") or "AUTO"  # the library refuses names that it does not read
     if value not in ("ON", "OFF", "AUTO"):
         sys.exit(f"error: GGML_MACKO_CUDA={value}: must be ON, OFF or AUTO")
     return value

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes docs/guide/command-line.md from the parsers of `macko`, so that the page cannot differ from the program.
+"""Writes docs/guide/command-line.md from the parsers of `macko` and the plugin's table of environment variables, so
+that the page cannot differ from the program.
 
 tests/end-to-end/test_docs.py fails when the page is not what this prints.
 """
@@ -12,6 +13,7 @@ import sys
 import textwrap
 
 from ggml_macko.commands.cli import make_parser
+from ggml_macko.native import bindings
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "guide" / "command-line.md"
 HEAD = """# Command-line reference
@@ -22,6 +24,12 @@ whatever the files hold, 130 and 143 after Ctrl-C and SIGTERM. `macko --version`
 can use; `macko help SUBCOMMAND` what this page says; `--debug` shows a traceback with an error. `macko
 --print-completion bash` (or `zsh`, `tcsh`) prints a script that completes options and files in a shell; it needs `pip
 install ggml-macko[completion]`.
+"""
+ENVIRONMENT = """## Environment variables
+
+The library reads these variables in every program: `macko`, Python and programs under `macko run`. A value is a path or
+a list of words with commas between them: `GGML_MACKO_DISABLE=graphs,fusion`. An unknown word, or another variable whose
+name begins with `GGML_MACKO_`, is an error: one line names it, and sparse models do not load.
 """
 
 
@@ -66,13 +74,20 @@ def section(name: str, parser: argparse.ArgumentParser) -> str:
     return "\n".join(lines)
 
 
+def environment_section() -> str:
+    lines = [ENVIRONMENT, "| variable | word | |", "|---|---|---|"]
+    for s in bindings.settings():
+        lines.append(f"| `{s.variable}` | {f'`{s.word}`' if s.word else 'a path'} | {cell(s.help)} |")
+    return "\n".join([*lines, ""])
+
+
 def make_page() -> str:
     parser = make_parser()
     commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     summary = {choice.dest: choice.help or "" for choice in commands._choices_actions}
     table = ["| command | |", "|---|---|", *(f"| [{n}](#macko-{n}) | {cell(h)} |" for n, h in summary.items()), ""]
     sections = [section(name, sub) for name, sub in commands.choices.items() if name in summary]
-    return "\n".join([HEAD, *table, *sections]).rstrip("\n") + "\n"
+    return "\n".join([HEAD, *table, *sections, environment_section()]).rstrip("\n") + "\n"
 
 
 def main() -> None:

@@ -102,6 +102,21 @@ GGML_MACKO_API const char * ggml_macko_running_ggml(void);
 // The GPUs in use, or the reason why there are none, and the GPU architectures of this build. Queries the driver.
 GGML_MACKO_API const char * ggml_macko_gpus(void);
 
+// ---- environment ----
+
+// An allowed word of an environment variable that holds words with commas between them, or a variable that holds a
+// path.
+struct ggml_macko_setting {
+    const char * variable;
+    const char * word; // NULL: a path
+    const char * help; // a Markdown fragment
+};
+// Row i of the table of settings, or false after the last one. The strings live as long as the process.
+GGML_MACKO_API bool ggml_macko_setting_at(int32_t i, struct ggml_macko_setting * setting);
+// BAD_ARGUMENT, naming the variable, the word and the allowed ones, if the environment has a variable that begins with
+// GGML_MACKO_ and is not in the table, or an unknown word in one that is.
+GGML_MACKO_API int ggml_macko_check_environment(void);
+
 // ---- codecs (FORMAT.md sections 3, 6 and 7) ----
 
 #define GGML_MACKO_MAX_ARRAYS  8
@@ -267,8 +282,8 @@ GGML_MACKO_API int64_t ggml_macko_cpu_matrix_nbytes(const struct ggml_macko_cpu_
 GGML_MACKO_API int ggml_macko_cpu_mul_mat(const struct ggml_macko_cpu_matrix * m, const float * x, float * y, int64_t n,
                                           int n_threads);
 // Name of the kernel set in use ("avx512-vbmi2", "avx512", "avx2", "portable"). It is chosen once, from the CPU or from
-// the environment variable GGML_MACKO_FORCE. With an unknown or unsupported name in that variable, the plugin refuses
-// to load any sparse model.
+// the environment variable GGML_MACKO_CPU_KERNELS. With an unknown or unsupported name in that variable, the plugin
+// refuses to load any sparse model.
 GGML_MACKO_API const char * ggml_macko_cpu_kernels(void);
 
 // ---- files ----
@@ -340,6 +355,8 @@ enum ggml_macko_load_flags {
     // keep the CPU's weights in a cache file, in their memory layout. The next load of the unchanged model maps that
     // file instead of reading and checking the model again. The log names the file, or the reason why there is none.
     GGML_MACKO_LOAD_CACHE = 16,
+    // one token at a time, the CPU counts activations below the file's thresholds as zero
+    GGML_MACKO_LOAD_ACT_THRESHOLDS = 32,
 };
 
 // Byte offsets of the members of llama_model_params in the running llama.cpp; -1: the member does not exist. The struct
@@ -370,7 +387,9 @@ struct ggml_macko_llama {
 // Replaces llama_model_load_from_file for dense and sparse files. A sparse file is checked and then passed to
 // load_from_file_ptr as the dense GGUF that it represents. It is never memory-mapped, and check_tensors has no effect.
 // For a split model, path is the first file, and the other files lie beside it. Every other regular file is passed to
-// load_from_file. flags: a combination of enum ggml_macko_load_flags. A progress callback may load other models.
+// load_from_file. flags: a combination of enum ggml_macko_load_flags, to which GGML_MACKO_LOAD in the environment adds.
+// BAD_ARGUMENT for every file if that variable has an unknown word, and for a sparse file if
+// ggml_macko_check_environment() fails. A progress callback may load other models.
 // On OK, *model is the result of llama.cpp: it is null if llama.cpp refused a file that is not sparse. On an error
 // *model is null, and the message is the first error of a device, or names a matrix that was not placed on a device of
 // this plugin. LOAD_FAILED if llama.cpp refused the model; NOT_A_FILE for a directory, FIFO, socket or device.
@@ -382,7 +401,7 @@ GGML_MACKO_API int ggml_macko_load_model(const char * path, const struct llama_m
 GGML_MACKO_API int ggml_macko_find_params_layout(void (*default_params)(void), int32_t has_load_mode,
                                                  struct ggml_macko_params_layout * layout);
 // VERSION_MISMATCH, with the supported range in the message, if ggml_version is outside the range that the plugin
-// supports and the environment lacks GGML_MACKO_ANY_VERSION=1.
+// supports and the environment lacks GGML_MACKO_ENABLE=any-version.
 GGML_MACKO_API int ggml_macko_check_ggml(const char * ggml_version);
 // Applies ggml_macko_check_ggml to the libggml-base of this process, and checks that its structs and operations match
 // the headers that the plugin was built with. The check runs once. ggml_backend_load refuses the plugin if the result

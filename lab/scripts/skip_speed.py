@@ -7,10 +7,11 @@ of both, against perplexity: a table and a plot, made by one command.
 
 MODEL: dense files of one model with more and more zeros. Each is converted, and gets thresholds for each share from the
 calibration text (score product, uniform); a model without zeros stays dense, and nothing of it is skipped. All files
-are loaded into one process with GGML_MACKO_SKIP=1, and read the beginning of the other text one token at a time, in
-turn, round after round. Speeds are medians of rounds, and so is how many times as fast a file is as the first one in
-the same round, which other work on the machine changes little. Perplexities are those that skip_quality.py has found;
-without them there is a table only. Times are kept in FILE.json; a run that finds them only draws. The plot is FILE.png.
+are loaded into one process with GGML_MACKO_LOAD=act-thresholds, and read the beginning of the other text one token at a
+time, in turn, round after round. Speeds are medians of rounds, and so is how many times as fast a file is as the first
+one in the same round, which other work on the machine changes little. Perplexities are those that skip_quality.py has
+found; without them there is a table only. Times are kept in FILE.json; a run that finds them only draws. The plot is
+FILE.png.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def measure(args: argparse.Namespace, shares: list[float]) -> dict[str, Any]:
                 skip = SkipOptions(share, args.file, SCORE, ALLOCATION, n_chunks=args.chunks)
                 calibrate_activations(sparse, out, skip, n_ctx=args.ctx, n_threads=args.threads, n_gpu_layers=0)
                 files[label(path.stem, share)] = out
-        os.environ["GGML_MACKO_SKIP"] = "1"
+        os.environ["GGML_MACKO_LOAD"] = "act-thresholds"
         options = {"n_ctx": args.n_gen + 8, "n_threads": args.threads, "n_gpu_layers": 0, "verbose": False}
         models = {name: Llama(str(path), **options) for name, path in files.items()}
         text = pathlib.Path(args.held_out).read_bytes()[: 16 * args.n_gen]

@@ -77,7 +77,7 @@ def test_run_tells_the_plugin_of_an_rpc_server(monkeypatch, program, serves):
     monkeypatch.setattr(os, "execvpe", lambda name, arguments, environment: variables.append(environment))
     monkeypatch.setattr(signal, "signal", lambda number, action: defaults.append(number))
     cli.main(["run", "--", program, "-p", "1"])
-    assert variables[0].get("GGML_MACKO_RPC_SERVER") == ("1" if serves else None)
+    assert variables[0].get("GGML_MACKO_ENABLE") == ("rpc-server" if serves else None)
     assert (signal.SIGPIPE in defaults) is not serves
 
 

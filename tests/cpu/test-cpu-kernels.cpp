@@ -43,10 +43,10 @@ static std::string selection_with(const char * forced) {
     }
     const pid_t child = fork();
     if (child == 0) {
-        forced ? setenv("GGML_MACKO_FORCE", forced, 1) : unsetenv("GGML_MACKO_FORCE");
+        forced ? setenv("GGML_MACKO_CPU_KERNELS", forced, 1) : unsetenv("GGML_MACKO_CPU_KERNELS");
         const char * name   = "unset";
         const int    status = select_kernels(&name);
-        setenv("GGML_MACKO_FORCE", "portable", 1); // too late to matter
+        setenv("GGML_MACKO_CPU_KERNELS", "portable", 1); // too late to matter
         const char * again = "unset";
         const bool   same  = select_kernels(&again) == status && strcmp(name, again) == 0;
         char         text[600];
@@ -75,10 +75,10 @@ TEST(forced_kernel_set_is_the_one_in_use) {
         for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
             supported |= strcmp(set->name, name) == 0;
         }
-        got                    = selection_with(name);
-        const std::string want = supported
-                                     ? std::string("0 ") + name
-                                     : std::to_string(GGML_MACKO_STATUS_BAD_ARGUMENT) + " GGML_MACKO_FORCE=" + name;
+        got = selection_with(name);
+        const std::string want =
+            supported ? std::string("0 ") + name
+                      : std::to_string(GGML_MACKO_STATUS_BAD_ARGUMENT) + " GGML_MACKO_CPU_KERNELS=" + name;
         CHECK(supported ? got == want : got.compare(0, want.size(), want) == 0, "%s", got.c_str());
     }
     const std::string long_name(200, 'x');
@@ -1387,7 +1387,7 @@ static void bench_columns_of(const kernel_set & set, int64_t rows, int64_t cols,
 // usage: --bench-columns [rows] [cols] [density] [threads] [copies] [type, as in ggml-macko.h]
 static void bench_columns(int argc, char ** argv) {
     const auto   number = [&](int i, double fallback) { return argc > i ? strtod(argv[i], nullptr) : fallback; };
-    const char * only   = getenv("GGML_MACKO_FORCE");
+    const char * only   = getenv("GGML_MACKO_CPU_KERNELS");
     for (int s = 0; const kernel_set * set = supported_kernel_set(s); s++) {
         const auto type = static_cast<int32_t>(number(7, 1));
         if ((only ? strcmp(only, set->name) == 0 : set != &kernels_portable) &&
@@ -1489,7 +1489,7 @@ static void bench_n(const bench_matrices & m, int64_t n, const bench_options & o
         });
     }
 #endif
-    const char * only = getenv("GGML_MACKO_FORCE");
+    const char * only = getenv("GGML_MACKO_CPU_KERNELS");
     for (int s = 0; const kernel_set * set = supported_kernel_set(s); s++) {
         if ((only ? strcmp(only, set->name) != 0 : set == &kernels_portable) || !multiplies_with(*set, m.w[0])) {
             continue;

@@ -46,7 +46,7 @@ def test_skipping_changes_no_bit(tmp_path, monkeypatch, arch, kind, shift, least
     assert least <= counter.n_zeros / counter.n <= most
     with_skipping = logits_one_by_one(open_model(path, 64), TOKENS)
     one_thread = logits_one_by_one(open_model(path, 64, n_threads=1), TOKENS)
-    monkeypatch.setenv("GGML_MACKO_NO_SKIP", "1")
+    monkeypatch.setenv("GGML_MACKO_DISABLE", "relu-skip")
     want = logits_one_by_one(open_model(path, 64), TOKENS)
     assert np.isfinite(want).all() and want.std() > 0
     for found in (with_skipping, one_thread):
@@ -59,7 +59,7 @@ def test_columns_give_the_numbers_of_the_rows(tmp_path, monkeypatch, arch, kind)
     path = tmp_path / "sparse.gguf"
     convert(relu_model(arch, tmp_path / "dense.gguf", 0.01), path, kind)
     with_columns = logits_one_by_one(open_model(path, 64), TOKENS)
-    monkeypatch.setenv("GGML_MACKO_NO_COLUMNS", "1")
+    monkeypatch.setenv("GGML_MACKO_DISABLE", "csc")
     want = logits_one_by_one(open_model(path, 64), TOKENS)
     # the next product rounds x to F16: a float's last bit may become one of F16's, 2^-11
     assert np.abs(with_columns - want).max() <= 2e-3 * want.std()
@@ -82,7 +82,7 @@ def test_columns_are_cached_with_the_rows(tmp_path, monkeypatch, capfd):
         got, said = load()
         assert said == [expected]
         np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
-    monkeypatch.setenv("GGML_MACKO_NO_COLUMNS", "1")
+    monkeypatch.setenv("GGML_MACKO_DISABLE", "csc")
     rows = logits_one_by_one(open_model(path, 64), TOKENS)
     for expected in ("wrote", "mapped"):  # what has columns serves no load without them
         got, said = load()

@@ -1,6 +1,6 @@
-"""GGML_MACKO_SKIP=1 on the CPU: one token at a time, an input of down below its file's threshold counts as zero, as
-`macko perplexity --skip file` measures it; otherwise nothing changes. That bits do not depend on the number of threads
-for other shapes, on columns being used, and what is no neuron, is checked by test-graph-plan.
+"""GGML_MACKO_LOAD=act-thresholds on the CPU: one token at a time, an input of down below its file's threshold counts as
+zero, as `macko perplexity --skip file` measures it; otherwise nothing changes. That bits do not depend on the number of
+threads for other shapes, on columns being used, and what is no neuron, is checked by test-graph-plan.
 """
 
 from __future__ import annotations
@@ -135,10 +135,10 @@ def assert_same_bits(found, want):
 
 
 def load_log(path, capfd):
-    """What a load says of GGML_MACKO_SKIP or of thresholds."""
+    """What a load says of act-thresholds or of thresholds."""
     capfd.readouterr()
     open_model(path, 64, verbose=True)
-    return [line for line in capfd.readouterr().err.splitlines() if "GGML_MACKO_SKIP" in line or "thresholds" in line]
+    return [line for line in capfd.readouterr().err.splitlines() if "act-thresholds" in line or "thresholds" in line]
 
 
 # ---- the product ----
@@ -150,7 +150,7 @@ def load_log(path, capfd):
 def test_product_is_that_of_numpy_with_small_inputs_zeroed(
     source_of, calibrated, tmp_path, monkeypatch, name, score, share
 ):
-    monkeypatch.setenv("GGML_MACKO_SKIP", "1")
+    monkeypatch.setenv("GGML_MACKO_LOAD", "act-thresholds")
     path = calibrated(name, score, 0.0 if share == 1 else share)
     if share == 1:
         path = with_thresholds(path, tmp_path / "all.gguf", LARGEST)
@@ -181,7 +181,7 @@ def test_product_is_that_of_numpy_with_small_inputs_zeroed(
 @pytest.mark.parametrize("name", ["docs-4m", "qwen3", "gemma2", "phi3", "arcee"])
 def test_logits_have_the_bits_of_the_python_measurement(calibrated, tmp_path, monkeypatch, name, score):
     """There, neurons are zeroed in llama.cpp's graph. Its model keeps columns, too, but skips nothing by itself."""
-    monkeypatch.setenv("GGML_MACKO_SKIP", "1")
+    monkeypatch.setenv("GGML_MACKO_LOAD", "act-thresholds")
     path = calibrated(name, score)
     other = with_thresholds(path, tmp_path / "other.gguf", SMALLEST)
     want = measured(other, score, path)
@@ -189,11 +189,11 @@ def test_logits_have_the_bits_of_the_python_measurement(calibrated, tmp_path, mo
     for n_threads in (1, 2):
         assert_same_bits(evaluated(path, n_threads=n_threads), want)
     with monkeypatch.context() as patch:
-        patch.delenv("GGML_MACKO_SKIP")
+        patch.delenv("GGML_MACKO_LOAD")
         by_rows = measured(path, score, path)
     if name == "docs-4m":  # what down adds to the others is small
         assert (by_rows != want).any()  # another order of sums: columns were used
-    monkeypatch.setenv("GGML_MACKO_NO_SKIP", "1")  # all columns are read, those of a zero, too
+    monkeypatch.setenv("GGML_MACKO_DISABLE", "relu-skip")  # all columns are read, those of a zero, too
     assert_same_bits(evaluated(path), want)
 
 
@@ -220,7 +220,7 @@ def test_logits_are_those_of_a_float64_model_that_skips(calibrated, monkeypatch)
     with TextModel(path, **ONE_BY_ONE) as model:
         want = llama.logits(model.as_sequences(tokens)[0].tolist())
     plain = evaluated(path)[0]
-    monkeypatch.setenv("GGML_MACKO_SKIP", "1")
+    monkeypatch.setenv("GGML_MACKO_LOAD", "act-thresholds")
     error, change = (np.sqrt(((x - want) ** 2).mean()) for x in (evaluated(path)[0], plain))
     # an input that F16 rounding moves across a threshold is zero in one of the two
     assert error < 0.25 * change
@@ -229,10 +229,10 @@ def test_logits_are_those_of_a_float64_model_that_skips(calibrated, monkeypatch)
 # ---- where nothing is skipped ----
 
 
-@pytest.mark.parametrize("value", [None, "", "0", "yes"])
-def test_nothing_changes_unless_the_variable_is_1(calibrated, tmp_path, monkeypatch, capfd, value):
+@pytest.mark.parametrize("value", [None, "", "strict", "strict,sparse-only"])
+def test_nothing_changes_unless_the_variable_has_the_word(calibrated, tmp_path, monkeypatch, capfd, value):
     if value is not None:
-        monkeypatch.setenv("GGML_MACKO_SKIP", value)
+        monkeypatch.setenv("GGML_MACKO_LOAD", value)
     path = calibrated("docs-4m")
     assert load_log(path, capfd) == []
     assert_same_bits(evaluated(path), evaluated(without_keys(path, tmp_path / "plain.gguf")))
@@ -242,14 +242,14 @@ def test_nothing_is_skipped_of_several_tokens_at_once(calibrated, monkeypatch):
     path = calibrated("docs-4m")
     tokens = text(path)[0].tolist()
     want = logits(open_model(path, 64, logits_all=True), tokens)
-    monkeypatch.setenv("GGML_MACKO_SKIP", "1")
+    monkeypatch.setenv("GGML_MACKO_LOAD", "act-thresholds")
     assert_same_bits(logits(open_model(path, 64, logits_all=True), tokens), want)
 
 
 def test_thresholds_of_zero_skip_nothing(calibrated, tmp_path, monkeypatch):
     path = calibrated("docs-4m", share=0.0)
     want = evaluated(without_keys(path, tmp_path / "plain.gguf"))
-    monkeypatch.setenv("GGML_MACKO_SKIP", "1")
+    monkeypatch.setenv("GGML_MACKO_LOAD", "act-thresholds")
     assert_same_bits(evaluated(path), want)
 
 
@@ -259,7 +259,7 @@ def test_thresholds_of_zero_skip_nothing(calibrated, tmp_path, monkeypatch):
         ("cats", "its thresholds are those of the gate (score cats), by which no kernel skips"),
         ("no keys", "the file has no thresholds"),
         ("quantized", "no weight that they are for is sparse and has values that are not quantized"),
-        ("no columns", "GGML_MACKO_NO_COLUMNS is set"),
+        ("no columns", "GGML_MACKO_DISABLE=csc"),
         ("dense", ""),
     ],
 )
@@ -269,18 +269,18 @@ def test_one_line_says_why_nothing_is_skipped(calibrated, tmp_path, monkeypatch,
     if what == "no keys":
         path = without_keys(path, tmp_path / "plain.gguf")
     elif what == "no columns":
-        monkeypatch.setenv("GGML_MACKO_NO_COLUMNS", "1")
+        monkeypatch.setenv("GGML_MACKO_DISABLE", "csc")
     elif what == "dense":
         path = path.with_name(path.name.replace("macko", "dense"))
     want = evaluated(path)
-    monkeypatch.setenv("GGML_MACKO_SKIP", "1")
+    monkeypatch.setenv("GGML_MACKO_LOAD", "act-thresholds")
     (line,) = load_log(path, capfd)
-    assert "GGML_MACKO_SKIP=1 skips nothing: " in line and str(path) in line and line.endswith(message)
+    assert "GGML_MACKO_LOAD=act-thresholds skips nothing: " in line and str(path) in line and line.endswith(message)
     assert_same_bits(evaluated(path), want)
 
 
 def test_one_line_says_how_many_weights_have_thresholds(calibrated, monkeypatch, capfd):
-    monkeypatch.setenv("GGML_MACKO_SKIP", "1")
+    monkeypatch.setenv("GGML_MACKO_LOAD", "act-thresholds")
     path = calibrated("docs-4m")
     assert load_log(path, capfd) == [
         f"ggml-macko: {path}: on the CPU, what is below the thresholds of 4 weights counts as zero, one token at a time"
@@ -288,7 +288,7 @@ def test_one_line_says_how_many_weights_have_thresholds(calibrated, monkeypatch,
 
 
 def test_parts_that_are_not_named_are_not_skipped(calibrated, tmp_path, monkeypatch):
-    monkeypatch.setenv("GGML_MACKO_SKIP", "1")
+    monkeypatch.setenv("GGML_MACKO_LOAD", "act-thresholds")
     file = gb.read(with_thresholds(calibrated("docs-4m"), tmp_path / "two.gguf", LARGEST).read_bytes())
     for name in ("down", "share", "threshold", "zeros"):
         del file.key(f"macko.act.part.{name}").value[1:3]
@@ -305,7 +305,7 @@ def test_parts_that_are_not_named_are_not_skipped(calibrated, tmp_path, monkeypa
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_keys_are_refused_in_one_line(calibrated, tmp_path, monkeypatch, name):
-    monkeypatch.setenv("GGML_MACKO_SKIP", "1")
+    monkeypatch.setenv("GGML_MACKO_LOAD", "act-thresholds")
     file = gb.read(calibrated("docs-4m").read_bytes())
     *change, message = HOSTILE[name]
     set_act(file, *change)
@@ -322,9 +322,9 @@ def test_part_that_is_no_matrix_is_refused_in_one_line(calibrated, tmp_path, mon
         file = gb.read(calibrated("docs-4m").read_bytes())
         file.key("macko.act.part.down").value[2] = other
         path.write_bytes(gb.write(file))
-        monkeypatch.delenv("GGML_MACKO_SKIP", raising=False)
+        monkeypatch.delenv("GGML_MACKO_LOAD", raising=False)
         open_model(path, 64)  # nobody asks for its thresholds
-        monkeypatch.setenv("GGML_MACKO_SKIP", "1")
+        monkeypatch.setenv("GGML_MACKO_LOAD", "act-thresholds")
         with pytest.raises(errors.MackoError) as e:
             open_model(path, 64)
         shown = other.decode().replace("\x1b", "\\x1b").replace("\n", "\\x0a")
@@ -340,7 +340,7 @@ def test_matrix_that_is_no_down_is_multiplied_as_it_is(calibrated, tmp_path, mon
     file.set("macko.act.part.down", gb.ARRAY, names, gb.STRING)
     set_act(file, "act.part.threshold", gb.F32, [LARGEST] * 4)
     (tmp_path / "bad.gguf").write_bytes(gb.write(file))
-    monkeypatch.setenv("GGML_MACKO_SKIP", "1")
+    monkeypatch.setenv("GGML_MACKO_LOAD", "act-thresholds")
     found = evaluated(tmp_path / "bad.gguf")
     # those whose inputs have zeros may be multiplied by columns, in another order
     assert np.abs(found - want).max() <= 2e-3 * want.std()
@@ -356,7 +356,7 @@ def test_cached_weights_skip_as_those_that_were_read(calibrated, tmp_path, monke
     path.write_bytes(calibrated("docs-4m", score).read_bytes())
     tokens = text(path)[0, :16].tolist()
     plain = logits_one_by_one(open_model(path, 64), tokens)
-    monkeypatch.setenv("GGML_MACKO_SKIP", "1")
+    monkeypatch.setenv("GGML_MACKO_LOAD", "act-thresholds")
     skipped = logits_one_by_one(open_model(path, 64), tokens)
     assert (skipped != plain).any()
     time.sleep(OLD_ENOUGH)
@@ -371,11 +371,11 @@ def test_cached_weights_skip_as_those_that_were_read(calibrated, tmp_path, monke
             got, said = load()
             assert said == [expected]
             assert_same_bits(got, want)
-        monkeypatch.delenv("GGML_MACKO_SKIP", raising=False)
+        monkeypatch.delenv("GGML_MACKO_LOAD", raising=False)
 
 
 def test_compressed_weights_skip_like_a_sparse_file(calibrated, monkeypatch):
-    monkeypatch.setenv("GGML_MACKO_SKIP", "1")
+    monkeypatch.setenv("GGML_MACKO_LOAD", "act-thresholds")
     path = calibrated("docs-4m")
     dense = path.with_name(path.name.replace("macko", "dense"))
     tokens = text(path)[0, :16].tolist()

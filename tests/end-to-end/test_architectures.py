@@ -83,7 +83,7 @@ def test_strict_loading_refuses_an_architecture_without_rules(falcon, monkeypatc
     done = macko(*generate, "--strict")
     assert done.code == 1 and "no rules for the metadata of architecture 'falcon'" in done.err
     assert macko(*generate).code == 0  # the option is of one command
-    monkeypatch.setenv("GGML_MACKO_STRICT", "1")
+    monkeypatch.setenv("GGML_MACKO_LOAD", "strict")
     with pytest.raises(errors.FileFormatError, match="strict"):
         load(falcon)
 
@@ -92,7 +92,7 @@ def test_log_says_that_an_architecture_has_no_rules(falcon):
     code = f"from ggml_macko import Llama; Llama({str(falcon)!r}, n_ctx=64)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     lines = [line for line in done.stderr.splitlines() if "no rules for the metadata of architecture" in line]
-    assert done.returncode == 0 and len(lines) == 1 and "'falcon'" in lines[0] and "GGML_MACKO_STRICT=1" in lines[0]
+    assert done.returncode == 0 and len(lines) == 1 and "'falcon'" in lines[0] and "GGML_MACKO_LOAD=strict" in lines[0]
 
 
 def test_unknown_architecture_is_an_error(falcon, tmp_path):

@@ -109,7 +109,7 @@ m = Llama({str(pair[1])!r}, n_ctx=512, n_threads=2, verbose=False, seed=1)
 assert bindings.cpu_kernels() == {name!r}, bindings.cpu_kernels()
 print(m({PROMPT!r}, max_tokens=32, temperature=0)["choices"][0]["text"], end="")"""
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "GGML_MACKO_FORCE": name}
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "GGML_MACKO_CPU_KERNELS": name}
     )
     if name != "portable" and "not supported" in done.stderr:
         pytest.skip(f"this CPU has no {name}")

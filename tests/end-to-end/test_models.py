@@ -223,8 +223,8 @@ def test_bench_prints_its_figures(tmp_path, macko):
 
 
 def test_file_that_is_not_sparse_is_left_to_llama_cpp(tmp_path, macko, capfd, monkeypatch):
-    """Dense, split and broken files are llama.cpp's to judge, also under a wrong GGML_MACKO_FORCE. To its words we add
-    what a file is that is no GGUF.
+    """Dense, split and broken files are llama.cpp's to judge, also under a wrong GGML_MACKO_CPU_KERNELS. To its words
+    we add what a file is that is no GGUF.
     """
     text = tmp_path / "text.gguf"
     text.write_text("not a model")
@@ -243,7 +243,7 @@ try:
 except errors.MackoError as e:
     print(e)"""
     assert macko("convert", generators.DEMO, tmp_path / "s.gguf").code == 0
-    monkeypatch.setenv("GGML_MACKO_FORCE", "abacus")
+    monkeypatch.setenv("GGML_MACKO_CPU_KERNELS", "abacus")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and "abacus" in done.stdout, done
 

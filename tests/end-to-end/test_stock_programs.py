@@ -189,7 +189,7 @@ def test_env_prints_lines_that_each_format_reads():
     assert env_lines("--format", "docker") == [f"LD_PRELOAD={preload}", f"GGML_MACKO_PLUGIN={plugin}"]
     assert env_lines("--format", "systemd", "--compress")[1:] == [
         f'Environment="GGML_MACKO_PLUGIN={plugin}"',
-        'Environment="GGML_MACKO_COMPRESS=1"',
+        'Environment="GGML_MACKO_LOAD=compress"',
     ]
     assert env_command.systemd_line("A", '/a%b"c\\d') == 'Environment="A=/a%%b\\"c\\\\d"'
     shown = subprocess.run(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+import platform
 import re
 import shutil
 import struct
@@ -185,14 +186,25 @@ def _(p):
     return p.macko("generate", "-hf", "USER/NAME", "-p", "x")
 
 
-@row("GGML_MACKO_FORCE=")
+@row("<variable>=<value>: unknown word")
 def _(p):
-    return p.macko_process("generate", "-m", p.sparse, "-p", "The", GGML_MACKO_FORCE="avx1024")
+    return p.macko_process("generate", "-m", p.sparse, "-p", "The", GGML_MACKO_CPU_KERNELS="avx1024")
+
+
+@row("<variable>: unknown environment variable")
+def _(p):
+    return p.macko_process("generate", "-m", p.sparse, "-p", "The", GGML_MACKO_CPU_KERNELS="avx2")
+
+
+@row("GGML_MACKO_CPU_KERNELS=<name>: not supported")
+def _(p):
+    other = "avx2" if platform.machine() == "aarch64" else "neon"
+    return p.macko_process("generate", "-m", p.sparse, "-p", "The", GGML_MACKO_CPU_KERNELS=other)
 
 
 @row("CPU kernels: portable")
 def _(p):
-    return p.macko_process("--version", GGML_MACKO_FORCE="portable")
+    return p.macko_process("--version", GGML_MACKO_CPU_KERNELS="portable")
 
 
 # ---- opening a model ----

@@ -88,11 +88,11 @@ cudaError_t enqueue(const op_context & ctx, const ggml_cgraph * graph, names * l
 // ---- the decision ----
 
 TEST(the_least_batch_is_that_of_ggml) {
-    CHECK(offload_min_columns(nullptr, nullptr) == 32, "without a variable");
-    CHECK(offload_min_columns("1", nullptr) == 1, "1");
-    CHECK(offload_min_columns("100", nullptr) == 100, "100");
-    CHECK(offload_min_columns(nullptr, "1") == NEVER_OFFLOAD, "switched off");
-    CHECK(offload_min_columns("1", "") == NEVER_OFFLOAD, "switched off, whatever the batch");
+    CHECK(offload_min_columns(nullptr, false) == 32, "without a variable");
+    CHECK(offload_min_columns("1", false) == 1, "1");
+    CHECK(offload_min_columns("100", false) == 100, "100");
+    CHECK(offload_min_columns(nullptr, true) == NEVER_OFFLOAD, "switched off");
+    CHECK(offload_min_columns("1", true) == NEVER_OFFLOAD, "switched off, whatever the batch");
 }
 
 TEST(many_columns_of_large_matrices_pay) {

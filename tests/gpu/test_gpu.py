@@ -34,7 +34,7 @@ def gpu():
     if not devices.gpus():
         pytest.skip(f"GPUs: {bindings.gpus()}")
     with pytest.MonkeyPatch.context() as patch:  # what is computed on the CPU here is what the GPU is compared with
-        patch.setenv("GGML_MACKO_NO_OFFLOAD", "1")
+        patch.setenv("GGML_MACKO_DISABLE", "offload")
         yield
 
 
@@ -306,7 +306,7 @@ def test_logits_are_the_same_bits_in_every_run(demo, kind):
     """A prompt and 20 tokens, a hundred times; then with each kernel queued by itself instead of a captured graph."""
     hashes = hashes_of(demo[kind], 100)
     assert len(hashes) == 100 and len(set(hashes)) == 1
-    assert set(hashes_of(demo[kind], 3, GGML_MACKO_NO_GRAPHS="1")) == set(hashes)
+    assert set(hashes_of(demo[kind], 3, GGML_MACKO_DISABLE="graphs")) == set(hashes)
 
 
 def test_lora_adapter_changes_the_text_as_on_the_cpu(demo, tmp_path):

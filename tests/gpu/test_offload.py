@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 MAKE = generators.ROOT / "tools" / "make_random_llama.py"
 SAMPLE = generators.ROOT / "models" / "sample.txt"
-OFF = "GGML_MACKO_NO_OFFLOAD"
+OFF = "GGML_MACKO_DISABLE"
 MIN_BATCH = "GGML_OP_OFFLOAD_MIN_BATCH"
 N_EXPERTS = 4
 TOKENS = [(7919 * i + 300) % 600 for i in range(300)]
@@ -79,7 +79,7 @@ def nmse(got, want):
 
 def logits_of_cpu(monkeypatch, path, tokens, evaluate=logits, **kwargs):
     with monkeypatch.context() as patch:
-        patch.setenv(OFF, "1")
+        patch.setenv(OFF, "offload")
         llama = open_model(path, n_gpu_layers=0, logits_all=True, **kwargs)
         out = evaluate(llama, tokens)
         llama.close()
@@ -223,7 +223,7 @@ def test_large_batches_with_sparse_weights_of_the_host_are_on_the_gpu(models, ki
     nodes, copies = places(models[kind], 32)
     assert {nodes[name] for name in near} == {"MACKO0"}
     assert not any("ffn_up" in name for name in copies)
-    for n, environment in ((31, {}), (32, {OFF: "1"}), (99, {MIN_BATCH: "100"})):
+    for n, environment in ((31, {}), (32, {OFF: "offload"}), (99, {MIN_BATCH: "100"})):
         nodes, _ = places(models[kind], n, **environment)
         assert nodes["ffn_up-0"] == "MACKO", (n, environment)
         assert nodes["attn_norm-1"] != "MACKO0", (n, environment)
@@ -233,7 +233,7 @@ def test_large_batches_with_sparse_weights_of_the_host_are_on_the_gpu(models, ki
 def test_large_batches_with_dense_weights_of_the_host_are_on_the_gpu(models):
     nodes, copies = places(models["f16 dense"], 32)
     assert nodes["ffn_up-0"] == nodes["ffn_norm-0"] == copies["blk.0.ffn_up.weight"] == "MACKO0"
-    for n, environment in ((31, {}), (32, {OFF: "1"})):
+    for n, environment in ((31, {}), (32, {OFF: "offload"})):
         nodes, copies = places(models["f16 dense"], n, **environment)
         assert nodes["ffn_up-0"] == "CPU" and "blk.0.ffn_up.weight" not in copies
 

@@ -166,13 +166,13 @@ def test_file_that_changes_after_it_was_counted_is_refused(tmp_path, monkeypatch
 
 
 def test_environment_variable_or_argument_alone_compresses(tmp_path):
-    for argument, variable in ((True, "0"), (False, "1"), (False, "0")):
+    for argument, variable in ((True, ""), (False, "compress"), (False, "")):
         arguments = f"{str(generators.DEMO)!r}, n_ctx=64, verbose=True, compress={argument}"
         code = f"from ggml_macko import Llama; Llama({arguments})"
-        env = {**os.environ, "GGML_MACKO_COMPRESS": variable}
+        env = {**os.environ, "GGML_MACKO_LOAD": variable}
         done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env)
         assert ("compressing 28 of 38 tensors while loading: 6.0 MiB -> 2.3 MiB" in done.stderr) == (
-            argument or variable == "1"
+            argument or variable == "compress"
         )
 
 

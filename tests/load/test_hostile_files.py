@@ -213,7 +213,7 @@ def test_names_of_files_reach_the_terminal_escaped(base, tmp_path, macko_process
     good.write_bytes(gb.write(base))
     bad.write_bytes(b"GGUF" + bytes(20))
     text.write_text("short")
-    compressed = {**os.environ, "GGML_MACKO_COMPRESS": "1"}
+    compressed = {**os.environ, "GGML_MACKO_LOAD": "compress"}
     for arguments in (
         ("inspect", good),
         ("inspect", bad),

@@ -199,7 +199,8 @@ def test_weights_compressed_on_load_are_those_of_the_converted_file(demo, tmp_pa
 
 def test_log_of_a_load_says_how_many_negative_zeros_count_as_zeros(demo):
     negative, positive, n = demo
-    assert f"{n} negative zeros count as zeros; GGML_MACKO_KEEP_NEGATIVE_ZEROS=1 keeps them" in compress_log(negative)
+    line = f"{n} negative zeros count as zeros; GGML_MACKO_LOAD=keep-negative-zeros keeps them"
+    assert line in compress_log(negative)
     for path, keep in ((positive, False), (negative, True)):
         log = compress_log(path, keep_negative_zeros=keep)
         assert "while loading" in log and "negative zeros" not in log

@@ -106,7 +106,7 @@ def test_each_kernel_set_has_its_own_file(sparse, kept, cached, kernels):
         "def run(**k): return logits(open_model(sys.argv[1], logits_all=True, **k), list(range(3, 40)))\n"
         "want = run(); assert all(np.array_equal(run(weight_cache=True, verbose=True), want) for i in range(2))"
     )
-    env = {**os.environ, "GGML_MACKO_FORCE": kernels, "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = {**os.environ, "GGML_MACKO_CPU_KERNELS": kernels, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program, str(sparse)], env=env, capture_output=True, text=True)
     if "not supported by this CPU" in done.stderr or "no such kernel set" in done.stderr:
         pytest.skip(f"this CPU has no {kernels}")
@@ -145,7 +145,7 @@ def test_option_of_commands_and_variable_ask_for_it(sparse, kept, macko, monkeyp
     assert want.code == 0 and not kept.exists()
     assert macko(*say, "--cache").out == want.out
     before = the_file(kept).stat()
-    monkeypatch.setenv("GGML_MACKO_CACHE", "1")
+    monkeypatch.setenv("GGML_MACKO_LOAD", "cache")
     assert macko(*say).out == want.out
     assert the_file(kept).stat().st_ino == before.st_ino  # mapped, not written
     the_file(kept).unlink()

@@ -63,12 +63,12 @@ class Device:
         loader.register()
         self.base = ctypes.CDLL("libggml-base.so.0")
         self.all = ctypes.CDLL("libggml.so.0")
-        os.environ["GGML_MACKO_RPC_SERVER"] = "1"
+        os.environ["GGML_MACKO_ENABLE"] = "rpc-server"
         try:
             registry = self.call(self.all.ggml_backend_reg_by_name, b"MACKO")
             self.device = self._find(registry, name)
         finally:
-            del os.environ["GGML_MACKO_RPC_SERVER"]
+            del os.environ["GGML_MACKO_ENABLE"]
         self.backend = self.call(self.base.ggml_backend_dev_init, self.device, None)
         self.buffer_type = self.call(self.base.ggml_backend_dev_buffer_type, self.device)
         self.buffer = self.call(self.base.ggml_backend_buft_alloc_buffer, self.buffer_type, nbytes)

@@ -78,13 +78,15 @@ def test_versions_inside_the_range_fit(monkeypatch):
     oldest, newest = bindings.llama_cpp_python_range()
     assert all(loader.fits(version) for version in (*VERSIONS, f"{newest}+cpu"))
     assert not any(loader.fits(version) for version in ("0.3.20", "0.3.37", "0.2.90", "0.4.0", "1.0.0", f"{newest}.1"))
-    monkeypatch.delenv("GGML_MACKO_ANY_VERSION", raising=False)
+    monkeypatch.delenv("GGML_MACKO_ENABLE", raising=False)
     for version in {v["ggml"] for v in VERSIONS.values()}:
         bindings.check_ggml(version)
     for version in ("0.9.11", "0.25.4", "0.26.0", "1.0.0", "", "new"):
-        with pytest.raises(errors.VersionMismatchError, match=r"is for ggml 0\.10\.0 to .*GGML_MACKO_ANY_VERSION=1"):
+        with pytest.raises(
+            errors.VersionMismatchError, match=r"is for ggml 0\.10\.0 to .*GGML_MACKO_ENABLE=any-version"
+        ):
             bindings.check_ggml(version)
-    monkeypatch.setenv("GGML_MACKO_ANY_VERSION", "1")
+    monkeypatch.setenv("GGML_MACKO_ENABLE", "any-version")
     bindings.check_ggml("0.26.0")
 
 
@@ -138,7 +140,7 @@ def sparse(tmp_path_factory) -> pathlib.Path:
 
 @pytest.mark.parametrize("member", DOCTORED)
 def test_library_with_another_layout_is_refused_with_one_line(member, sparse, tmp_path):
-    done = run_with(tmp_path, DOCTORED[member], sparse, GGML_MACKO_ANY_VERSION="1")
+    done = run_with(tmp_path, DOCTORED[member], sparse, GGML_MACKO_ENABLE="any-version")
     assert done.returncode == 1, done
     last = done.stderr.strip().splitlines()[-1]
     assert re.search(rf"VersionMismatchError: .*does not fit ggml [\d.]+: {re.escape(member)} ", last), last
@@ -162,8 +164,8 @@ def test_version_that_nobody_tested_is_refused_unless_asked_for(sparse, tmp_path
     source = 'const char * ggml_version(void) { return "0.99.0"; }'
     done = run_with(tmp_path, source, sparse)
     last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 1 and "but ggml 0.99.0 is running; GGML_MACKO_ANY_VERSION=1 tries it" in last, last
-    done = run_with(tmp_path, source, sparse, GGML_MACKO_ANY_VERSION="1")
+    assert done.returncode == 1 and "but ggml 0.99.0 is running; GGML_MACKO_ENABLE=any-version tries it" in last, last
+    done = run_with(tmp_path, source, sparse, GGML_MACKO_ENABLE="any-version")
     assert done.returncode == 0, done.stderr
 
 

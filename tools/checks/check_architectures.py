@@ -8,11 +8,12 @@
   python3 tools/checks/check_architectures.py --rows FILE --gpu --table PAGE      from what --json printed
 
 For each, a random model of a few hundred kilobytes is built (tests/support/architectures.py), pruned to 70 % zeros and
-converted, as `macko prune` and `macko convert` do it; dense and sparse file are loaded with GGML_MACKO_SPARSE_ONLY=1,
-and their logits (embeddings, for a model that has no others) are compared: those of a batch, and of tokens that follow
-one by one. With --gpu, sparse and dense file are loaded on the GPU, too, and compared with dense on the CPU: where both
-differ, sparse weights are not the cause. Each step is a process of its own, because llama.cpp ends the process where an
-assertion fails. Prints one line for each model, and exits with 1 if one does not agree.
+converted, as `macko prune` and `macko convert` do it; dense and sparse file are loaded with
+GGML_MACKO_LOAD=sparse-only, and their logits (embeddings, for a model that has no others) are compared: those of a
+batch, and of tokens that follow one by one. With --gpu, sparse and dense file are loaded on the GPU, too, and compared
+with dense on the CPU: where both differ, sparse weights are not the cause. Each step is a process of its own, because
+llama.cpp ends the process where an assertion fails. Prints one line for each model, and exits with 1 if one does not
+agree.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def compare_on_gpu(folder: pathlib.Path, embeddings: bool) -> None:
 
 def step(name: str, folder: pathlib.Path, *args: str) -> str:
     """Why it failed; empty if it did not. Only the step "gpu" sees GPUs."""
-    environment = {**os.environ, "GGML_MACKO_SPARSE_ONLY": "1", "OMP_NUM_THREADS": "2"}
+    environment = {**os.environ, "GGML_MACKO_LOAD": "sparse-only", "OMP_NUM_THREADS": "2"}
     if name != "gpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, __file__, "--step", name, "--folder", str(folder), *args]

@@ -2,11 +2,10 @@
 #include "abi/op-numbers.h"
 #include "abi/struct-check.h"
 #include "codec/status.h"
+#include "platform/environment.h"
 
 #include <array>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <mutex>
 #include <string>
 
@@ -23,11 +22,6 @@ using version = std::array<int, 3>;
 version parse_version(const char * text) {
     version v = {};
     return text && sscanf(text, "%9d.%9d.%9d", &v[0], &v[1], &v[2]) == 3 ? v : version{};
-}
-
-bool any_version_allowed() {
-    const char * value = getenv("GGML_MACKO_ANY_VERSION");
-    return value && strcmp(value, "1") == 0;
 }
 
 int find_out() {
@@ -54,13 +48,18 @@ int find_out() {
 } // namespace
 
 int check_ggml_version(const char * ggml_version) {
+    const std::string error = environment::find_error(environment::ENABLE);
+    if (!error.empty()) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s", error.c_str());
+    }
     const version v = parse_version(ggml_version);
-    if (any_version_allowed() || (v >= parse_version(OLDEST_GGML) && v <= parse_version(NEWEST_GGML))) {
+    if (environment::is_enabled("any-version") ||
+        (v >= parse_version(OLDEST_GGML) && v <= parse_version(NEWEST_GGML))) {
         return GGML_MACKO_STATUS_OK;
     }
     return fail(GGML_MACKO_STATUS_VERSION_MISMATCH,
                 "ggml-macko %s is for ggml %s to %s (llama-cpp-python %s to %s), but ggml %s is running; "
-                "GGML_MACKO_ANY_VERSION=1 tries it",
+                "GGML_MACKO_ENABLE=any-version tries it",
                 ggml_macko_version(), OLDEST_GGML, NEWEST_GGML, ggml_macko_oldest_llama_cpp_python(),
                 ggml_macko_newest_llama_cpp_python(), ggml_version ? printable(ggml_version).text : "(none)");
 }

@@ -9,8 +9,8 @@ namespace macko {
 extern const char * const OLDEST_GGML;
 extern const char * const NEWEST_GGML;
 
-// VERSION_MISMATCH, with the range in the message, for a version outside the range. GGML_MACKO_ANY_VERSION=1 disables
-// the check.
+// VERSION_MISMATCH, with the range in the message, for a version outside the range. GGML_MACKO_ENABLE=any-version
+// disables the check.
 [[nodiscard]] int check_ggml_version(const char * ggml_version);
 
 // Runs once per process: check_ggml_version, resolve_ops (op-numbers.h), and first_different_member (struct-check.h),

@@ -4,11 +4,11 @@
 #include "load/matrix-file.h"
 #include "load/thresholds.h"
 #include "load/zero-inputs.h"
+#include "platform/environment.h"
 
 #include <algorithm>
 #include <cinttypes>
 #include <cstdarg>
-#include <cstdlib>
 #include <cstring>
 
 namespace macko {
@@ -107,20 +107,15 @@ static void log_compressed(const model_file & file) {
              file.sparse.size(), file.header.tensors.size(), static_cast<double>(dense) / 1048576,
              static_cast<double>(sparse) / 1048576);
     if (n_negative_zeros > 0) {
-        log_info("ggml-macko: %s: %" PRId64 " negative zeros count as zeros; GGML_MACKO_KEEP_NEGATIVE_ZEROS=1 keeps "
-                 "them\n",
+        log_info("ggml-macko: %s: %" PRId64 " negative zeros count as zeros; GGML_MACKO_LOAD=keep-negative-zeros "
+                 "keeps them\n",
                  file.path.c_str(), n_negative_zeros);
     }
 }
 
-static bool wants_skips() {
-    const char * value = getenv("GGML_MACKO_SKIP");
-    return value && !strcmp(value, "1");
-}
-
 static void log_skips(const model_file & file, const char * none) {
     if (none) {
-        log_warn("ggml-macko: %s: GGML_MACKO_SKIP=1 skips nothing: %s\n", file.path.c_str(), none);
+        log_warn("ggml-macko: %s: GGML_MACKO_LOAD=act-thresholds skips nothing: %s\n", file.path.c_str(), none);
         return;
     }
     const auto n = std::count_if(file.sparse.begin(), file.sparse.end(),
@@ -132,10 +127,10 @@ static void log_skips(const model_file & file, const char * none) {
 
 // Decides which weights devices keep by columns, and which inputs count as zero. Runs once, so all sizes of a load
 // agree.
-static int choose_columns(model_file * file, bool logs) {
-    const bool has_columns = !getenv("GGML_MACKO_NO_COLUMNS");
-    if (wants_skips()) {
-        const char * none = "GGML_MACKO_NO_COLUMNS is set";
+static int choose_columns(model_file * file, bool thresholds, bool logs) {
+    const bool has_columns = !environment::is_disabled("csc");
+    if (thresholds) {
+        const char * none = "GGML_MACKO_DISABLE=csc";
         if (const int status = has_columns ? set_thresholds(file, &none) : GGML_MACKO_STATUS_OK) {
             prefix_error(file->path.c_str());
             return status;
@@ -150,29 +145,32 @@ static int choose_columns(model_file * file, bool logs) {
     return GGML_MACKO_STATUS_OK;
 }
 
-int load_session::open(const char * path, compression how, bool strict, bool no_alloc,
-                       std::unique_ptr<load_session> * out) {
+int load_session::open(const char * path, int32_t flags, bool no_alloc, std::unique_ptr<load_session> * out) {
+    const compression how    = !(flags & GGML_MACKO_LOAD_COMPRESS)           ? compression::off
+                               : flags & GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS ? compression::bit_exact
+                                                                             : compression::on;
+    const bool        strict = flags & GGML_MACKO_LOAD_STRICT, thresholds = flags & GGML_MACKO_LOAD_ACT_THRESHOLDS;
     std::unique_ptr<load_session> s(new load_session());
     s->no_alloc_ = no_alloc;
     if (const int status = model_file_open_sparse(path, how, strict, &s->file_)) {
         if (how != compression::off && status == GGML_MACKO_STATUS_NOT_SPARSE && !no_alloc) {
             log_warn("ggml-macko: not compressed: %s\n", ggml_macko_last_error());
         }
-        if (wants_skips() && status == GGML_MACKO_STATUS_NOT_SPARSE && !no_alloc) {
-            log_warn("ggml-macko: GGML_MACKO_SKIP=1 skips nothing: %s\n", ggml_macko_last_error());
+        if (thresholds && status == GGML_MACKO_STATUS_NOT_SPARSE && !no_alloc) {
+            log_warn("ggml-macko: GGML_MACKO_LOAD=act-thresholds skips nothing: %s\n", ggml_macko_last_error());
         }
         return status;
     }
     if (!s->file_->has_rules && !no_alloc) {
         log_warn(
             "ggml-macko: %s: there are no rules for the metadata of architecture '%s': beyond the general ones, the "
-            "file is trusted like a dense model; GGML_MACKO_STRICT=1 refuses it\n",
+            "file is trusted like a dense model; GGML_MACKO_LOAD=strict refuses it\n",
             s->file_->path.c_str(), s->file_->arch.c_str());
     }
     if (s->file_->sparse[0].is_encoded_on_load() && !no_alloc) {
         log_compressed(*s->file_);
     }
-    if (const int status = choose_columns(s->file_.get(), !no_alloc)) {
+    if (const int status = choose_columns(s->file_.get(), thresholds, !no_alloc)) {
         return status;
     }
     *out = std::move(s);

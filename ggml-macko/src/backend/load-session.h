@@ -15,10 +15,10 @@ namespace macko {
 class load_session {
 public:
     // Opens and checks a file, or all files of a split model. NOT_SPARSE means that llama.cpp must handle the file: it
-    // is not sparse, has no weight to compress, or is broken and has no sign of a sparse file. strict: UNSUPPORTED_ARCH
-    // for a sparse file whose architecture has no rules (gguf/model-keys.h); otherwise the log has a warning.
-    [[nodiscard]] static int open(const char * path, compression how, bool strict, bool no_alloc,
-                                  std::unique_ptr<load_session> * out);
+    // is not sparse, has no weight to compress, or is broken and has no sign of a sparse file. flags: of enum
+    // ggml_macko_load_flags. UNSUPPORTED_ARCH, with LOAD_STRICT, for a sparse file whose architecture has no rules
+    // (gguf/model-keys.h); otherwise the log has a warning.
+    [[nodiscard]] static int open(const char * path, int32_t flags, bool no_alloc, std::unique_ptr<load_session> * out);
     // Makes this the current load of the thread. *stream is the dense GGUF, owned by this object. sparse_only: fail if
     // llama.cpp places a sparse tensor on a device of another backend; otherwise the tensor becomes dense. cache_for:
     // nullptr for no cache; else a text with everything that the bytes of the devices' weights depend on.

@@ -16,8 +16,8 @@ namespace macko {
 constexpr int64_t NEVER_OFFLOAD = INT64_MAX;
 
 // The minimum number of columns for offloading. min_batch: the value of GGML_OP_OFFLOAD_MIN_BATCH, which ggml's other
-// GPU backends read, too. off: the value of GGML_MACKO_NO_OFFLOAD. Both may be null.
-inline int64_t offload_min_columns(const char * min_batch, const char * off) {
+// GPU backends read, too; may be null.
+inline int64_t offload_min_columns(const char * min_batch, bool off) {
     constexpr int64_t MIN_BATCH = 32;
     return off ? NEVER_OFFLOAD : min_batch ? atoi(min_batch) : MIN_BATCH;
 }

@@ -3,6 +3,7 @@
 #include "abi/ggml-abi.h"
 #include "backend/load-session.h"
 #include "cpu/kernels/kernels.h"
+#include "platform/environment.h"
 #include "rpc/client.h"
 
 #include <cstring>
@@ -100,8 +101,8 @@ struct caller_progress {
 // Passes a checked file to llama.cpp. The session is current only during this call, even if the caller fails.
 static int load_sparse(load_session & session, model_params params, int32_t flags, const llama_functions & llama,
                        llama_model ** model) {
-    const char * kernels = nullptr; // read after opening: a wrong GGML_MACKO_FORCE must not affect dense models
-    if (const int status = cpu::select_kernels(&kernels)) {
+    const char * kernels = nullptr; // read after opening: a wrong environment must not affect dense models
+    if (const int status = ggml_macko_check_environment() ?: cpu::select_kernels(&kernels)) {
         return status;
     }
     // The bytes in memory depend on the kernels, on some CPUs, and on the handling of negative zeros.
@@ -137,21 +138,22 @@ int ggml_macko_load_model(const char * path, const llama_model_params * params, 
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
         if (flags & ~(GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS | GGML_MACKO_LOAD_SPARSE_ONLY |
-                      GGML_MACKO_LOAD_STRICT | GGML_MACKO_LOAD_CACHE)) {
+                      GGML_MACKO_LOAD_STRICT | GGML_MACKO_LOAD_CACHE | GGML_MACKO_LOAD_ACT_THRESHOLDS)) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "unknown flags %d", flags);
         }
+        const std::string error = environment::find_error(environment::LOAD);
+        if (!error.empty()) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s", error.c_str());
+        }
+        flags |= static_cast<int32_t>(environment::words_of(environment::LOAD));
         if (!model_params::is_valid(llama->params)) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "impossible layout of llama_model_params");
         }
         const model_params    copy(params, llama->params);
-        const compression     how = !(flags & GGML_MACKO_LOAD_COMPRESS)           ? compression::off
-                                    : flags & GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS ? compression::bit_exact
-                                                                                  : compression::on;
         const llama_functions functions(*llama);
         *model = nullptr;
         std::unique_ptr<load_session> session;
-        const bool                    strict = flags & GGML_MACKO_LOAD_STRICT;
-        const int                     status = load_session::open(path, how, strict, copy.no_alloc(), &session);
+        const int                     status = load_session::open(path, flags, copy.no_alloc(), &session);
         if (status == GGML_MACKO_STATUS_NOT_SPARSE) {
             *model = functions.load_from_file(path, copy.value());
             return GGML_MACKO_STATUS_OK;

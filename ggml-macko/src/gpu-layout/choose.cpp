@@ -1,11 +1,11 @@
 #include "gpu-layout/choose.h"
 
 #include "codec/packed/coded.h"
+#include "platform/environment.h"
 
 #include <algorithm>
 #include <cstdarg>
-#include <cstdlib>
-#include <cstring>
+#include <cstdio>
 
 namespace macko::cuda {
 
@@ -26,10 +26,7 @@ gpu_matrix gpu_matrix_of(const codec & format, const macko_desc & desc, int64_t 
              is_in_blocks(format) };
 }
 
-gpu_device gpu_device_of(int64_t shared_nbytes) {
-    const char * wish = getenv("GGML_MACKO_CODED");
-    return { shared_nbytes, !wish || strcmp(wish, "0") != 0 };
-}
+gpu_device gpu_device_of(int64_t shared_nbytes) { return { shared_nbytes, !environment::is_disabled("exp-coded") }; }
 
 // ---- from the header ----
 

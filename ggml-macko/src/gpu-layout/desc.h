@@ -22,7 +22,7 @@ struct gpu_device {
     int64_t shared_nbytes;    // shared memory that a block may use
     bool    exp_coded = true; // whether the layout EXP_CODED may be chosen
 };
-// With the choices of the environment: GGML_MACKO_CODED=0 leaves EXP_CODED out, so that layouts can be compared.
+// With the choices of the environment: GGML_MACKO_DISABLE=exp-coded leaves EXP_CODED out, to compare layouts.
 gpu_device gpu_device_of(int64_t shared_nbytes);
 
 // words of x that a block can hold in its shared memory

@@ -25,9 +25,9 @@ struct sparse_tensor_info {
     int64_t                                     n_negative_zeros = 0; // become +0.0 when it is encoded on load
     int64_t nbytes_values = 0; // bytes of its first component in the file; 0 if the matrix is encoded on load
     // The inputs of this matrix contain many zeros (zero-inputs.h), so a device should also keep it by columns. Set
-    // only while a model is loaded, and never with GGML_MACKO_NO_COLUMNS, which saves memory.
+    // only while a model is loaded, and never with GGML_MACKO_DISABLE=csc, which saves memory.
     bool by_columns = false;
-    // With GGML_MACKO_SKIP=1 and an input of one token, an element counts as zero if its magnitude, or its magnitude
+    // With LOAD_ACT_THRESHOLDS and an input of one token, an element counts as zero if its magnitude, or its magnitude
     // times the norm of its column, is less than this (thresholds.h). 0: no threshold.
     float threshold         = 0;
     bool  threshold_of_norm = false;

@@ -1,9 +1,6 @@
 // Preloaded library: lets any program that is linked to a shared libllama open sparse GGUF files with
 // llama_model_load_from_file. Dense files are passed to the original function. GGML_MACKO_PLUGIN is the path of the
-// plugin (`macko run` sets it); with GGML_MACKO_COMPRESS=1 dense models are compressed while they are loaded,
-// and with GGML_MACKO_KEEP_NEGATIVE_ZEROS=1, too, -0.0 is kept like any other value. With GGML_MACKO_SPARSE_ONLY=1 a
-// sparse weight on a device of another backend is an error, and with GGML_MACKO_STRICT=1 a sparse file of an
-// architecture without rules. With GGML_MACKO_CACHE=1 weights on the CPU are kept in a file for the next load.
+// plugin (`macko run` sets it); the plugin reads the other variables (platform/environment.h).
 //
 // A client of llama.cpp's RPC backend whose server is gone ends with one line, where llama.cpp's own ends by a signal.
 //
@@ -111,11 +108,6 @@ REPLACEMENT(void, ggml_backend_load_all, (void)) {
     }
 }
 
-static int is_set(const char * variable) {
-    const char * value = getenv(variable);
-    return value && strcmp(value, "1") == 0;
-}
-
 REPLACEMENT(struct llama_model *, llama_model_load_from_file, (const char * path, struct any_params params)) {
     pthread_once(&once, load_plugin);
     struct ggml_macko_llama llama = {
@@ -130,16 +122,11 @@ REPLACEMENT(struct llama_model *, llama_model_load_from_file, (const char * path
     if (!plugin.load_model) {
         return ((load_from_file_t)llama.load_from_file)(path, params);
     }
-    const int flags = (is_set("GGML_MACKO_COMPRESS") ? GGML_MACKO_LOAD_COMPRESS : 0) |
-                      (is_set("GGML_MACKO_KEEP_NEGATIVE_ZEROS") ? GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS : 0) |
-                      (is_set("GGML_MACKO_SPARSE_ONLY") ? GGML_MACKO_LOAD_SPARSE_ONLY : 0) |
-                      (is_set("GGML_MACKO_STRICT") ? GGML_MACKO_LOAD_STRICT : 0) |
-                      (is_set("GGML_MACKO_CACHE") ? GGML_MACKO_LOAD_CACHE : 0);
     const function_t     default_params = (function_t)OTHER(llama_model_default_params);
     const int32_t        has_load_mode  = OTHER(llama_load_mode_name) != NULL;
     struct llama_model * model          = NULL;
     if (plugin.find_params_layout(default_params, has_load_mode, &llama.params) ||
-        plugin.load_model(path, (const struct llama_model_params *)&params, flags, &llama, &model)) {
+        plugin.load_model(path, (const struct llama_model_params *)&params, 0, &llama, &model)) {
         fprintf(stderr, "ggml-macko: %s\n", plugin.last_error());
     }
     return model;

@@ -9,8 +9,8 @@
 #include "cuda/device/rpc-device.h"
 #endif
 #include "ggml-macko.h"
+#include "platform/environment.h"
 
-#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -21,11 +21,8 @@ namespace {
 
 const char * reg_get_name(ggml_backend_reg_t) { return "MACKO"; }
 
-// Whether this process is llama.cpp's RPC server. `macko run` sets the variable.
-bool serves_rpc() {
-    const char * value = getenv("GGML_MACKO_RPC_SERVER");
-    return value && strcmp(value, "1") == 0;
-}
+// Whether the process is llama.cpp's RPC server.
+bool serves_rpc() { return environment::is_enabled("rpc-server"); }
 
 // All GPUs, then the CPU. An RPC server offers devices whose buffers also accept dense weights.
 std::vector<ggml_backend_dev_t> all_devices(ggml_backend_reg_t reg) {
@@ -79,7 +76,8 @@ ggml_backend_reg_t unchecked_registry() {
 }
 
 ggml_backend_reg_t registry() {
-    if (ggml_macko_check_running_ggml()) {
+    // a server of RPC loads no model, so that no load would report a wrong variable
+    if (ggml_macko_check_running_ggml() || (serves_rpc() && ggml_macko_check_environment())) {
         log_error("%s\n", ggml_macko_last_error());
         return nullptr;
     }

@@ -36,12 +36,14 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="refuse sparse files of architectures whose metadata are checked in general only, as GGML_MACKO_STRICT=1",
+        help="refuse sparse files of architectures whose metadata are checked in general only, as "
+        "GGML_MACKO_LOAD=strict",
     )
     parser.add_argument(
         "--cache",
         action="store_true",
-        help="keep weights on the CPU in a file as they are in memory, and map it the next time, as GGML_MACKO_CACHE=1",
+        help="keep weights on the CPU in a file as they are in memory, and map it the next time, as "
+        "GGML_MACKO_LOAD=cache",
     )
 
 

@@ -40,8 +40,8 @@ COMMANDS = {
 USAGE = 2
 """Exit code of a command line that is wrong by itself, as argparse's own."""
 
-OF_ALL_LOADS = {"strict": "GGML_MACKO_STRICT", "cache": "GGML_MACKO_CACHE"}
-"""Options (arguments.add_load_options) and the variables that set them for every load of the process."""
+OF_ALL_LOADS = ("strict", "cache")
+"""Options (arguments.add_load_options) that are words of GGML_MACKO_LOAD, for every load of the process."""
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -155,16 +155,18 @@ def _identity_of_output(args: argparse.Namespace) -> tuple[int, int] | None:
 
 
 @contextlib.contextmanager
-def _set(variable: str) -> Iterator[None]:
+def _load_with(words: Sequence[str]) -> Iterator[None]:
     """For all models that this process loads inside, and processes that it starts."""
-    before = os.environ.get(variable)
-    os.environ[variable] = "1"
+    from ..native import bindings
+
+    before = os.environ.get(bindings.LOAD)
+    os.environ.update(bindings.with_words(bindings.LOAD, words))
     try:
         yield
     finally:
-        del os.environ[variable]
+        del os.environ[bindings.LOAD]
         if before is not None:
-            os.environ[variable] = before
+            os.environ[bindings.LOAD] = before
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -183,9 +185,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.ExitStack() as options:
             if getattr(args, "quiet", False):
                 options.enter_context(console.quiet())
-            for option, variable in OF_ALL_LOADS.items():
-                if getattr(args, option, False):
-                    options.enter_context(_set(variable))
+            if words := [word for word in OF_ALL_LOADS if getattr(args, word, False)]:
+                options.enter_context(_load_with(words))
             code = int(args.run(args))
         sys.stdout.flush()
         return code

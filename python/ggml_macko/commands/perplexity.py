@@ -115,7 +115,10 @@ def run_skipping(args: argparse.Namespace, options: dict[str, Any]) -> int:
         if args.skip_text is None:
             raise errors.usage_error("--skip-text is missing: the text to take thresholds from")
         skip = SkipOptions(args.skip, **options)
-    console.log("--skip measures quality only: nothing is faster; with GGML_MACKO_SKIP=1 the CPU skips by thresholds")
+    console.log(
+        "--skip measures quality only: nothing is faster; with GGML_MACKO_LOAD=act-thresholds the CPU skips by "
+        "thresholds"
+    )
     found = skipped_perplexity(args.model, args.file, skip, n_ctx=args.ctx_size, **text_arguments(args))
     if args.json:
         console.print_json(

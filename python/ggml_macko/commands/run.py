@@ -28,7 +28,7 @@ def variables(options: bindings.LoadOptions) -> dict[str, str]:
     return {
         system.PRELOAD_VARIABLE: str(bindings.PRELOAD_PATH),
         "GGML_MACKO_PLUGIN": str(bindings.LIBRARY_PATH),
-        **{name: "1" for field, name in bindings.VARIABLES.items() if getattr(options, field)},
+        **({bindings.LOAD: ",".join(options.words())} if options.words() else {}),
     }
 
 
@@ -75,9 +75,10 @@ def run(args: argparse.Namespace) -> int:
     if args.hf is not None:
         program = [*program, "-m", str(download(args.hf))]
     serves_rpc = pathlib.PurePath(program[0]).name in RPC_SERVERS
-    environment = {**os.environ, **variables(load_options(args))}
+    options = load_options(args)
+    environment = {**os.environ, **variables(options), **bindings.with_words(bindings.LOAD, options.words())}
     if serves_rpc:
-        environment["GGML_MACKO_RPC_SERVER"] = "1"
+        environment.update(bindings.with_words(bindings.ENABLE, ["rpc-server"]))
     if others := os.environ.get(system.PRELOAD_VARIABLE):
         environment[system.PRELOAD_VARIABLE] += f":{others}"
     for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would pass that on

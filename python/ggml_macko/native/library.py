@@ -102,7 +102,7 @@ def status_name(code: int) -> str:
 
 
 def check_ggml(ggml_version: str) -> None:
-    """VersionMismatchError unless this version is in the range, or GGML_MACKO_ANY_VERSION is 1."""
+    """VersionMismatchError unless this version is in the range, or GGML_MACKO_ENABLE has any-version."""
     check(lib().ggml_macko_check_ggml(ggml_version.encode()))
 
 

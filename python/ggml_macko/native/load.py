@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from .library import check, ffi, lib
@@ -49,22 +49,9 @@ class LoadOptions:
     strict: bool = False
     cache: bool = False
 
-    @classmethod
-    def of_environment(cls) -> LoadOptions:
-        return cls(**{field: os.environ.get(name) == "1" for field, name in VARIABLES.items()})
-
-    def __or__(self, other: LoadOptions) -> LoadOptions:
-        return LoadOptions(**{field: getattr(self, field) or getattr(other, field) for field in VARIABLES})
-
-
-# what sets an option for programs, if it is 1 (src/plugin/preload.c)
-VARIABLES = {
-    "compress": "GGML_MACKO_COMPRESS",
-    "keep_negative_zeros": "GGML_MACKO_KEEP_NEGATIVE_ZEROS",
-    "sparse_only": "GGML_MACKO_SPARSE_ONLY",
-    "strict": "GGML_MACKO_STRICT",
-    "cache": "GGML_MACKO_CACHE",
-}
+    def words(self) -> list[str]:
+        """The same options as words of GGML_MACKO_LOAD."""
+        return [field.name.replace("_", "-") for field in fields(self) if getattr(self, field.name)]
 
 
 def load_model(
@@ -76,7 +63,8 @@ def load_model(
     """The address of the llama_model of a file, dense or sparse; 0 if llama.cpp refused a dense one. The caller owns
     it.
 
-    params_address: of a llama_model_params. options: None means none.
+    params_address: of a llama_model_params. options: GGML_MACKO_LOAD in the environment adds to
+    them.
     Raises FileFormatError for a damaged sparse file, FileAccessError for a directory, FIFO, socket or device, and
     LoadError if llama.cpp refused a sparse one.
     """
@@ -93,14 +81,8 @@ def load_model(
 
     params = ffi().cast("const struct llama_model_params *", params_address)
     owner = ffi().gc(ffi().new("struct llama_model **"), free_if_kept)  # if an exception comes before the return
-    options = options or LoadOptions()
-    flags = (
-        (lib().GGML_MACKO_LOAD_COMPRESS if options.compress else 0)
-        | (lib().GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS if options.keep_negative_zeros else 0)
-        | (lib().GGML_MACKO_LOAD_SPARSE_ONLY if options.sparse_only else 0)
-        | (lib().GGML_MACKO_LOAD_STRICT if options.strict else 0)
-        | (lib().GGML_MACKO_LOAD_CACHE if options.cache else 0)
-    )
+    words = (options or LoadOptions()).words()
+    flags = sum(getattr(lib(), "GGML_MACKO_LOAD_" + word.replace("-", "_").upper()) for word in words)
     check(lib().ggml_macko_load_model(os.fsencode(path), params, flags, c_functions, owner))
     address = int(ffi().cast("uintptr_t", owner[0]))
     owner[0] = ffi().NULL

@@ -11,7 +11,6 @@ import contextvars
 import ctypes
 import functools
 import logging
-import os
 import re
 import threading
 from collections.abc import Callable
@@ -38,10 +37,8 @@ def run_with(options: bindings.LoadOptions, function: Callable[[], None]) -> Non
 def register() -> None:
     """Safe to call any number of times, from any thread.
 
-    GGML_MACKO_COMPRESS=1, GGML_MACKO_KEEP_NEGATIVE_ZEROS=1, GGML_MACKO_SPARSE_ONLY=1 and GGML_MACKO_STRICT=1 in the
-    environment set options of bindings.LoadOptions.
-    Raises VersionMismatchError if the plugin does not fit the installed llama-cpp-python; GGML_MACKO_ANY_VERSION=1
-    tries versions outside of its range.
+    Raises VersionMismatchError if the plugin does not fit the installed llama-cpp-python;
+    GGML_MACKO_ENABLE=any-version tries versions outside of its range.
     """
     global _registered
     if _registered:
@@ -62,7 +59,7 @@ def _check_versions() -> None:
     import llama_cpp
 
     oldest, newest = bindings.llama_cpp_python_range()
-    if not fits(llama_cpp.__version__) and os.environ.get("GGML_MACKO_ANY_VERSION") != "1":
+    if not fits(llama_cpp.__version__) and not bindings.is_enabled("any-version"):
         raise errors.error(
             errors.VERSION_MISMATCH,
             f"ggml-macko is for llama-cpp-python {oldest} to {newest}, but {llama_cpp.__version__} is installed: "
@@ -107,7 +104,7 @@ def _replace_load_function() -> None:
     load_from_file = _address(_llama_load_function(api))
 
     def llama_model_load_from_file(path_model: bytes, params: Any, /) -> Any:
-        options = _options.get(bindings.LoadOptions()) | bindings.LoadOptions.of_environment()
+        options = _options.get(bindings.LoadOptions())
         functions = bindings.LlamaFunctions(
             load_from_file,
             _address(api.llama_model_load_from_file_ptr),

@@ -14,10 +14,10 @@
 #include "backend/planned-buffer.h"
 #include "cpu/device/graph-plan.h"
 #include "cpu/device/weight.h"
+#include "platform/environment.h"
 #include "platform/platform.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 
 namespace macko::cpu {
@@ -227,7 +227,7 @@ void device_event_synchronize(ggml_backend_dev_t, ggml_backend_event_t) {}
 ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
     auto * context = new (std::nothrow) graph_plan;
     if (context) {
-        context->skips = !getenv("GGML_MACKO_NO_SKIP");
+        context->skips = !environment::is_disabled("relu-skip");
     }
     return context ? new ggml_backend{ backend_guid(), backend_iface, dev, context } : nullptr;
 }

@@ -1,10 +1,10 @@
 // Chooses the kernel set, chooses the layout of x for each multiplication, and divides the rows among threads. This
 // file is compiled for any CPU.
 #include "cpu/kernels/dispatch.h"
+#include "platform/environment.h"
 #include "platform/platform.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <string>
@@ -98,8 +98,8 @@ static const selection & select_once() {
     static selection      chosen;
     static std::once_flag once;
     std::call_once(once, [] {
-        const char * forced = getenv("GGML_MACKO_FORCE");
-        if (!forced || !*forced) {
+        const char * forced = environment::value_of(environment::CPU_KERNELS);
+        if (!*forced) {
             chosen.set = supported_kernel_set(0);
             return;
         }
@@ -125,7 +125,7 @@ int select_kernels(const char ** name) {
         for (int k = n - 1; k >= 0; k--) {
             names += std::string(names.empty() ? "" : ", ") + all[k].set->name;
         }
-        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "GGML_MACKO_FORCE=%s: %s; valid names: %s",
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s=%s: %s; valid names: %s", environment::CPU_KERNELS,
                     printable(chosen.forced).text, chosen.known ? "not supported by this CPU" : "no such kernel set",
                     names.c_str());
     }
@@ -363,7 +363,7 @@ void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int i
 
 static bool has_own_forms(const kernel_set & set) { return has_coded(set) && cpu_is_zen4(); }
 
-// The portable set after an invalid GGML_MACKO_FORCE, which the loading of a model reports.
+// The portable set after an invalid GGML_MACKO_CPU_KERNELS, which the loading of a model reports.
 static const kernel_set & set_in_use() {
     static const kernel_set set = [] {
         const kernel_set * selected = select_once().set;

@@ -60,8 +60,9 @@ cpu_plan choose_cpu_layout(const macko_desc & desc, int32_t value_type, int64_t 
 // Name of the CPU if the choice depends on it and not only on the kernel set, else "".
 const char * cpu_with_own_forms();
 
-// Name of the kernel set in use: the value of GGML_MACKO_FORCE, which is read once, or the fastest set that this CPU
-// supports. BAD_ARGUMENT with a message if GGML_MACKO_FORCE names an unknown set or one that this CPU does not support.
+// Name of the kernel set in use: the value of GGML_MACKO_CPU_KERNELS, which is read once, or the fastest set that this
+// CPU supports. BAD_ARGUMENT with a message if GGML_MACKO_CPU_KERNELS names an unknown set or one that this CPU does
+// not support.
 [[nodiscard]] int select_kernels(const char ** name);
 
 } // namespace macko::cpu

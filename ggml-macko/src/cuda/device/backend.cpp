@@ -7,6 +7,7 @@
 #include "backend/offload.h"
 #include "cuda/device/buffer.h"
 #include "cuda/device/captures.h"
+#include "platform/environment.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -44,9 +45,9 @@ backend_context & context_of(ggml_backend_t backend) { return *static_cast<backe
 bool backend_context::create() {
     constexpr size_t counters_nbytes = N_COUNTERS * sizeof(unsigned);
 
-    use_graphs        = !getenv("GGML_MACKO_NO_GRAPHS"); // to compare
-    use_fusion        = !getenv("GGML_MACKO_NO_FUSION");
-    use_cublas        = !getenv("GGML_MACKO_NO_CUBLAS");
+    use_graphs        = !environment::is_disabled("graphs"); // to compare
+    use_fusion        = !environment::is_disabled("fusion");
+    use_cublas        = !environment::is_disabled("cublas");
     ops.n_sm          = device.n_sm;
     ops.shared_nbytes = device.shared_nbytes;
     if (!device.check_memory(op_compute_capability(&ops.cc), "cudaFuncGetAttributes") ||
@@ -57,7 +58,7 @@ bool backend_context::create() {
         return false;
     }
     device.cc    = ops.cc;
-    ops.overlap  = ops.cc >= 90 && !getenv("GGML_MACKO_NO_OVERLAP");
+    ops.overlap  = ops.cc >= 90 && !environment::is_disabled("overlap");
     ops.counters = counters;
     if (!load_session::current()) { // a backend that only uploads weights needs no workspace
         attach_workspace();
@@ -68,7 +69,7 @@ bool backend_context::create() {
 // Attaches the workspace for products of many columns; without it they are slower.
 void backend_context::attach_workspace() {
     const int64_t offload_from =
-        offload_min_columns(getenv("GGML_OP_OFFLOAD_MIN_BATCH"), getenv("GGML_MACKO_NO_OFFLOAD"));
+        offload_min_columns(getenv("GGML_OP_OFFLOAD_MIN_BATCH"), environment::is_disabled("offload"));
     const size_t offloaded    = offload_from < NEVER_OFFLOAD ? largest_host_weight() : 0;
     const size_t panel_nbytes = std::max<size_t>(device.panel_nbytes, std::min(offloaded, device.max_panel_nbytes));
     const std::lock_guard<std::mutex> lock(device.compute);

@@ -1,0 +1,45 @@
+"""The environment variables of ggml-macko. The C library has the table of them and checks their words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .library import check, ffi, lib, text
+
+LOAD = "GGML_MACKO_LOAD"
+ENABLE = "GGML_MACKO_ENABLE"
+
+
+@dataclass(frozen=True)
+class Setting:
+    variable: str
+    word: str | None
+    """One of the words that the variable may hold, with commas between them; None: it holds a path."""
+    help: str
+
+
+def settings() -> list[Setting]:
+    """All variables and their words."""
+    row = ffi().new("struct ggml_macko_setting *")
+    found = []
+    while lib().ggml_macko_setting_at(len(found), row):
+        word = None if row.word == ffi().NULL else text(row.word)
+        found.append(Setting(text(row.variable), word, text(row.help)))
+    return found
+
+
+def check_environment() -> None:
+    """MackoError (BAD_ARGUMENT) if a variable that begins with GGML_MACKO_ is unknown, or has an unknown word."""
+    check(lib().ggml_macko_check_environment())
+
+
+def with_words(variable: str, added: Iterable[str]) -> dict[str, str]:
+    """The variable with words added to those that it holds here; empty if there are none."""
+    words = [*filter(None, os.environ.get(variable, "").split(",")), *added]
+    return {variable: ",".join(dict.fromkeys(words))} if words else {}
+
+
+def is_enabled(feature: str) -> bool:
+    return feature in os.environ.get(ENABLE, "").split(",")

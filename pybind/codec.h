@@ -15,7 +15,7 @@ struct ggml_macko_matrix {
     int64_t                 cols;
     int32_t                 type;
     int32_t                 value_type;
-    int32_t                 bits;
+    int32_t                 index_bits;
     int64_t                 nnz;
     int32_t                 n_arrays;
     struct ggml_macko_array arrays[8];

@@ -25,7 +25,7 @@ struct ggml_macko_sparse_info {
     const char * format;
     int32_t      type;
     int32_t      value_type;
-    int32_t      bits;
+    int32_t      index_bits;
     int32_t      n_dims;
     int64_t      ne[4];
     int64_t      nnz;

@@ -55,7 +55,7 @@ enum ggml_macko_status {
     // sparse description
     GGML_MACKO_STATUS_NOT_SPARSE        = 40, // no macko.version key
     GGML_MACKO_STATUS_FORMAT_VERSION    = 41, // the file was written by a newer version
-    GGML_MACKO_STATUS_BAD_FORMAT        = 42, // unknown format name, delta_bits or value type
+    GGML_MACKO_STATUS_BAD_FORMAT        = 42, // unknown format name, index_bits or value type
     GGML_MACKO_STATUS_MISSING_COMPONENT = 43,
     GGML_MACKO_STATUS_BAD_COMPONENT     = 44, // wrong type, rank, length or position; unknown suffix
     // payload
@@ -135,7 +135,7 @@ struct ggml_macko_matrix {
     int64_t                 cols;
     int32_t                 type;       // type of the dense matrix: F32, F16 or BF16
     int32_t                 value_type; // of the stored values: `type`, or a quantized type if the format allows it
-    int32_t                 bits;       // macko.tensor.delta_bits
+    int32_t                 index_bits; // macko.tensor.index_bits
     int64_t                 nnz;
     int32_t                 n_arrays;                      // number of components of the format
     struct ggml_macko_array arrays[GGML_MACKO_MAX_ARRAYS]; // in the order of the tensor table
@@ -160,13 +160,13 @@ GGML_MACKO_API int ggml_macko_codec_at(int32_t i, struct ggml_macko_codec_info *
 // An encoded matrix; owns its memory.
 struct ggml_macko_encoded;
 // Encodes rows x cols dense elements. ggml_macko_codec_at() lists the options; a missing option has its default value:
-//   macko   delta_bits       1, 2, 4 or 8; 0: the width with the fewest bytes
+//   macko   index_bits       1, 2, 4 or 8; 0: the width with the fewest bytes
 //   packed  value_type       the dense type, CODED, Q8_0, Q5_0, Q4_0 or Q4_NL; -1: the dense type. Quantization rounds
 //                            like ggml's reference quantizer, and Q4_NL like ggml_macko_quantize_q4_nl without weights
 //           index_bits       0: a bitmap; 2, 4, 8: gap codes; -1: the index with the fewest bytes
 //           mantissa_bits    for CODED: 7 or 10 (BF16: 7); -1: the width with the fewest bytes
 //           exponent_bits    for CODED: 2 or 3; -1: the width with the fewest bytes
-//   ec-csr  delta_bits       4 or 8
+//   ec-csr  index_bits       4 or 8
 //           max_granularity  maximum rows of a block: 1 (no extraction), 2, 4 ... 64
 //           min_columns      minimum columns of an extracted block, a multiple of 128; 0: the number from which a block
 //                            saves more than its bases cost (8-bit deltas 128, 4-bit 256), and no extraction at all if
@@ -315,7 +315,7 @@ struct ggml_macko_sparse_info { // a sparse matrix in a file
     const char * format;        // a format name from ggml_macko_codec_at()
     int32_t      type;          // dense ggml type
     int32_t      value_type;    // of the stored values: `type`, or a quantized type if the format allows it
-    int32_t      bits;          // macko.tensor.delta_bits
+    int32_t      index_bits;    // macko.tensor.index_bits
     int32_t      n_dims;        // dimensions of the dense tensor
     int64_t      ne[4];         // dense shape
     int64_t      nnz;

@@ -44,7 +44,7 @@ class SparseMatrix:
     def from_dense(
         cls,
         dense: npt.ArrayLike,
-        delta_bits: int | None = None,
+        index_bits: int | None = None,
         bf16: bool = False,
         n_threads: int = 0,
         format: str = registry.AUTO,
@@ -57,7 +57,7 @@ class SparseMatrix:
         patterns of BF16. float16 and float32 are kept bit for bit, but for -0.0. float64 becomes float32, rounded to
         nearest, ties to even. Integers and booleans become float32 if it holds all of them exactly (each up to 2^24
         is).
-        delta_bits: width of the deltas, of a format that has some; None takes what makes the matrix smallest.
+        index_bits: width of the gap codes, of a format that has some; None takes what makes the matrix smallest.
         n_threads: 0 uses all cores.
         format: a TYPE of `macko convert`: "macko" (MACKO paper, section 4), "packed", "sparse-lossless" (packed, its
         values coded bit for bit where that is smaller), "auto" for the smallest of these, "ec-csr" (EC-SpMV paper,
@@ -87,22 +87,22 @@ class SparseMatrix:
         source = Source(bits, type_id, count)
         found: list[tuple[int, Candidate]] = []
         for choice in choices:
-            if delta_bits is not None and choice.bits != delta_bits:
+            if index_bits is not None and choice.index_bits != index_bits:
                 continue
             candidate = choice.codec.plan(source, choice, settings)
             found.append((sum(part.nbytes for part in candidate.components), candidate))
         if not found:
-            raise errors.error(errors.BAD_ARGUMENT, f"format {format!r} has no delta_bits {delta_bits}")
+            raise errors.error(errors.BAD_ARGUMENT, f"format {format!r} has no index_bits {index_bits}")
         best = min(found, key=lambda x: x[0])[1]  # the first of equals
         self = cls.__new__(cls)
-        self._init(best.matrix or best.codec.encode(source, best.bits, best.value_type, settings))
+        self._init(best.matrix or best.codec.encode(source, best.index_bits, best.value_type, settings))
         self.n_negative_zeros = n_negative_zeros
         return self
 
     @classmethod
-    def from_scipy(cls, matrix: Any, delta_bits: int | None = None, n_threads: int = 0) -> SparseMatrix:
+    def from_scipy(cls, matrix: Any, index_bits: int | None = None, n_threads: int = 0) -> SparseMatrix:
         """from_dense() of a 2-D scipy.sparse array. Its dense form must fit in memory. Stored zeros are dropped."""
-        return cls.from_dense(matrix, delta_bits, n_threads=n_threads)
+        return cls.from_dense(matrix, index_bits, n_threads=n_threads)
 
     # ---- properties ----
 

@@ -70,7 +70,7 @@ def test_file_is_what_the_specification_says(tmp_path, tiny, macko):
         values, deltas, row_ptr = (parts[f"{name}.{c}"].data for c in ("values", "deltas", "row_ptr"))
         rows = int(np.prod(ne[1:]))
         m = macko_reference.MackoMatrix(
-            rows, ne[0], type_id, keys["macko.tensor.delta_bits"][i], keys["macko.tensor.nnz"][i], int(row_ptr[-1]),
+            rows, ne[0], type_id, keys["macko.tensor.index_bits"][i], keys["macko.tensor.nnz"][i], int(row_ptr[-1]),
             np.ascontiguousarray(values).reshape(-1).view(bits_dtype(type_id)),
             np.ascontiguousarray(deltas).view(np.uint8), np.ascontiguousarray(row_ptr),
         )  # fmt: skip
@@ -209,7 +209,7 @@ def test_first_matching_override_wins(tmp_path, tiny, macko):
     )  # fmt: skip
     assert done.code == 0, done.err
     with bindings.File(tmp_path / "s.gguf") as f:
-        assert {s.name: s.bits for s in f.sparse()} == {
+        assert {s.name: s.index_bits for s in f.sparse()} == {
             "blk.0.attn_q.weight": 1,
             "blk.0.ffn_up_exps.weight": 8,
             "blk.0.ffn_down_exps.weight": 8,

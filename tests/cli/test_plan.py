@@ -200,7 +200,7 @@ def reserved(path):
                 s.ne[0],
                 s.type,
                 s.value_type,
-                s.bits,
+                s.index_bits,
                 s.nnz,
                 tuple(t.type for t in parts),
                 tuple(t.nbytes for t in parts),

@@ -91,8 +91,9 @@ public:
     toy_format() : codec({ "toy", { ".values", ".cols", ".row_ptr" }, { { "max_nnz", 1000 } }, false }) {}
 
     int check_desc(const ggml_macko_matrix & m) const override {
-        return m.bits == 1 ? macko::check_desc(rows_desc(*this, m))
-                           : macko::fail(GGML_MACKO_STATUS_BAD_FORMAT, "delta_bits %d of toy is not 1", m.bits);
+        return m.index_bits == 1
+                   ? macko::check_desc(rows_desc(*this, m))
+                   : macko::fail(GGML_MACKO_STATUS_BAD_FORMAT, "index_bits %d of toy is not 1", m.index_bits);
     }
     void component_rules(const ggml_macko_matrix & m, macko::component_rule * rules) const override {
         rules[TOY_VALUES]  = { m.type, m.nnz, 0 };
@@ -179,7 +180,7 @@ static bytes toy_file(const std::vector<uint16_t> & dense, const std::function<v
                builder::texts("macko.tensor.format", { "toy" }),
                builder::array<uint32_t>("macko.tensor.type", builder::U32, { GGML_MACKO_TYPE_F16 }),
                builder::array<uint64_t>("macko.tensor.ne", builder::U64, { COLS, ROWS, 1, 1 }),
-               builder::array<uint32_t>("macko.tensor.delta_bits", builder::U32, { 1 }),
+               builder::array<uint32_t>("macko.tensor.index_bits", builder::U32, { 1 }),
                builder::array<uint64_t>("macko.tensor.nnz", builder::U64, { static_cast<uint64_t>(m.nnz) }) };
     for (size_t c = 0; c < 3; c++) {
         const auto * data   = static_cast<const uint8_t *>(m.arrays[c].data);
@@ -278,8 +279,8 @@ TEST(hostile_file_of_a_registered_format_is_refused) {
           } },
         { "bits that the format does not have", GGML_MACKO_STATUS_BAD_FORMAT,
           [](builder::file & f) {
-              *f.find("macko.tensor.delta_bits") =
-                  builder::array<uint32_t>("macko.tensor.delta_bits", builder::U32, { 4 });
+              *f.find("macko.tensor.index_bits") =
+                  builder::array<uint32_t>("macko.tensor.index_bits", builder::U32, { 4 });
           } },
         { "column behind the last", GGML_MACKO_STATUS_BAD_COLUMN,
           [](builder::file & f) { builder::patch<int32_t>(&f.tensors[1].data, f.tensors[1].data.size() - 4, COLS); } },

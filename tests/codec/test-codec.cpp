@@ -38,7 +38,7 @@ static int     bits_index(int bits) { return bits == 1 ? 0 : bits == 2 ? 1 : bit
 
 // the C API encodes to the same bytes
 static void check_c_api(const encoded & e, const void * dense, int n_threads) {
-    const ggml_macko_option option = { "delta_bits", e.m.delta_bits };
+    const ggml_macko_option option = { "index_bits", e.m.delta_bits };
     ggml_macko_encoded *    out    = nullptr;
     ggml_macko_matrix       m      = {};
     CHECK(ggml_macko_encode("macko", dense, e.m.type, e.m.rows, e.m.cols, &option, 1, threads(n_threads), &out) == 0 &&
@@ -46,7 +46,7 @@ static void check_c_api(const encoded & e, const void * dense, int n_threads) {
           "%s", ggml_macko_last_error());
     const ggml_macko_matrix expected = e.matrix();
     CHECK(!strcmp(m.format, "macko") && m.rows == e.m.rows && m.cols == e.m.cols && m.type == e.m.type &&
-              m.value_type == e.m.type && m.bits == e.m.delta_bits && m.nnz == e.m.nnz && m.n_arrays == 3,
+              m.value_type == e.m.type && m.index_bits == e.m.delta_bits && m.nnz == e.m.nnz && m.n_arrays == 3,
           "the description of an encoded matrix");
     for (int i = 0; i < 3; i++) {
         CHECK(m.arrays[i].type == expected.arrays[i].type && m.arrays[i].nbytes == expected.arrays[i].nbytes &&

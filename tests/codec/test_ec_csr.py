@@ -305,7 +305,7 @@ def test_file_is_what_the_specification_says(tmp_path, wide, macko):
         arrays = [np.ascontiguousarray(parts[n].data).reshape(-1).view(d) for n, d in zip(order[at : at + 6], dtypes)]
         rows = int(np.prod(ne[1:]))
         m = ec_csr.EcCsrMatrix(
-            rows, ne[0], type_id, keys["macko.tensor.delta_bits"][i], keys["macko.tensor.nnz"][i], *arrays
+            rows, ne[0], type_id, keys["macko.tensor.index_bits"][i], keys["macko.tensor.nnz"][i], *arrays
         )
         assert ec_csr.decode(m).tobytes() == dense[name][2], name
         granularities |= set(ec_csr.sets(m)[:, 0].tolist())

@@ -713,7 +713,7 @@ def test_file_is_what_the_specification_says(tmp_path, macko):
         is_coded = values.tensor_type == gguf.GGMLQuantizationType.I32
         value_type = TYPE_Q4_NL if is_bytes else TYPE_CODED if is_coded else int(values.tensor_type)
         assert is_coded == ("attn_v" in name)
-        bits = keys["macko.tensor.delta_bits"][i]
+        bits = keys["macko.tensor.index_bits"][i]
         m = packed.PackedMatrix(rows, cols, TYPE_F16, value_type, bits, nnz, *data)
         if is_bytes:
             blocks = m.values.view(np.uint8).reshape(-1, 18)

@@ -35,7 +35,7 @@ def test_product_is_within_rounding_of_float64(data):
     )
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     bits = generators.safe_bits(rng, rows, cols, data.draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])), type_id)
-    s = make(bits, type_id, delta_bits=data.draw(st.sampled_from(DELTA_BITS)))
+    s = make(bits, type_id, index_bits=data.draw(st.sampled_from(DELTA_BITS)))
     w = generators.to_float64(bits, type_id)
     x = rng.standard_normal((cols, n), dtype=np.float32)
     y = s @ x
@@ -88,7 +88,7 @@ def test_measured_size_follows_the_paper(delta_bits, density):
 
 def test_density_half_costs_five_eighths():
     bits = np.where(np.random.default_rng(0).random((1024, 4096)) < 0.5, np.uint16(0x3C00), np.uint16(0))
-    s = make(bits, TYPE_F16, delta_bits=4)
+    s = make(bits, TYPE_F16, index_bits=4)
     assert s.effective_density == pytest.approx(0.625, abs=0.002)
     assert s.nbytes == sum(a.nbytes for a in s.arrays.arrays)
 
@@ -108,9 +108,9 @@ def test_automatic_width_is_the_smallest():
     for density, width in ((0.9, 1), (0.5, 2), (0.2, 4), (0.02, 8)):
         bits = np.where(rng.random((256, 4096)) < density, np.uint16(0x3C00), np.uint16(0))
         s = make(bits, TYPE_F16, format="macko")
-        sizes = {b: make(bits, TYPE_F16, delta_bits=b).nbytes for b in DELTA_BITS}
+        sizes = {b: make(bits, TYPE_F16, index_bits=b).nbytes for b in DELTA_BITS}
         assert s.nbytes == min(sizes.values())
-        assert s.arrays.bits == width, sizes
+        assert s.arrays.index_bits == width, sizes
 
 
 def test_break_even_is_where_sizes_cross():
@@ -135,7 +135,7 @@ def test_break_even_is_where_sizes_cross():
         lambda s: SparseMatrix.from_dense(np.zeros((2, 2), np.uint16)),
         lambda s: SparseMatrix.from_dense(np.zeros((2, 2), np.float16), bf16=True),
         lambda s: SparseMatrix.from_dense(np.full((2, 2), np.nan, np.float16)),
-        lambda s: SparseMatrix.from_dense(np.zeros((2, 2), np.float16), delta_bits=5),
+        lambda s: SparseMatrix.from_dense(np.zeros((2, 2), np.float16), index_bits=5),
     ],
 )
 def test_wrong_argument_is_refused(call):
@@ -238,5 +238,5 @@ def test_unknown_format_or_width_is_refused():
     dense = np.eye(4, dtype=np.float32)
     with pytest.raises(errors.ArgumentError, match="'csr' is not one of macko, macko-d1"):
         SparseMatrix.from_dense(dense, format="csr")
-    with pytest.raises(errors.ArgumentError, match="'sparse-q4_0' has no delta_bits"):
+    with pytest.raises(errors.ArgumentError, match="'sparse-q4_0' has no index_bits"):
         SparseMatrix.from_dense(dense, 4, format="sparse-q4_0")

@@ -49,7 +49,7 @@ static bool run(const uint8_t * data, size_t size) {
     m.nnz        = static_cast<int64_t>(uint64_t(d.nnz) << d.nnz_shift % 64);
     m.type       = type_at(d.type);
     m.value_type = type_at(d.value_type);
-    m.bits       = d.bits;
+    m.index_bits = d.bits;
     m.n_arrays   = info.n_arrays;
     uint16_t nbytes[GGML_MACKO_MAX_ARRAYS];
     uint8_t  types[GGML_MACKO_MAX_ARRAYS];
@@ -102,7 +102,7 @@ static std::vector<bytes> seeds() {
         }
         d.type       = index(m.type);
         d.value_type = index(m.value_type);
-        d.bits       = static_cast<uint8_t>(m.bits);
+        d.bits       = static_cast<uint8_t>(m.index_bits);
         d.rows       = static_cast<uint16_t>(m.rows);
         d.cols       = static_cast<uint16_t>(m.cols);
         d.nnz        = static_cast<uint32_t>(m.nnz);

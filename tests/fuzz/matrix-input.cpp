@@ -26,7 +26,7 @@ static int64_t choice(uint8_t byte, std::initializer_list<int64_t> values) {
 // the options of an encoder; unknown formats get none
 static std::vector<ggml_macko_option> options_of(const std::string & format, const description & d) {
     if (format == "macko") {
-        return { { "delta_bits", choice(d.options[0], { 0, 1, 2, 4, 8 }) } };
+        return { { "index_bits", choice(d.options[0], { 0, 1, 2, 4, 8 }) } };
     }
     if (format == "packed") {
         return { { "value_type",
@@ -37,7 +37,7 @@ static std::vector<ggml_macko_option> options_of(const std::string & format, con
                  { "exponent_bits", choice(d.options[3], { -1, 2, 3 }) } };
     }
     if (format == "ec-csr") {
-        return { { "delta_bits", choice(d.options[0], { 4, 8 }) },
+        return { { "index_bits", choice(d.options[0], { 4, 8 }) },
                  { "max_granularity", choice(d.options[1], { 16, 1, 2, 4, 64 }) },
                  { "min_columns", choice(d.options[2], { 0, 128, 256 }) },
                  { "clip", d.options[3] & 1 },

@@ -110,7 +110,7 @@ bytes decode_packed(const components & c, const sparse_tensor_info & m) {
         }
         k++;
     };
-    if (m.bits == 0) {
+    if (m.index_bits == 0) {
         const int64_t stride = (m.desc.cols + 7) / 8 * 8;
         for (int64_t i = 0; i < m.desc.rows * stride; i++) {
             if (index[static_cast<size_t>(i / 8)] >> (i % 8) & 1) {
@@ -125,10 +125,10 @@ bytes decode_packed(const components & c, const sparse_tensor_info & m) {
         memcpy(ptr, &c[macko::PACKED_ROW_PTR][static_cast<size_t>(r) * 4], sizeof(ptr));
         for (int64_t n = 0, col = -1; n < ptr[1] - ptr[0];) {
             int64_t code = 0;
-            for (int32_t b = 0; b < m.bits; b++, bit++) {
+            for (int32_t b = 0; b < m.index_bits; b++, bit++) {
                 code |= (index[bit / 8] >> (bit % 8) & 1) << b;
             }
-            const bool escape = code == (1 << m.bits) - 1;
+            const bool escape = code == (1 << m.index_bits) - 1;
             col += escape ? code : code + 1;
             if (!escape) {
                 store(r * m.desc.cols + col);
@@ -142,7 +142,7 @@ bytes decode_packed(const components & c, const sparse_tensor_info & m) {
 bytes decode_macko(const components & c, const sparse_tensor_info & m) {
     const auto nb = static_cast<uint64_t>(macko::value_nbytes(m.desc.type)), rows = static_cast<uint64_t>(m.desc.rows),
                cols = static_cast<uint64_t>(m.desc.cols);
-    const auto bits = static_cast<uint32_t>(m.bits);
+    const auto bits = static_cast<uint32_t>(m.index_bits);
     bytes      slow = builder::decode(c[0], c[1], c[2], nb, rows, cols, bits);
     // the arrays of an accepted matrix are the only ones that stand for its elements
     const builder::components e =
@@ -169,7 +169,7 @@ bytes decode_ec_csr(const components & c, const sparse_tensor_info & m) {
                                 0 },
                               static_cast<uint64_t>(macko::value_nbytes(m.desc.type)),
                               static_cast<uint64_t>(m.desc.rows), static_cast<uint64_t>(m.desc.cols),
-                              static_cast<uint32_t>(m.bits));
+                              static_cast<uint32_t>(m.index_bits));
 }
 
 // The slow decoder of a format, which uses nothing of the library's; empty: it does not know the matrix.

@@ -140,7 +140,7 @@ CASES = {
     "zero dimension": (32, lambda f: f.tensor("output_norm.weight").ne.__setitem__(0, 0)),
     "newer format": (41, set_key("macko.version", gb.U32, 2)),
     "macko called ec-csr": (43, array_with("macko.tensor.format", 0, b"ec-csr")),
-    "delta_bits 3": (42, array_with("macko.tensor.delta_bits", 0, 3)),
+    "index_bits 3": (42, array_with("macko.tensor.index_bits", 0, 3)),
     "missing sparse key": (27, lambda f: f.drop("macko.tensor.nnz")),
     "missing component": (43, drop_tensor(Q + ".deltas")),
     "unknown component": (44, rename_tensor("output_norm.weight", Q + ".scales")),

@@ -192,7 +192,7 @@ def test_dump_shows_components(sparse):
     out = gguf_tool("gguf_dump", sparse)
     for text in (
         "macko.version = 1",
-        "macko.tensor.delta_bits",
+        "macko.tensor.index_bits",
         "macko.tensor.nnz",
         "blk.0.attn_q.weight.values",
         "blk.0.attn_q.weight.index",

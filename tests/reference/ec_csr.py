@@ -61,7 +61,7 @@ class EcCsrMatrix:
             cols=self.cols,
             type=self.type,
             value_type=self.type,
-            bits=self.delta_bits,
+            index_bits=self.delta_bits,
             nnz=self.nnz,
             arrays=self.arrays,
             types=(self.type, TYPE_I8, bases, TYPE_I32, TYPE_I32, TYPE_I32),
@@ -69,7 +69,7 @@ class EcCsrMatrix:
 
     @classmethod
     def from_encoded(cls, m: EncodedMatrix) -> EcCsrMatrix:
-        return cls(m.rows, m.cols, m.type, m.bits, m.nnz, *m.arrays)
+        return cls(m.rows, m.cols, m.type, m.index_bits, m.nnz, *m.arrays)
 
 
 @dataclass(frozen=True)

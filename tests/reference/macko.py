@@ -37,7 +37,7 @@ class MackoMatrix:
             cols=self.cols,
             type=self.type,
             value_type=self.type,
-            bits=self.delta_bits,
+            index_bits=self.delta_bits,
             nnz=self.nnz,
             arrays=(self.values, self.deltas, self.row_ptr),
             types=(self.type, TYPE_I8, TYPE_I32),
@@ -46,7 +46,7 @@ class MackoMatrix:
     @classmethod
     def from_encoded(cls, m: EncodedMatrix) -> MackoMatrix:
         n_stored = int(m.arrays[2][-1]) if len(m.arrays[2]) else 0
-        return cls(m.rows, m.cols, m.type, m.bits, m.nnz, n_stored, *m.arrays)
+        return cls(m.rows, m.cols, m.type, m.index_bits, m.nnz, n_stored, *m.arrays)
 
 
 def encode(dense: Array, type_id: int, delta_bits: int) -> MackoMatrix:

@@ -59,7 +59,7 @@ class PackedMatrix:
             cols=self.cols,
             type=self.type,
             value_type=self.value_type,
-            bits=self.index_bits,
+            index_bits=self.index_bits,
             nnz=self.nnz,
             arrays=(self.values, self.index, self.row_ptr),
             types=(FILE_TYPES.get(self.value_type, self.value_type), TYPE_I8, TYPE_I32),
@@ -67,7 +67,7 @@ class PackedMatrix:
 
     @classmethod
     def from_encoded(cls, m: EncodedMatrix) -> PackedMatrix:
-        return cls(m.rows, m.cols, m.type, m.value_type, m.bits, m.nnz, *m.arrays)
+        return cls(m.rows, m.cols, m.type, m.value_type, m.index_bits, m.nnz, *m.arrays)
 
 
 # ---- quantizing ----

@@ -19,14 +19,14 @@ Matrix = Union[MackoMatrix, EcCsrMatrix, PackedMatrix]
 
 def macko(dense: np.ndarray, type_id: int, delta_bits: int, n_threads: int = 0) -> MackoMatrix:
     """dense: bit patterns (rows, cols)."""
-    m = native_codec.encode("macko", dense, type_id, {"delta_bits": delta_bits}, n_threads)
+    m = native_codec.encode("macko", dense, type_id, {"index_bits": delta_bits}, n_threads)
     return MackoMatrix.from_encoded(m)
 
 
 def ec_csr(
     dense: np.ndarray, type_id: int, delta_bits: int, options: Mapping[str, int] | None = None, n_threads: int = 0
 ) -> EcCsrMatrix:
-    m = native_codec.encode("ec-csr", dense, type_id, {"delta_bits": delta_bits, **(options or {})}, n_threads)
+    m = native_codec.encode("ec-csr", dense, type_id, {"index_bits": delta_bits, **(options or {})}, n_threads)
     return EcCsrMatrix.from_encoded(m)
 
 

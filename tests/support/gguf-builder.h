@@ -691,7 +691,7 @@ inline file sparse_file(const model & m, bool with_ec = false, bool with_packed 
     f.keys.push_back(texts("macko.tensor.format", formats));
     f.keys.push_back(array<uint32_t>("macko.tensor.type", U32, types));
     f.keys.push_back(array<uint64_t>("macko.tensor.ne", U64, ne));
-    f.keys.push_back(array<uint32_t>("macko.tensor.delta_bits", U32, bits));
+    f.keys.push_back(array<uint32_t>("macko.tensor.index_bits", U32, bits));
     f.keys.push_back(array<uint64_t>("macko.tensor.nnz", U64, nnz));
     return f;
 }

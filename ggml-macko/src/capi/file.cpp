@@ -71,7 +71,7 @@ int ggml_macko_file_sparse(const ggml_macko_file * file, int64_t i, ggml_macko_s
               s.format->name(),
               s.desc.type,
               s.value_type,
-              s.bits,
+              s.index_bits,
               s.n_dims,
               { s.ne[0], s.ne[1], s.ne[2], s.ne[3] },
               s.desc.nnz,

@@ -143,7 +143,7 @@ private:
 
 // The description of m as MACKO rows.
 inline macko_desc rows_desc(const codec & format, const ggml_macko_matrix & m) {
-    return { m.rows, m.cols, m.type, format.recoded_bits(m.bits), m.nnz };
+    return { m.rows, m.cols, m.type, format.recoded_bits(m.index_bits), m.nnz };
 }
 
 // Converts an option to 32 bits; a number out of range becomes INT32_MIN, which no option accepts.

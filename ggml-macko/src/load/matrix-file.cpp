@@ -39,8 +39,8 @@ void append_keys(std::vector<uint8_t> * out, const sparse_tensor_info & m) {
     for (const int64_t ne : m.ne) {
         gguf_append(out, static_cast<uint64_t>(ne));
     }
-    append_array_key(out, "macko.tensor.delta_bits", GGUF_U32, 1);
-    gguf_append(out, static_cast<uint32_t>(m.bits));
+    append_array_key(out, "macko.tensor.index_bits", GGUF_U32, 1);
+    gguf_append(out, static_cast<uint32_t>(m.index_bits));
     append_array_key(out, "macko.tensor.nnz", GGUF_U64, 1);
     gguf_append(out, static_cast<uint64_t>(m.desc.nnz));
 }

@@ -20,7 +20,7 @@ ggml_macko_matrix sparse_tensor_info::matrix(const gguf_tensor * component_tenso
     m.cols              = desc.cols;
     m.type              = desc.type;
     m.value_type        = value_type;
-    m.bits              = bits;
+    m.index_bits        = index_bits;
     m.nnz               = desc.nnz;
     m.n_arrays          = static_cast<int32_t>(n_tensors);
     for (size_t c = 0; component_tensors != nullptr && c < n_tensors; c++) {
@@ -33,7 +33,7 @@ ggml_macko_matrix sparse_tensor_info::matrix(const gguf_tensor * component_tenso
 
 static int check_reserved_keys(const gguf_header & header, bool is_sparse) {
     static const char * const known[] = { "macko.version",     "macko.tensor.name", "macko.tensor.format",
-                                          "macko.tensor.type", "macko.tensor.ne",   "macko.tensor.delta_bits",
+                                          "macko.tensor.type", "macko.tensor.ne",   "macko.tensor.index_bits",
                                           "macko.tensor.nnz" };
     for (const gguf_key & key : header.keys) {
         if (!starts_with(key.name, "macko.") || starts_with(key.name, "macko.prune.") ||
@@ -126,7 +126,7 @@ static int check_name(const std::string & name) {
 
 // The macko.tensor.* keys, parallel arrays with one entry per matrix (ne: four).
 struct sparse_keys {
-    const gguf_key *format, *type, *ne, *delta_bits, *nnz;
+    const gguf_key *format, *type, *ne, *index_bits, *nnz;
 };
 
 static int read_matrix(const gguf_header & header, const sparse_keys & keys, uint64_t i, const std::string & format,
@@ -142,15 +142,15 @@ static int read_matrix(const gguf_header & header, const sparse_keys & keys, uin
     int64_t type = 0;
     int64_t bits = 0;
     header.get_int(*keys.type, i, &type); // cannot fail, because the elements are u32
-    header.get_int(*keys.delta_bits, i, &bits);
+    header.get_int(*keys.index_bits, i, &bits);
     if (type > INT32_MAX || bits > INT32_MAX) {
-        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "type %" PRId64 " or delta_bits %" PRId64 " is out of range", type,
+        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "type %" PRId64 " or index_bits %" PRId64 " is out of range", type,
                     bits);
     }
     m->desc.type       = static_cast<int32_t>(type);
     m->value_type      = m->desc.type; // the type of the first component replaces it
-    m->bits            = static_cast<int32_t>(bits);
-    m->desc.delta_bits = m->format->recoded_bits(m->bits);
+    m->index_bits      = static_cast<int32_t>(bits);
+    m->desc.delta_bits = m->format->recoded_bits(m->index_bits);
     m->n_tensors       = m->format->components().size();
     if (const int status = read_shape(header, *keys.ne, i, m)) {
         return status;
@@ -185,7 +185,7 @@ static int read_matrices(model_file * file) {
     if (const int status = find_array(header, "macko.tensor.ne", GGUF_U64, 4 * name->n, &keys.ne)) {
         return status;
     }
-    if (const int status = find_array(header, "macko.tensor.delta_bits", GGUF_U32, name->n, &keys.delta_bits)) {
+    if (const int status = find_array(header, "macko.tensor.index_bits", GGUF_U32, name->n, &keys.index_bits)) {
         return status;
     }
     if (const int status = find_array(header, "macko.tensor.nnz", GGUF_U64, name->n, &keys.nnz)) {

@@ -145,7 +145,7 @@ def _bench_shape(
                     cols=cols,
                     density=density,
                     effective_density=sparse.effective_density,
-                    delta_bits=sparse.arrays.bits,
+                    delta_bits=sparse.arrays.index_bits,
                     nbytes_memory=copies[0].nbytes,
                     seconds=seconds,
                 )

@@ -72,7 +72,7 @@ class Choice:
     """One way of storing that a TYPE of `macko convert` allows. None: the codec chooses, or takes the dense type."""
 
     codec: Codec
-    bits: int | None = None
+    index_bits: int | None = None
     value_type: int | None = None
 
     @property
@@ -127,14 +127,14 @@ class Candidate:
     """A matrix as a choice would store it: how large, and the arrays if they had to be made to know."""
 
     codec: Codec
-    bits: int
+    index_bits: int
     value_type: int
     components: tuple[Component, ...]
     matrix: EncodedMatrix | None = None  # None: Codec.encode makes it later
 
     @property
     def name(self) -> str:
-        return self.codec.storage_name(self.bits, self.value_type)
+        return self.codec.storage_name(self.index_bits, self.value_type)
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,8 @@ class Codec(ABC):
 
     def plan(self, source: Source, choice: Choice, settings: Settings) -> Candidate:
         """How large the matrix would be. By default it is encoded, since nothing less tells."""
-        matrix = self.encode(source, choice.bits, choice.value_type, settings)
-        return Candidate(self, matrix.bits, matrix.value_type, self.components_of(matrix), matrix)
+        matrix = self.encode(source, choice.index_bits, choice.value_type, settings)
+        return Candidate(self, matrix.index_bits, matrix.value_type, self.components_of(matrix), matrix)
 
     @abstractmethod
     def encode(self, source: Source, bits: int | None, value_type: int | None, settings: Settings) -> EncodedMatrix:
@@ -245,7 +245,7 @@ class Codec(ABC):
             cols=source.cols,
             type=source.type,
             value_type=candidate.value_type,
-            bits=candidate.bits,
+            index_bits=candidate.index_bits,
             nnz=nnz,
             types=tuple(part.type for part in parts),
             nbytes=tuple(part.nbytes for part in parts),
@@ -278,7 +278,7 @@ class Codec(ABC):
             cols=header.cols,
             type=header.type,
             value_type=header.value_type,
-            bits=header.bits,
+            index_bits=header.index_bits,
             nnz=header.nnz,
             arrays=arrays,
             types=header.types,

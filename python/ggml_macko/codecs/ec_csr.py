@@ -32,7 +32,7 @@ class EcCsrCodec(DeltaCodec):
     def encode(self, source: Source, bits: int | None, value_type: int | None, settings: Settings) -> EncodedMatrix:
         options = self.own_options(settings)
         if bits is not None:
-            options["delta_bits"] = bits
+            options["index_bits"] = bits
         return native_codec.encode(self.name, source.bits, source.type, options, settings.n_threads)
 
     def n_stored(self, stored: StoredArrays) -> int:

@@ -79,7 +79,7 @@ class MackoCodec(DeltaCodec):
         return max(break_even_density(cols, b, value_bits(type_id)) for b in widths)
 
     def plan(self, source: Source, choice: Choice, settings: Settings) -> Candidate:
-        width = choice.bits or smallest_delta_bits(source.type, source.rows, source.count.n_stored)
+        width = choice.index_bits or smallest_delta_bits(source.type, source.rows, source.count.n_stored)
         n_stored = source.count.n_stored[width]
         if n_stored > MAX_STORED:
             raise errors.error(errors.LIMIT, f"more than {MAX_STORED} entries")
@@ -92,7 +92,7 @@ class MackoCodec(DeltaCodec):
         return Candidate(self, width, source.type, components)
 
     def encode(self, source: Source, bits: int | None, value_type: int | None, settings: Settings) -> EncodedMatrix:
-        return native_codec.encode(self.name, source.bits, source.type, {"delta_bits": bits or 0}, settings.n_threads)
+        return native_codec.encode(self.name, source.bits, source.type, {"index_bits": bits or 0}, settings.n_threads)
 
     def n_stored(self, stored: StoredArrays) -> int:
         return stored.last_number(2)

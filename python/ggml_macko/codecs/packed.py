@@ -167,7 +167,7 @@ class PackedCodec(Codec):
         found = super().plan(source, choice, settings)
         if found.value_type != TYPE_CODED or found.components[0].nbytes < _plain_nbytes(source):
             return found
-        return super().plan(source, Choice(self, choice.bits), settings)
+        return super().plan(source, Choice(self, choice.index_bits), settings)
 
     def encode(self, source: Source, bits: int | None, value_type: int | None, settings: Settings) -> EncodedMatrix:
         kind = source.type if value_type is None else value_type

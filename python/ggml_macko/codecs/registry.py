@@ -41,7 +41,7 @@ def types() -> dict[str, tuple[Choice, ...]]:
 def break_even_density(cols: int, type_id: int) -> float:
     """Density of random non-zeros at which a matrix with rows of `cols` is as large as dense, in the default TYPE."""
     choices = types()[AUTO]
-    return max(c.codec.break_even_density(cols, type_id, c.bits, c.value_type or type_id) for c in choices)
+    return max(c.codec.break_even_density(cols, type_id, c.index_bits, c.value_type or type_id) for c in choices)
 
 
 def type_named(name: str) -> str | None:

@@ -151,7 +151,7 @@ class TensorPlan:
             return None
         if isinstance(self.storage, StoredSparse):
             c = self.storage.candidate
-            return c.codec.break_even_density(t.cols, t.type, c.bits, c.value_type)
+            return c.codec.break_even_density(t.cols, t.type, c.index_bits, c.value_type)
         return registry.break_even_density(t.cols, t.type)
 
     def new_tensors(self) -> list[NewTensor]:
@@ -463,6 +463,6 @@ def sparse_keys(plans: Sequence[TensorPlan]) -> list[Key]:
         make_key("macko.tensor.format", "[str", [c.codec.name for _, c, _ in sparse]),
         make_key("macko.tensor.type", "[u32", [t.type for t, _, _ in sparse]),
         make_key("macko.tensor.ne", "[u64", ne),
-        make_key("macko.tensor.delta_bits", "[u32", [c.bits for _, c, _ in sparse]),
+        make_key("macko.tensor.index_bits", "[u32", [c.index_bits for _, c, _ in sparse]),
         make_key("macko.tensor.nnz", "[u64", [contents.count.nnz for _, _, contents in sparse if contents]),
     ]

@@ -60,7 +60,7 @@ def encode_as_planned(p: TensorPlan, storage: StoredSparse, options: Options) ->
     t, c = p.tensor, storage.candidate
     assert p.contents is not None
     source = Source(read_weights(t, options)[0], t.type, p.contents.count)
-    return c.codec.encode(source, c.bits, c.value_type, options.settings)
+    return c.codec.encode(source, c.index_bits, c.value_type, options.settings)
 
 
 def check_and_commit(

@@ -257,7 +257,7 @@ class Tensor:
         """How the data is stored: dense, or the TYPE of `macko convert` with its index."""
         if self.sparse is None:
             return "dense"
-        return registry.codec(self.sparse.format).storage_name(self.sparse.bits, self.sparse.value_type)
+        return registry.codec(self.sparse.format).storage_name(self.sparse.index_bits, self.sparse.value_type)
 
     @property
     def is_quantized(self) -> bool:
@@ -309,7 +309,7 @@ class Tensor:
             cols=self.cols,
             type=self.type,
             value_type=self.sparse.value_type,
-            bits=self.sparse.bits,
+            index_bits=self.sparse.index_bits,
             nnz=self.sparse.nnz,
             arrays=(),
             types=tuple(c.type for c in stored.components),

@@ -56,7 +56,7 @@ class MatrixHeader:
     cols: int
     type: int  # ggml type of the dense matrix
     value_type: int
-    bits: int
+    index_bits: int
     nnz: int
     types: tuple[int, ...]  # ggml type of each component
     nbytes: tuple[int, ...]  # of each component
@@ -71,7 +71,7 @@ class EncodedMatrix:
     cols: int
     type: int  # ggml type of the dense matrix
     value_type: int  # of the stored values: the same, or in some formats a quantized type
-    bits: int  # macko.tensor.delta_bits
+    index_bits: int  # macko.tensor.index_bits
     nnz: int
     arrays: tuple[Array, ...]  # contiguous and 1-D, in component order
     types: tuple[int, ...]  # ggml type of each component on file
@@ -84,7 +84,7 @@ class EncodedMatrix:
     def header(self) -> MatrixHeader:
         sizes = tuple(a.nbytes for a in self.arrays)
         return MatrixHeader(
-            self.format, self.rows, self.cols, self.type, self.value_type, self.bits, self.nnz, self.types, sizes
+            self.format, self.rows, self.cols, self.type, self.value_type, self.index_bits, self.nnz, self.types, sizes
         )
 
 
@@ -145,7 +145,7 @@ def encode(
         dense.shape[1],
         type_id,
         int(m.value_type),
-        int(m.bits),
+        int(m.index_bits),
         int(m.nnz),
         tuple(_copied(c.data, c.nbytes, np.dtype(_DTYPES.get(c.type, np.uint8))) for c in components),
         tuple(int(c.type) for c in components),
@@ -162,7 +162,14 @@ def _c_header(m: MatrixHeader) -> Any:
     if len(m.nbytes) != len(m.types) or len(m.nbytes) > len(c.arrays):
         raise errors.error(errors.BAD_ARGUMENT, f"{len(m.nbytes)} arrays with {len(m.types)} types")
     name = ffi().new("char[]", m.format.encode())
-    c.rows, c.cols, c.type, c.value_type, c.bits, c.nnz = m.rows, m.cols, m.type, m.value_type, m.bits, m.nnz
+    c.rows, c.cols, c.type, c.value_type, c.index_bits, c.nnz = (
+        m.rows,
+        m.cols,
+        m.type,
+        m.value_type,
+        m.index_bits,
+        m.nnz,
+    )
     c.format, c.n_arrays = name, len(m.nbytes)
     for i, (type_id, nbytes) in enumerate(zip(m.types, m.nbytes)):
         c.arrays[i].type, c.arrays[i].nbytes = type_id, nbytes

@@ -23,7 +23,7 @@ class Setting:
 def settings() -> list[Setting]:
     """All variables and their words."""
     row = ffi().new("struct ggml_macko_setting *")
-    found = []
+    found: list[Setting] = []
     while lib().ggml_macko_setting_at(len(found), row):
         word = None if row.word == ffi().NULL else text(row.word)
         found.append(Setting(text(row.variable), word, text(row.help)))

@@ -31,7 +31,7 @@ class FileSparse:
     format: str
     type: int
     value_type: int  # of the stored values: type, or in some formats a quantized type
-    bits: int  # macko.tensor.delta_bits
+    index_bits: int  # macko.tensor.index_bits
     ne: tuple[int, ...]  # dense shape, ggml order
     nnz: int
     nbytes: int
@@ -83,7 +83,7 @@ class File:
                     text(info.format),
                     info.type,
                     info.value_type,
-                    info.bits,
+                    info.index_bits,
                     tuple(info.ne[0 : info.n_dims]),
                     info.nnz,
                     info.nbytes,

@@ -25,7 +25,7 @@ TEST(malformed_ec_csr_component_is_refused) {
     ec_lie("a valid ec-csr file", S(OK), [](file &) {});
     ec_lie("ec-csr with 2 bits", S(BAD_FORMAT), [](file & f) {
         std::vector<uint32_t> v(12, 2);
-        f.set(array<uint32_t>("macko.tensor.delta_bits", U32, v));
+        f.set(array<uint32_t>("macko.tensor.index_bits", U32, v));
     });
     ec_lie("ec-csr called macko", S(MISSING_COMPONENT),
            [](file & f) { f.set(texts("macko.tensor.format", std::vector<std::string>(12, "macko"))); });

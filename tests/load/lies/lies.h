@@ -248,7 +248,7 @@ inline builder::file empty_sparse_file(size_t n, uint64_t cols, uint64_t rows, u
                texts("macko.tensor.format", formats),
                array<uint32_t>("macko.tensor.type", U32, std::vector<uint32_t>(n, 1)),
                array<uint64_t>("macko.tensor.ne", U64, ne),
-               array<uint32_t>("macko.tensor.delta_bits", U32, std::vector<uint32_t>(n, 4)),
+               array<uint32_t>("macko.tensor.index_bits", U32, std::vector<uint32_t>(n, 4)),
                array<uint64_t>("macko.tensor.nnz", U64, std::vector<uint64_t>(n, 0)) };
     return f;
 }

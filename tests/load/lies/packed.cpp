@@ -20,7 +20,7 @@ TEST(malformed_packed_is_refused) {
     };
     packed_lie("a valid packed file", S(OK), [](file &) {});
     packed_lie("packed with 3 bits", S(BAD_FORMAT), [](file & f) {
-        f.set(array<uint32_t>("macko.tensor.delta_bits", U32, std::vector<uint32_t>(base_model().sparse.size(), 3)));
+        f.set(array<uint32_t>("macko.tensor.index_bits", U32, std::vector<uint32_t>(base_model().sparse.size(), 3)));
     });
     packed_lie("packed called macko", S(BAD_FORMAT), [](file & f) {
         f.set(texts("macko.tensor.format", std::vector<std::string>(base_model().sparse.size(), "macko")));

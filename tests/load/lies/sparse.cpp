@@ -3,7 +3,7 @@
 
 TEST(malformed_sparse_keys_are_refused) {
     for (const char * name : { "macko.tensor.name", "macko.tensor.format", "macko.tensor.type", "macko.tensor.ne",
-                               "macko.tensor.delta_bits", "macko.tensor.nnz" }) {
+                               "macko.tensor.index_bits", "macko.tensor.nnz" }) {
         lie(name, S(MISSING_KEY), [name](file & f) { f.drop(name); });
     }
     lie("macko.version missing", S(BAD_KEY), [](file & f) { f.drop("macko.version"); });
@@ -34,8 +34,8 @@ TEST(malformed_sparse_keys_are_refused) {
         [](file & f) { f.set(array<uint32_t>("macko.tensor.type", U32, std::vector<uint32_t>(13, 1))); });
     lie("ne too few", S(BAD_KEY_VALUE),
         [](file & f) { f.set(array<uint64_t>("macko.tensor.ne", U64, std::vector<uint64_t>(47, 16))); });
-    lie("delta_bits too few", S(BAD_KEY_VALUE),
-        [](file & f) { f.set(array<uint32_t>("macko.tensor.delta_bits", U32, { 4 })); });
+    lie("index_bits too few", S(BAD_KEY_VALUE),
+        [](file & f) { f.set(array<uint32_t>("macko.tensor.index_bits", U32, { 4 })); });
     lie("nnz too few", S(BAD_KEY_VALUE), [](file & f) { f.set(array<uint64_t>("macko.tensor.nnz", U64, { 4 })); });
 }
 
@@ -70,10 +70,10 @@ TEST(malformed_sparse_format_is_refused) {
     lie("BF16 for F16", S(BAD_COMPONENT), u32_at("macko.tensor.type", 4, 30));
     lie("F32 for F16", S(BAD_COMPONENT), u32_at("macko.tensor.type", 4, 0));
     for (uint32_t bits : { 0u, 3u, 5u, 16u, 0x80000004u }) {
-        lie("delta_bits", S(BAD_FORMAT), u32_at("macko.tensor.delta_bits", 4, bits));
+        lie("index_bits", S(BAD_FORMAT), u32_at("macko.tensor.index_bits", 4, bits));
     }
-    lie("8 bits for 4", S(BAD_COMPONENT), u32_at("macko.tensor.delta_bits", 4, 8));
-    lie("2 bits for 4", S(BAD_COMPONENT), u32_at("macko.tensor.delta_bits", 4, 2));
+    lie("8 bits for 4", S(BAD_COMPONENT), u32_at("macko.tensor.index_bits", 4, 8));
+    lie("2 bits for 4", S(BAD_COMPONENT), u32_at("macko.tensor.index_bits", 4, 2));
 }
 
 TEST(malformed_sparse_shape_is_refused) {

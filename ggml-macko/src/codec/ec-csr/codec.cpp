@@ -23,7 +23,7 @@ public:
         m.cols               = d.cols;
         m.type               = d.type;
         m.value_type         = d.type;
-        m.bits               = d.delta_bits;
+        m.index_bits         = d.delta_bits;
         m.nnz                = d.nnz;
         m.n_arrays           = 6;
         component_rule rules[6];
@@ -47,7 +47,7 @@ public:
         : codec(
               { "ec-csr",
                 { ".values", ".deltas", ".bases", ".blk_ptr", ".rows", ".sets" },
-                { { "delta_bits", 8 }, { "max_granularity", 16 }, { "min_columns", 0 }, { "clip", 1 }, { "seed", 0 } },
+                { { "index_bits", 8 }, { "max_granularity", 16 }, { "min_columns", 0 }, { "clip", 1 }, { "seed", 0 } },
                 false }) {}
 
     int check_desc(const ggml_macko_matrix & m) const override { return check_ec_csr_desc(rows_desc(*this, m)); }

@@ -17,7 +17,7 @@ int check_ec_csr_desc(const macko_desc & desc) {
         return status;
     }
     if (!is_ec_delta_bits(desc.delta_bits)) {
-        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "delta_bits %d of ec-csr is not 4 or 8", desc.delta_bits);
+        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "index_bits %d of ec-csr is not 4 or 8", desc.delta_bits);
     }
     return GGML_MACKO_STATUS_OK;
 }

@@ -119,7 +119,7 @@ public:
         m.cols                  = d.cols;
         m.type                  = d.type;
         m.value_type            = d.type;
-        m.bits                  = d.delta_bits;
+        m.index_bits            = d.delta_bits;
         m.nnz                   = d.nnz;
         m.n_arrays              = 3;
         m.arrays[MACKO_VALUES]  = { arrays.values.data(), n * value_nbytes(d.type), d.type };
@@ -131,7 +131,7 @@ public:
 
 class macko_format final : public codec {
 public:
-    macko_format() : codec({ "macko", { ".values", ".deltas", ".row_ptr" }, { { "delta_bits", SMALLEST } }, true }) {}
+    macko_format() : codec({ "macko", { ".values", ".deltas", ".row_ptr" }, { { "index_bits", SMALLEST } }, true }) {}
 
     int check_desc(const ggml_macko_matrix & m) const override { return macko::check_desc(rows_desc(*this, m)); }
 
@@ -139,7 +139,7 @@ public:
         const int64_t n = array_length(m.arrays[MACKO_VALUES]);
         // each dense element is stored at most once
         rules[MACKO_VALUES]  = { m.type, n_padded(std::min(m.rows * m.cols, MAX_STORED)), 8 };
-        rules[MACKO_DELTAS]  = { GGML_MACKO_TYPE_I8, deltas_nbytes(n, m.bits), 0 };
+        rules[MACKO_DELTAS]  = { GGML_MACKO_TYPE_I8, deltas_nbytes(n, m.index_bits), 0 };
         rules[MACKO_ROW_PTR] = { GGML_MACKO_TYPE_I32, m.rows + 1, 0 };
     }
 

@@ -10,7 +10,7 @@ int check_desc(const macko_desc & desc) {
         return fail(GGML_MACKO_STATUS_BAD_FORMAT, "value type %d is not F32 (0), F16 (1) or BF16 (30)", desc.type);
     }
     if (!is_delta_bits(desc.delta_bits)) {
-        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "delta_bits %d is not 1, 2, 4 or 8", desc.delta_bits);
+        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "index_bits %d is not 1, 2, 4 or 8", desc.delta_bits);
     }
     if (desc.rows < 1 || desc.cols < 1) {
         return fail(GGML_MACKO_STATUS_BAD_SHAPE, "matrix of %lld rows and %lld cols", static_cast<long long>(desc.rows),

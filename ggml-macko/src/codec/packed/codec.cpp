@@ -9,7 +9,7 @@ namespace {
 constexpr int32_t RECODED_BITS = 4; // delta_bits for consumers of MACKO rows
 
 packed_desc desc_of(const ggml_macko_matrix & m) {
-    return { { m.rows, m.cols, m.type, RECODED_BITS, m.nnz }, m.value_type, m.bits };
+    return { { m.rows, m.cols, m.type, RECODED_BITS, m.nnz }, m.value_type, m.index_bits };
 }
 
 class encoded_packed : public encoded_matrix {
@@ -23,7 +23,7 @@ public:
         m.cols                  = d.dense.cols;
         m.type                  = d.dense.type;
         m.value_type            = d.value_type;
-        m.bits                  = d.index_bits;
+        m.index_bits            = d.index_bits;
         m.nnz                   = d.dense.nnz;
         m.n_arrays              = 3;
         component_rule rules[3] = {};
@@ -67,7 +67,8 @@ public:
         } else if (m.value_type == GGML_MACKO_TYPE_CODED) {
             rules[PACKED_VALUES] = { GGML_MACKO_TYPE_I32, max_coded_words(m.nnz, m.type), 1 };
         }
-        rules[PACKED_INDEX]   = { GGML_MACKO_TYPE_I8, max_index_nbytes(desc_of(m)), m.bits == INDEX_BITMAP ? 0 : 4 };
+        rules[PACKED_INDEX]   = { GGML_MACKO_TYPE_I8, max_index_nbytes(desc_of(m)),
+                                m.index_bits == INDEX_BITMAP ? 0 : 4 };
         rules[PACKED_ROW_PTR] = { GGML_MACKO_TYPE_I32, m.rows + 1, 0 };
     }
 

@@ -26,7 +26,7 @@ int check_packed_desc(const packed_desc & desc) {
             desc.value_type, desc.dense.type);
     }
     if (!is_index_bits(desc.index_bits)) {
-        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "delta_bits %d of packed is not 0, 2, 4 or 8", desc.index_bits);
+        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "index_bits %d of packed is not 0, 2, 4 or 8", desc.index_bits);
     }
     return GGML_MACKO_STATUS_OK;
 }

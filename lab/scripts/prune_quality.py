@@ -151,7 +151,7 @@ class Sweep:
                     hessian_memory=hessian_memory(),
                 )
                 scorer = wanda if options.method == "wanda" else methods.Scorer()
-                quotas = pruning.plan(tensors, options, scorer, loss_curves)
+                quotas = pruning.make_quotas(tensors, options, scorer, loss_curves)
                 with silence():
                     if options.needs_hessians:
                         pruner = methods.by_hessians(found, options, quotas, pool)

@@ -18,8 +18,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .conversion.advice import ModelPlan, plan
     from .conversion.convert import ConversionReport, convert
+    from .conversion.estimate import ModelPlan, plan
     from .conversion.inspect import ModelReport, inspect
     from .conversion.restore import RestorationReport, restore
     from .conversion.verify import Verification, verify
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from .evaluation.skipping import SkipOptions
     from .huggingface.decompress import Decompression, decompress
     from .llama import Llama
-    from .native.loader import register
+    from .native.llama_hook import register
     from .pruning.prune import PruneReport, prune
     from .recovery.recover import RecoverReport, recover
     from .sparse_matrix import SparseMatrix
 
 _HOME = {
     "Llama": "llama",
-    "register": "native.loader",
+    "register": "native.llama_hook",
     "SparseMatrix": "sparse_matrix",
-    "plan": "conversion.advice",
-    "ModelPlan": "conversion.advice",
+    "plan": "conversion.estimate",
+    "ModelPlan": "conversion.estimate",
     "convert": "conversion.convert",
     "ConversionReport": "conversion.convert",
     "restore": "conversion.restore",

@@ -10,7 +10,7 @@ from llama_cpp._logger import set_verbose
 from . import errors
 from .guards import GuardedLlama
 from .native import bindings
-from .native.loader import register, run_with
+from .native.llama_hook import register, run_with
 
 
 class Llama(GuardedLlama):

@@ -12,7 +12,7 @@ from . import errors, guards
 from .errors import one_line
 from .huggingface.hub import download
 from .llama import Llama
-from .native.loader import register
+from .native.llama_hook import register
 
 
 def with_download(arguments: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 
 import ggml_macko
 from ggml_macko.codecs import macko as macko_codec
-from ggml_macko.conversion import plan
+from ggml_macko.conversion import tensor_plan
 from ggml_macko.gguf.files import Model
 from ggml_macko.native import bindings
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32, bits_dtype
@@ -251,8 +251,8 @@ def test_dry_run_prints_what_the_real_run_does(tmp_path, tiny, macko, kind):
     size = (tmp_path / "s.gguf").stat().st_size
     assert f"macko size  = {size / 2**20:8.2f} MiB ({size * 8 / n:.2f} BPW)" in real.out
     with Model(tiny) as model:
-        plans = plan.plan_model(model, plan.Options(kind), plan.Spool(None))
-        assert plan.output_nbytes(model, plans) == size
+        plans = tensor_plan.plan_model(model, tensor_plan.Options(kind), tensor_plan.Spool(None))
+        assert tensor_plan.output_nbytes(model, plans) == size
     real_types = dict(re.findall(r"(\S+) +- \[.*converting to (\S+) ", real.err))
     header, *rows = (re.split(r" *\| *", line)[1:-1] for line in dry.out.splitlines() if line.startswith("|"))
     planned = {row[0]: dict(zip(header, row)) for row in rows}

@@ -18,7 +18,7 @@ from ggml_macko import console
 from ggml_macko.benchmark import forms
 from ggml_macko.codecs import coded
 from ggml_macko.codecs.packed import TYPE_CODED
-from ggml_macko.conversion import advice, measured_speed, model_memory
+from ggml_macko.conversion import estimate, measured_speed, model_memory
 from ggml_macko.gguf.files import Model, make_key
 from ggml_macko.native import bindings
 from ggml_macko.values import TYPE_BF16, TYPE_I8, TYPE_I32
@@ -56,7 +56,7 @@ def test_size_is_what_convert_writes(pruned, type_name):
 
 def test_sample_of_rows_gives_nearly_the_same(pruned, monkeypatch):
     exact = by_type(ggml_macko.plan(pruned))
-    monkeypatch.setattr(advice, "SAMPLE_WEIGHTS", 1 << 14)
+    monkeypatch.setattr(estimate, "SAMPLE_WEIGHTS", 1 << 14)
     sampled = ggml_macko.plan(pruned)
     assert sampled.sampled < 0.3
     for name, t in by_type(sampled).items():
@@ -66,7 +66,7 @@ def test_sample_of_rows_gives_nearly_the_same(pruned, monkeypatch):
 
 
 def test_sample_of_a_sparse_file_is_that_of_the_dense_one(pruned, tmp_path, monkeypatch):
-    monkeypatch.setattr(advice, "SAMPLE_WEIGHTS", 1 << 14)
+    monkeypatch.setattr(estimate, "SAMPLE_WEIGHTS", 1 << 14)
     with console.quiet():
         ggml_macko.convert(pruned, tmp_path / "sparse.gguf")
     dense, sparse = ggml_macko.plan(pruned), ggml_macko.plan(tmp_path / "sparse.gguf")
@@ -221,7 +221,7 @@ def test_gpu_memory_of_weights_is_what_the_library_reserves(shapes, tmp_path, ty
 @pytest.mark.parametrize("type_name", [name for name in GPU_TYPES if name != "ec-csr"])
 def test_gpu_memory_from_a_sample_of_rows_is_nearly_the_same(shapes, monkeypatch, type_name):
     exact = by_type(ggml_macko.plan(shapes, types=[type_name]))[type_name]
-    monkeypatch.setattr(advice, "SAMPLE_WEIGHTS", 1 << 16)
+    monkeypatch.setattr(estimate, "SAMPLE_WEIGHTS", 1 << 16)
     sampled = ggml_macko.plan(shapes, types=[type_name])
     assert sampled.sampled < 0.8
     assert by_type(sampled)[type_name].nbytes_gpu == pytest.approx(exact.nbytes_gpu, rel=0.02)

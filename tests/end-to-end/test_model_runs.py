@@ -140,7 +140,7 @@ def test_vocab_only_loads(pair):
 def test_load_stopped_by_its_callback_leaves_the_library_usable(pair):
     import llama_cpp.llama_cpp as api
 
-    from ggml_macko.native.loader import register
+    from ggml_macko.native.llama_hook import register
 
     register()
     params = api.llama_model_default_params()

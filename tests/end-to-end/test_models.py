@@ -163,15 +163,15 @@ def test_caller_parameters_stay_as_they_are(tmp_path, macko):
 def test_other_llama_cpp_version_is_refused(monkeypatch):
     import llama_cpp
 
-    from ggml_macko.native import loader
+    from ggml_macko.native import llama_hook
 
-    monkeypatch.setattr(loader, "_registered", False)
+    monkeypatch.setattr(llama_hook, "_registered", False)
     monkeypatch.setattr(llama_cpp, "__version__", "9.9.9")
     oldest, newest = bindings.llama_cpp_python_range()
     with pytest.raises(
         errors.VersionMismatchError, match=rf"is for llama-cpp-python {oldest} to {newest}, but 9\.9\.9"
     ):
-        loader.register()
+        llama_hook.register()
 
 
 def test_registering_twice_wraps_once():

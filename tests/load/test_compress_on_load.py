@@ -96,8 +96,8 @@ def test_memory_is_bounded_by_the_compressed_size(tmp_path):
     code = f"""
 import resource
 from ggml_macko import Llama
-from ggml_macko.native import loader
-loader.register()
+from ggml_macko.native import llama_hook
+llama_hook.register()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 Llama({str(dense)!r}, n_ctx=64, n_batch=64, n_threads=2, verbose=False, compress=True)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"""
@@ -180,7 +180,7 @@ def test_loading_sizes_only_reads_no_weights(macko, tmp_path):
     """params.no_alloc, as llama.cpp's memory fit loads: sparse and compressed"""
     import llama_cpp.llama_cpp as api
 
-    from ggml_macko.native.loader import register, run_with
+    from ggml_macko.native.llama_hook import register, run_with
 
     sparse = tmp_path / "sparse.gguf"
     assert macko("convert", generators.DEMO, sparse).code == 0

@@ -86,7 +86,7 @@ def test_thread_loads_again_after_an_exception_at_any_instruction(models, compre
 
 def test_a_dense_model_after_an_exception_is_not_compressed(models):
     """compress=True of a call that was cut short has no effect on later ones."""
-    from ggml_macko.native.loader import _options
+    from ggml_macko.native.llama_hook import _options
 
     event = 1
     while interrupt_at(event, lambda: open_model(models[0], compress=True)):
@@ -95,14 +95,14 @@ def test_a_dense_model_after_an_exception_is_not_compressed(models):
 
 
 def test_interrupted_register_lists_the_devices_once(models, monkeypatch):
-    from ggml_macko.native import loader
+    from ggml_macko.native import llama_hook
 
     ggml = ctypes.CDLL("libggml.so.0")
     register()
     before = ggml.ggml_backend_dev_count()
     event = 1
     while True:
-        monkeypatch.setattr(loader, "_registered", False)
+        monkeypatch.setattr(llama_hook, "_registered", False)
         if not interrupt_at(event, register, "line"):
             break
         register()

@@ -114,7 +114,7 @@ def test_second_part_alone_is_refused(sparse, tmp_path):
 def test_part_that_changes_while_loading_is_refused(sparse, tmp_path, monkeypatch):
     import llama_cpp.llama_cpp as api
 
-    from ggml_macko.native.loader import register
+    from ggml_macko.native.llama_hook import register
 
     register()
     paths = gb.split(sparse, tmp_path, [47, 47])

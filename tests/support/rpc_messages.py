@@ -58,9 +58,9 @@ class Device:
     """A device that a server offers, a backend of it, and a buffer."""
 
     def __init__(self, nbytes: int, name: str = "MACKO_CPU") -> None:
-        from ggml_macko.native import loader
+        from ggml_macko.native import llama_hook
 
-        loader.register()
+        llama_hook.register()
         self.base = ctypes.CDLL("libggml-base.so.0")
         self.all = ctypes.CDLL("libggml.so.0")
         os.environ["GGML_MACKO_ENABLE"] = "rpc-server"

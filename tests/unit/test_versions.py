@@ -16,7 +16,7 @@ import pytest
 
 from checks import check_versions
 from ggml_macko import errors
-from ggml_macko.native import bindings, loader
+from ggml_macko.native import bindings, llama_hook
 from support import generators, upstream
 
 RECORD = json.loads(check_versions.RECORD.read_text())
@@ -76,8 +76,10 @@ def test_symbols_of_the_plugin_are_in_every_version():
 
 def test_versions_inside_the_range_fit(monkeypatch):
     oldest, newest = bindings.llama_cpp_python_range()
-    assert all(loader.fits(version) for version in (*VERSIONS, f"{newest}+cpu"))
-    assert not any(loader.fits(version) for version in ("0.3.20", "0.3.37", "0.2.90", "0.4.0", "1.0.0", f"{newest}.1"))
+    assert all(llama_hook.fits(version) for version in (*VERSIONS, f"{newest}+cpu"))
+    assert not any(
+        llama_hook.fits(version) for version in ("0.3.20", "0.3.37", "0.2.90", "0.4.0", "1.0.0", f"{newest}.1")
+    )
     monkeypatch.delenv("GGML_MACKO_ENABLE", raising=False)
     for version in {v["ggml"] for v in VERSIONS.values()}:
         bindings.check_ggml(version)

@@ -85,14 +85,14 @@ class Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> NoReturn:
         import llama_cpp
 
-        from ..native import bindings, loader
+        from ..native import bindings, llama_hook
 
         installed = llama_cpp.__version__
         print(
             f"macko {bindings.version()}, with llama-cpp-python {installed} (ggml {bindings.running_ggml()}), "
             f"CPU kernels: {bindings.cpu_kernels()}, GPU: {bindings.gpus()}"
         )
-        if not loader.fits(installed):
+        if not llama_hook.fits(installed):
             oldest, newest = bindings.llama_cpp_python_range()
             print(
                 f"llama-cpp-python {installed} does not fit: models cannot be loaded; "

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from .. import console
 from ..commands.arguments import add_cache_types, add_quiet
-from ..conversion.advice import SAMPLE_WEIGHTS, ModelPlan, plan
+from ..conversion.estimate import SAMPLE_WEIGHTS, ModelPlan, plan
 from ..conversion.measured_speed import PAGE
 
 HELP = "say what storing a model sparse would bring"

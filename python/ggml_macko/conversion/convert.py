@@ -1,7 +1,7 @@
 """Dense GGUF -> sparse GGUF.
 
-Two passes over the source, one tensor in memory at a time: plan.py decides the tensor table, write.py writes the data.
-The result is read back and compared with the source before it gets its name.
+Two passes over the source, one tensor in memory at a time: tensor_plan.py decides the tensor table, write.py writes
+the data. The result is read back and compared with the source before it gets its name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..gguf import tensor_rules
 from ..gguf.files import Model, type_name
 from ..gguf.outputs import AtomicOutput
 from ..native import bindings
-from .plan import DENSE, Options, Override, Spool, TensorPlan, output_nbytes, plan_model
+from .tensor_plan import DENSE, Options, Override, Spool, TensorPlan, output_nbytes, plan_model
 from .verify import QuantizationError
 from .write import check_and_commit, write_model
 

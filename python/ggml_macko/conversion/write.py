@@ -11,7 +11,16 @@ from ..gguf.outputs import AtomicOutput
 from ..gguf.writer import Writer
 from ..native.codec import EncodedMatrix
 from ..values import Array
-from .plan import Options, QuantizedDense, Spool, StoredSparse, TensorPlan, new_tensors, read_weights, sparse_keys
+from .tensor_plan import (
+    Options,
+    QuantizedDense,
+    Spool,
+    StoredSparse,
+    TensorPlan,
+    new_tensors,
+    read_weights,
+    sparse_keys,
+)
 from .verify import Comparison, QuantizationError
 
 

@@ -53,7 +53,7 @@ class Consumer(Protocol):
 
 
 class Tensor(ctypes.Structure):
-    """struct ggml_tensor of the ggml that the plugin was built for; native/loader.py refuses any other."""
+    """struct ggml_tensor of the ggml that the plugin was built for; native/llama_hook.py refuses any other."""
 
     _fields_ = [
         ("type", ctypes.c_int),

@@ -73,7 +73,7 @@ class TextModel:
         from llama_cpp._logger import set_verbose
         from llama_cpp._utils import suppress_stdout_stderr
 
-        from ..native.loader import register
+        from ..native.llama_hook import register
 
         if n_ctx < 2 or n_batch < 1 or n_ubatch < 1:
             raise errors.error(errors.BAD_ARGUMENT, f"a context of {n_ctx} tokens, batches of {n_batch} and {n_ubatch}")

@@ -36,7 +36,7 @@ from .library import (
     status_name,
     version,
 )
-from .load import LlamaFunctions, LoadOptions, load_model
+from .load_model import LlamaFunctions, LoadOptions, load_model
 
 __all__ = [
     "ENABLE", "LIBRARY_PATH", "LOAD", "PRELOAD_PATH", "WEIGHT_BLOCK", "WEIGHT_HEAD", "WEIGHT_OTHER", "Codec",

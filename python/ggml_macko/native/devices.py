@@ -21,7 +21,7 @@ class Gpu(NamedTuple):
 
 def gpus() -> list[Gpu]:
     """The plugin's GPUs. Raises MackoError if the plugin cannot be registered."""
-    from .loader import register
+    from .llama_hook import register
 
     register()
     ggml, base = system.ggml_library("ggml"), system.ggml_library("ggml-base")

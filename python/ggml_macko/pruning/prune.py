@@ -318,7 +318,7 @@ def _select(model: Model, include: Sequence[str], exclude: Sequence[str]) -> lis
 # ---- how many weights ----
 
 
-def plan(
+def make_quotas(
     tensors: Sequence[Tensor],
     options: PruneOptions,
     scorer: Scorer,
@@ -403,7 +403,7 @@ def _prune_model(
         with AtomicOutput(path.with_name(path.name + ".losses"), model.paths, force=True) as copy:
             return layerwise.loss_curves(model, tensors, options, grid, copy)
 
-    quotas = plan(tensors, options, scorer, loss_curves)
+    quotas = make_quotas(tensors, options, scorer, loss_curves)
     n_chunks = 0
     if not options.needs_passes:
         pruner = methods.by_scores(scorer, options, quotas, pool)

@@ -25,7 +25,7 @@ from ..native import codec as native_codec
 from ..values import NEGATIVE_ZERO, TYPE_F16, Array, bits_dtype
 from . import measured_speed, model_memory
 from .model_memory import ContextMemory, DeviceMemory
-from .plan import dense_nbytes, stored_nbytes
+from .tensor_plan import dense_nbytes, stored_nbytes
 
 SAMPLE_WEIGHTS = 1 << 20
 """Weights of a tensor that are looked at; of a larger one, rows in evenly spread blocks."""

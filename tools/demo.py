@@ -102,7 +102,7 @@ def compare(model: pathlib.Path, sparsity: float, per: str, label: str, gpu: boo
     """Prunes and converts a model, checks that nothing else changes, and measures it dense and sparse."""
     stem = f"{model.stem}-{sparsity:.0%}".rstrip("%")
     dense, sparse = OUT / f"{stem}.gguf", OUT / f"{stem}-sparse.gguf"
-    macko("prune", model, dense, "--sparsity", sparsity, "--per", per, "--force", quiet=True)
+    macko("prune", model, dense, "--sparsity", sparsity, "--compare-within", per, "--force", quiet=True)
     macko("convert", dense, sparse, "--force", quiet=True)
     macko("verify", dense, sparse)
     dense_text, text = generated_text(dense), generated_text(sparse)

@@ -5,7 +5,7 @@
 
 Statistics of the dense model are taken once and serve all sparsities. --sequential adds Wanda, SparseGPT and ALPS with
 statistics that are taken anew after each block, which costs a pass over the text per block, sparsity and method;
---dense-targets adds ALPS with targets of the dense model, which costs two per input of a block. Results are written to
+--asymmetric adds ALPS with targets of the dense model, which costs two per input of a block. Results are written to
 FILE.json as they come; a run that was interrupted goes on from there.
 """
 
@@ -116,11 +116,11 @@ class Sweep:
                 for m in self.methods:
                     if m in METHODS_WITH_STATISTICS and not m.refit:
                         self.run_in_passes(f"{m.label}, sequential, {s}", m.method, s, sequential=True)
-        for s in filter(None, (args.dense_targets or "").split(",")):
+        for s in filter(None, (args.asymmetric or "").split(",")):
             for rule in ALLOCATIONS:
                 for share in args.shares.split(","):
                     label = f"ALPS, targets {share}, {rule}, {s}"
-                    self.run_in_passes(label, "alps", s, dense_targets=float(share), allocation=rule)
+                    self.run_in_passes(label, "alps", s, asymmetric=float(share), allocation=rule)
 
     def run_one_pass(self, todo: list[Job]) -> None:
         args = self.args
@@ -143,7 +143,7 @@ class Sweep:
                     sparsity=pattern.sparsity if pattern is not None else parse_sparsity(job.how_many),
                     method=job.method.method,
                     refit=job.method.refit,
-                    per=job.method.per,
+                    compare_within=job.method.per,
                     allocation=job.allocation,
                     pattern=pattern,
                     text=args.file,
@@ -195,7 +195,7 @@ class Sweep:
         for m in self.methods:
             if args.sequential and m in METHODS_WITH_STATISTICS and not m.refit:
                 rows.append([f"{m.label}, sequential", "uniform", *cells(f"{m.label}, sequential")])
-        if args.dense_targets:
+        if args.asymmetric:
             for rule in ALLOCATIONS:
                 for share in args.shares.split(","):
                     rows.append([f"ALPS, dense targets {share}", rule, *cells(f"ALPS, targets {share}, {rule}")])
@@ -220,8 +220,8 @@ def main() -> int:
     parser.add_argument("--sparsities", default="0.3,0.4,0.5,0.6,0.7", help="default: %(default)s")
     parser.add_argument("--patterns", default="2:4", metavar="N:M,...", help="default: %(default)s")
     parser.add_argument("--sequential", metavar="S,...", help="also with sequential statistics at these sparsities")
-    parser.add_argument("--dense-targets", metavar="S,...", help="also ALPS with --dense-targets at these sparsities")
-    parser.add_argument("--shares", default="0,0.5,1", help="of --dense-targets (default: %(default)s)")
+    parser.add_argument("--asymmetric", metavar="S,...", help="also ALPS with --asymmetric at these sparsities")
+    parser.add_argument("--shares", default="0,0.5,1", help="of --asymmetric (default: %(default)s)")
     parser.add_argument("--methods", metavar="LABEL;...", help="only these rows, by their labels in the table")
     parser.add_argument("-o", "--output", required=True, metavar="FILE.md", help="table to write")
     args = parser.parse_args()

@@ -2,7 +2,7 @@
 """Trains a dense model of any width and depth: to measure pruning and activation sparsity on.
 
     lab/scripts/train_dense.py docs-23m-f16.gguf OUT -f calibration.txt --layers 12 --embd 768 --ff 2048 --heads 12 \\
-        --kv-heads 6 --sampled-chunks 38000 --batch-size 16 --epochs 1 --learning-rate 8e-4
+        --kv-heads 6 --self-generated 38000 --batch-size 16 --epochs 1 --learning-rate 8e-4
 
 Another model is the teacher, usually a smaller one: the new one has its vocabulary, and learns its probabilities of the
 next token on a text and on chunks that it writes, as `macko recover` does. Its architecture is llama, or arcee: a Llama
@@ -161,7 +161,7 @@ def main() -> int:
         "--from-teacher", action="store_true", help="start from the teacher's tensors where they have the same shape"
     )
     parser.add_argument("-c", "--ctx-size", type=int, default=512, help="tokens of a chunk (default: %(default)s)")
-    parser.add_argument("--sampled-chunks", type=int, default=0, help="chunks more that the teacher writes")
+    parser.add_argument("--self-generated", type=int, default=0, help="chunks more that the teacher writes")
     parser.add_argument("--batch-size", type=int, default=16, help="chunks of a step (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=1, help="how often the text is read (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=0.0, help="the highest (default: by the width)")
@@ -173,7 +173,7 @@ def main() -> int:
     options = RecoverOptions(
         text=args.file,
         n_ctx=args.ctx_size,
-        n_sampled=args.sampled_chunks,
+        n_self_generated=args.self_generated,
         batch_size=args.batch_size,
         n_epochs=args.epochs,
         learning_rate=args.learning_rate,

@@ -249,7 +249,7 @@ def test_dry_run_prints_what_the_real_run_does(tmp_path, tiny, macko, kind):
         assert [line for line in dry.out.splitlines() if " size " in line and "=" in line] == real.out.splitlines()
     n = sum(int(np.prod(t.shape)) for t in gguf.GGUFReader(tiny).tensors)
     size = (tmp_path / "s.gguf").stat().st_size
-    assert f"macko size  = {size / 2**20:8.2f} MiB ({size * 8 / n:.2f} BPW)" in real.out
+    assert f"sparse size = {size / 2**20:8.2f} MiB ({size * 8 / n:.2f} BPW)" in real.out
     with Model(tiny) as model:
         plans = tensor_plan.plan_model(model, tensor_plan.Options(kind), tensor_plan.Spool(None))
         assert tensor_plan.output_nbytes(model, plans) == size

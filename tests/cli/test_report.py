@@ -61,7 +61,16 @@ def test_figures_are_those_of_the_other_tools(made, macko, tmp_path):
     before = {p.name for p in folder.iterdir()}
     stem = tmp_path / "plot"
     done = run(
-        macko, made, pruned, "--types", "Q8_0,Q4_0", "--prune", "--sparsity 0.8 --per tensor", "--json", "-o", stem
+        macko,
+        made,
+        pruned,
+        "--types",
+        "Q8_0,Q4_0",
+        "--prune",
+        "--sparsity 0.8 --compare-within tensor",
+        "--json",
+        "-o",
+        stem,
     )
     assert done.code == 0, done.err
     results = {r["model"]: r for r in json.loads(done.out)["models"]}

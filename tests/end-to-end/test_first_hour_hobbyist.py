@@ -113,9 +113,9 @@ def test_pruned_model_becomes_sparse_is_verified_and_runs(sh, folder):
     assert done.code == 0, done.err
     assert f"{zeros['-']} negative zeros (" in done.err and "--keep-negative-zeros keeps them" in done.err
     dense_size, sparse_size = ((folder / name).stat().st_size for name in ("pruned.gguf", "sparse.gguf"))
-    mib, bpw = re.search(r"macko size  = +([\d.]+) MiB \(([\d.]+) BPW\)", done.out).groups()
+    mib, bpw = re.search(r"sparse size = +([\d.]+) MiB \(([\d.]+) BPW\)", done.out).groups()
     assert abs(float(mib) - sparse_size / 2**20) < 0.01 and sparse_size < 0.6 * dense_size
-    assert [line for line in dry.out.splitlines() if line.startswith("macko size")] == [done.out.splitlines()[-1]]
+    assert [line for line in dry.out.splitlines() if line.startswith("sparse size")] == [done.out.splitlines()[-1]]
     refused(sh("macko convert pruned.gguf sparse.gguf"), 1, "sparse.gguf: exists; use --force to replace it")
 
     verified = sh("macko verify pruned.gguf sparse.gguf")

@@ -69,7 +69,7 @@ def test_pruned_checkpoint_is_published_within_the_hour(shell):
     planned = run("macko plan pruned.gguf")
     assert "density 0." in planned and "Smallest lossless type: sparse-lossless" in planned
 
-    assert "macko size" in run("macko convert pruned.gguf sparse.gguf packed")
+    assert "sparse size" in run("macko convert pruned.gguf sparse.gguf packed")
     verified = run("macko verify pruned.gguf sparse.gguf")
     assert verified.startswith("identical: 21 tensors") and "15 in B" in verified
 

@@ -178,12 +178,12 @@ ALPS = ["--method", "alps"]
     [
         ("llama", ALPS),
         ("llama", [*ALPS, "--sequential"]),
-        ("llama", [*ALPS, "--dense-targets", 0.5]),
+        ("llama", [*ALPS, "--asymmetric", 0.5]),
         ("llama", [*ALPS, "--allocation", "loss", "--loss-shift", 0.05]),
         ("llama", ["--method", "sparsegpt", "--refit"]),
         ("llama", ["--refit"]),
-        ("llama-moe", [*ALPS, "--dense-targets", 0.5]),
-        ("llama-moe", ["--method", "wanda", "--refit", "--dense-targets", 1]),
+        ("llama-moe", [*ALPS, "--asymmetric", 0.5]),
+        ("llama-moe", ["--method", "wanda", "--refit", "--asymmetric", 1]),
     ],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else x,
 )
@@ -202,8 +202,8 @@ def test_command_zeroes_the_number_asked_for(tmp_path, text, macko, architecture
     keys = gguf.GGUFReader(out).fields
     assert keys["macko.prune.chunks_count"].contents() == 2
     assert ("macko.prune.refit" in keys) == ("--refit" in more)
-    if "--dense-targets" in more:
-        assert keys["macko.prune.dense_targets"].contents() == more[-1]
+    if "--asymmetric" in more:
+        assert keys["macko.prune.asymmetric"].contents() == more[-1]
 
 
 def test_weights_of_one_input_are_pruned_together(tmp_path, text):
@@ -221,13 +221,13 @@ def test_weights_of_one_input_are_pruned_together(tmp_path, text):
     [
         (["--method", "alps"], "alps needs a calibration text"),
         (["--refit"], "--refit needs a calibration text"),
-        (["--method", "alps", "--per", "row"], "--per row does not go with alps"),
+        (["--method", "alps", "--compare-within", "row"], "--compare-within row does not go with alps"),
         (["--method", "alps", "--refit"], "alps fits the weights that stay anyway"),
-        (["--method", "wanda", "--dense-targets", "1"], "--dense-targets: wanda has no targets"),
-        (["--method", "alps", "--dense-targets", "1.5"], "--dense-targets 1.5: expected a number from 0 to 1"),
-        (["--method", "alps", "--dense-targets", "nan"], "--dense-targets nan"),
-        (["--method", "alps", "--dense-targets", "1", "--sequential"], "leave out --sequential"),
-        (["--refit", "--per", "model"], "--per model goes with none of"),
+        (["--method", "wanda", "--asymmetric", "1"], "--asymmetric: wanda has no targets"),
+        (["--method", "alps", "--asymmetric", "1.5"], "--asymmetric 1.5: expected a number from 0 to 1"),
+        (["--method", "alps", "--asymmetric", "nan"], "--asymmetric nan"),
+        (["--method", "alps", "--asymmetric", "1", "--sequential"], "leave out --sequential"),
+        (["--refit", "--compare-within", "model"], "--compare-within model goes with none of"),
         (["--allocation", "loss", "--loss-shift", "0", "-f", "x"], "--loss-shift 0"),
         (["--allocation", "loss"], "--allocation loss needs a calibration text"),
     ],
@@ -240,7 +240,7 @@ def test_bad_options_are_refused_at_once(tmp_path, macko, args, message):
 # ---- interrupted runs ----
 
 
-@pytest.mark.parametrize("more", [[], ["--dense-targets", 0.5]], ids=["dense", "targets"])
+@pytest.mark.parametrize("more", [[], ["--asymmetric", 0.5]], ids=["dense", "targets"])
 def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, text, macko, more):
     model = tiny_model(tmp_path)
     args = ["--method", "alps", "--sparsity", "0.8", "-f", text, "--chunks", 3, "-c", 64, *more]

@@ -24,7 +24,7 @@ def make(path, arch):
 
 
 def options_for(text):
-    return PruneOptions(sparsity=0, method="alps", per="tensor", text=str(text), n_chunks=5, n_ctx=32)
+    return PruneOptions(sparsity=0, method="alps", compare_within="tensor", text=str(text), n_chunks=5, n_ctx=32)
 
 
 def gather_on_cpu(path, consumer, options, until=""):
@@ -106,7 +106,7 @@ def test_command_with_targets_prunes_as_with_llama_cpp(tmp_path, text, macko, mo
     import torch
 
     path, outputs = make(tmp_path / "model.gguf", "llama"), [tmp_path / "theirs.gguf", tmp_path / "ours.gguf"]
-    args = ["--sparsity", "0.5", "--method", "alps", "--dense-targets", "0.5", "-f", text, "--chunks", "5", "-c", "32"]
+    args = ["--sparsity", "0.5", "--method", "alps", "--asymmetric", "0.5", "-f", text, "--chunks", "5", "-c", "32"]
     assert macko("prune", path, outputs[0], *args).code == 0
     passes, gather_on = [], gpu_text.gather_on
     monkeypatch.setattr(gpu_text, "device_for", lambda options: torch.device("cpu"))

@@ -46,7 +46,7 @@ def test_smallest_weights_of_each_row_are_pruned(tmp_path, tiny, macko, sparsity
 
 def test_per_tensor_prunes_the_smallest_of_each_matrix(tmp_path, tiny, macko):
     out = tmp_path / "out.gguf"
-    assert macko("prune", tiny, out, "--sparsity", "0.6", "--per", "tensor").code == 0
+    assert macko("prune", tiny, out, "--sparsity", "0.6", "--compare-within", "tensor").code == 0
     for name in PRUNED:
         bits, type_id, shape = bits_of(tiny, name)
         matrices = bits.reshape(-1, shape[0] * shape[1])  # an expert is a matrix
@@ -104,11 +104,11 @@ def test_norm_is_never_pruned(tmp_path, tiny, macko):
 def test_provenance_is_that_of_the_last_pruning(tmp_path, tiny, macko):
     once, twice = tmp_path / "1.gguf", tmp_path / "2.gguf"
     assert macko("prune", tiny, once, "--sparsity", "0.25").code == 0
-    assert macko("prune", once, twice, "--sparsity", "0.5", "--per", "tensor").code == 0
+    assert macko("prune", once, twice, "--sparsity", "0.5", "--compare-within", "tensor").code == 0
     fields = gguf.GGUFReader(twice).fields
     assert fields["macko.prune.method"].contents() == "magnitude"
     assert fields["macko.prune.sparsity"].contents() == 0.5
-    assert fields["macko.prune.per"].contents() == "tensor"
+    assert fields["macko.prune.compare_within"].contents() == "tensor"
     assert sum(name.startswith("macko.") for name in fields) == 3
     assert fields["test.list"].contents() == [1, 2, 3]
 

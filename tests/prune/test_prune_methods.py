@@ -71,7 +71,7 @@ def imatrix(tmp_path, tiny):
         ["wanda"],
         ["alps"],
         ["sparsegpt", "--sequential"],
-        ["alps", "--dense-targets", 0.5],
+        ["alps", "--asymmetric", 0.5],
         ["alps", "--allocation", "loss"],
     ],
     ids=lambda options: " ".join(map(str, options)),
@@ -157,7 +157,7 @@ def test_per_model_ranks_all_weights_together(tmp_path, tiny, macko, method, spa
     statistics = statistics_of(tiny, np.random.default_rng(8))
     args = ["--imatrix", write_imatrix(tmp_path / "i.gguf", statistics)] if method == "wanda" else []
     out = tmp_path / "out.gguf"
-    done = macko("prune", tiny, out, "--method", method, "--per", "model", "--sparsity", sparsity, *args)
+    done = macko("prune", tiny, out, "--method", method, "--compare-within", "model", "--sparsity", sparsity, *args)
     assert done.code == 0, done.err
     scores, bits = [], []
     names = [name for name in generators.dense_bytes(tiny) if name in PRUNED]  # in the file's order
@@ -354,7 +354,10 @@ def test_rounding_to_significant_bits_is_to_nearest_even(xp):
         (["--sparsity", "0.5", "--tensor-sparsity", "(=0.5"], "--tensor-sparsity (=0.5: "),
         (["--sparsity", "0.5", "--method", "wanda"], "wanda needs statistics"),
         (["--sparsity", "0.5", "--method", "sparsegpt"], "sparsegpt needs a calibration text"),
-        (["--sparsity", "0.5", "--method", "sparsegpt", "--per", "row"], "--per row does not go with sparsegpt"),
+        (
+            ["--sparsity", "0.5", "--method", "sparsegpt", "--compare-within", "row"],
+            "--compare-within row does not go with sparsegpt",
+        ),
         (["--sparsity", "0.5", "--sequential"], "magnitude needs no statistics"),
         (["--sparsity", "0.5", "--method", "wanda", "--sequential"], "--sequential needs a calibration text"),
         (["--sparsity", "0.5", "--damping", "nan"], "--damping nan"),

@@ -1,4 +1,4 @@
-"""`macko prune --values`: weights that stay get values of a quantized type, and `macko convert` finds them again."""
+"""`macko prune --quant-values`: weights that stay get values of a quantized type; `macko convert` finds them again."""
 
 from __future__ import annotations
 
@@ -212,9 +212,9 @@ def test_convert_finds_the_values_again(tmp_path, text, macko, architecture, nam
     model = tiny_model(tmp_path, architecture)
     out, sparse, back = (tmp_path / f"{n}.gguf" for n in ("out", "sparse", "back"))
     how = ["--method", "sparsegpt", "--sparsity", "0.6"]
-    done = macko("prune", model, out, *how, "--values", name, "-f", text, *TEXT)
+    done = macko("prune", model, out, *how, "--quant-values", name, "-f", text, *TEXT)
     assert done.code == 0, done.err
-    assert gguf.GGUFReader(out).fields["macko.prune.values"].contents() == name
+    assert gguf.GGUFReader(out).fields["macko.prune.quant_values"].contents() == name
     assert macko("convert", out, sparse, f"sparse-{name}", "--tensor-type", "^output=dense").code == 0
     assert macko("restore", sparse, back).code == 0
     assert generators.dense_bytes(back) == generators.dense_bytes(out)
@@ -228,7 +228,7 @@ def test_only_values_keep_every_zero(tmp_path, text, macko):
     model = tiny_model(tmp_path)
     pruned, out = tmp_path / "pruned.gguf", tmp_path / "out.gguf"
     assert macko("prune", model, pruned, "--sparsity", "0.6").code == 0
-    done = macko("prune", pruned, out, "--values", "q4_nl", "-f", text, *TEXT)
+    done = macko("prune", pruned, out, "--quant-values", "q4_nl", "-f", text, *TEXT)
     assert done.code == 0, done.err
     before, after = pruned_tensors(pruned), pruned_tensors(out)
     assert all(np.array_equal(b == 0, after[name] == 0) for name, b in before.items())
@@ -237,7 +237,7 @@ def test_only_values_keep_every_zero(tmp_path, text, macko):
 
 def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, text, macko):
     model = tiny_model(tmp_path)
-    args = ["--method", "alps", "--sparsity", "0.6", "--values", "q4_nl", "-f", text, *TEXT]
+    args = ["--method", "alps", "--sparsity", "0.6", "--quant-values", "q4_nl", "-f", text, *TEXT]
     whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
     assert macko("prune", model, whole, *args).code == 0
     checkpoint = tmp_path / "out.gguf.checkpoint"
@@ -258,11 +258,17 @@ def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, text, macko):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--values", "q4_nl"], "--values q4_nl needs a calibration text"),
-        (["--values", "q4_nl", "-f", "x", "--all-bits"], "--all-bits: --values says which values weights have"),
-        (["--values", "q4_nl", "-f", "x", "--sparsity", ".5", "--per", "model"], "--per model goes with none of"),
-        (["--values", "q4_nl", "-f", "x", "--allocation", "loss"], "--sparsity (or --pattern) is missing"),
-        (["--values", "q6_k", "-f", "x"], "invalid choice: 'q6_k'"),
+        (["--quant-values", "q4_nl"], "--quant-values q4_nl needs a calibration text"),
+        (
+            ["--quant-values", "q4_nl", "-f", "x", "--keep-mantissa"],
+            "--keep-mantissa: --quant-values says which values weights have",
+        ),
+        (
+            ["--quant-values", "q4_nl", "-f", "x", "--sparsity", ".5", "--compare-within", "model"],
+            "--compare-within model goes with none of",
+        ),
+        (["--quant-values", "q4_nl", "-f", "x", "--allocation", "loss"], "--sparsity (or --pattern) is missing"),
+        (["--quant-values", "q6_k", "-f", "x"], "invalid choice: 'q6_k'"),
     ],
 )
 def test_bad_options_are_refused_at_once(tmp_path, macko, args, message):

@@ -48,7 +48,7 @@ def make(path, arch="llama"):
 def pair(tmp_path, macko):
     """(pruned, dense)"""
     dense, pruned = make(tmp_path / "dense.gguf"), tmp_path / "pruned.gguf"
-    assert macko("prune", dense, pruned, "--sparsity", "0.85", "--per", "tensor").code == 0
+    assert macko("prune", dense, pruned, "--sparsity", "0.85", "--compare-within", "tensor").code == 0
     return pruned, dense
 
 
@@ -305,7 +305,7 @@ def test_zeros_and_what_is_not_trained_stay(tmp_path, macko, pair, text, method)
 @pytest.mark.parametrize("name", VALUES)
 def test_convert_finds_the_trained_values_again(tmp_path, macko, pair, text, method, name):
     out, sparse, back = (tmp_path / f"{n}.gguf" for n in ("out", "sparse", "back"))
-    done = run(macko, pair, text, out, "--method", method, "--epochs", 1, "--chunks", 24, "--values", name)
+    done = run(macko, pair, text, out, "--method", method, "--epochs", 1, "--chunks", 24, "--quant-values", name)
     assert done.code == 0, done.err
     assert macko("convert", out, sparse, f"sparse-{name}", "--tensor-type", "^output=dense").code == 0
     assert macko("restore", sparse, back).code == 0
@@ -321,7 +321,7 @@ def test_trained_values_are_better_than_rounded_ones(tmp_path, macko, pair, text
     base, rounded, trained, out = (tmp_path / name for name in ("base.kld", "rounded.gguf", "trained.gguf", "out.gguf"))
     assert macko("perplexity", "-m", pair[1], "-f", text, "-c", 32, "--kl-divergence-base", base).code == 0
     found = []
-    for path, more in ((rounded, []), (trained, ["--values", "q4_0"])):
+    for path, more in ((rounded, []), (trained, ["--quant-values", "q4_0"])):
         assert run(macko, pair, text, path, "--epochs", 4, *more).code == 0
         how = ["sparse-q4_0", "--tensor-type", "^output=dense", "--force"]
         assert macko("convert", path, out, *how).code == 0
@@ -340,7 +340,7 @@ def test_sparse_file_is_recovered_like_the_dense_one(tmp_path, macko, pair, text
 
 
 @needs_torch
-@pytest.mark.parametrize("more", [["distill"], ["blocks"], ["distill", "--values", "q4_nl"]], ids=" ".join)
+@pytest.mark.parametrize("more", [["distill"], ["blocks"], ["distill", "--quant-values", "q4_nl"]], ids=" ".join)
 def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, macko, pair, text, more):
     args = ["--epochs", 6, "--evaluations", 1000, "--patience", 1000, "-t", 1, "--method", *more]
     whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
@@ -426,7 +426,10 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, macko, pair, text):
         (["--learning-rate", "nan"], "--learning-rate nan"),
         (["--chunks", "0"], "--chunks 0"),
         (["--patience", "0"], "--patience 0: at least 1"),
-        (["--values", "q4_nl", "--all-bits"], "--all-bits: --values says which values weights have"),
+        (
+            ["--quant-values", "q4_nl", "--keep-mantissa"],
+            "--keep-mantissa: --quant-values says which values weights have",
+        ),
         (["-c", "2"], "-c 2: at least"),
     ],
 )
@@ -540,7 +543,7 @@ def test_sampled_chunks_follow_the_model_and_the_seed(tmp_path):
 @needs_torch
 def test_sampled_chunks_are_trained_on(tmp_path, macko, text, pair):
     out = tmp_path / "out.gguf"
-    done = run(macko, pair, text, out, "--sampled-chunks", 40, "--epochs", 1, "--json")
+    done = run(macko, pair, text, out, "--self-generated", 40, "--epochs", 1, "--json")
     assert done.code == 0, done.err
     plain = run(macko, pair, text, tmp_path / "plain.gguf", "--epochs", 1, "--json")
     assert json.loads(done.out)["n_tokens"] == json.loads(plain.out)["n_tokens"] + 40 * 32

@@ -271,7 +271,7 @@ def test_changed_weights_have_the_significant_bits_of_the_source(tmp_path, model
 
     rounded, n_changed = longer([])
     assert rounded == 0 and n_changed > 1000
-    kept, n_changed = longer(["--all-bits"])
+    kept, n_changed = longer(["--keep-mantissa"])
     assert kept > 0.8 * n_changed
 
 

@@ -60,7 +60,7 @@ def commands(model, text, folder):
         "looking at weights": ["plan", model],
         "pruning": ["prune", model, pruned, "--sparsity", 0.5],
         "columns": ["prune", model, folder / "gpt.gguf", *sparsegpt],
-        "comparing scores": ["prune", model, folder / "m.gguf", "--sparsity", 0.5, "--per", "model"],
+        "comparing scores": ["prune", model, folder / "m.gguf", "--sparsity", 0.5, "--compare-within", "model"],
         "model.gguf": ["calibrate", *common, "-o", folder / "i.gguf"],
         "PPL = ": ["perplexity", *common],
     }

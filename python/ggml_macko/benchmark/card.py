@@ -229,7 +229,7 @@ _PRUNING = {
     "macko.prune.method": "method",
     "macko.prune.sparsity": "sparsity",
     "macko.prune.pattern": "pattern",
-    "macko.prune.per": "compared within each",
+    "macko.prune.compare_within": "compared within each",
     "macko.prune.allocation": "allocation",
     "macko.prune.sequential": "sequential",
     "macko.prune.tensor_sparsity": "of single tensors",

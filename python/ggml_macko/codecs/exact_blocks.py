@@ -1,4 +1,4 @@
-"""Finds again the blocks of quantized values that a tensor was made of, such as `macko prune --values` writes it.
+"""Finds again the blocks of quantized values that a tensor was made of, such as `macko prune --quant-values` writes it.
 
 The dense value of a quantized one is d * q, rounded to the dense type (FORMAT.md section 7). If the largest value of a
 block is d times one of the type's numbers, d is one of a few, and each other q is the number nearest to value / d. All

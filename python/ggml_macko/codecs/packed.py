@@ -56,7 +56,7 @@ def quantize_non_zeros(
     bits: Array, type_id: int, value_type: int, weights: Array | None, n_threads: int = 0
 ) -> EncodedMatrix:
     """The packed matrix of dense bit patterns (rows, cols), its scales searched for the least weighted error. Where all
-    values are those of blocks of the type (`macko prune --values`), these are found again.
+    values are those of blocks of the type (`macko prune --quant-values`), these are found again.
 
     weights: column weights as codecs/quantize.py describes them. Raises MackoError with the code NOT_FINITE if a value
     is not finite or too large for a scale in F16, and LIMIT if there are too many non-zeros.

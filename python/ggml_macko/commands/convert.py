@@ -211,7 +211,7 @@ def print_tensors(done: ConversionReport) -> None:
 
 def print_totals(done: ConversionReport) -> None:
     print(console.model_line("model size", done.nbytes_source, done.n_parameters))
-    print(console.model_line("macko size", done.nbytes, done.n_parameters))
+    print(console.model_line("sparse size", done.nbytes, done.n_parameters))
     n_dense = sum(bool(t.note) and not t.is_sparse for t in done.tensors)
     if not done.n_sparse:
         console.log("warning: no tensor would shrink; the output is a dense file")

@@ -75,7 +75,7 @@ def _add_which(group: argparse._ArgumentGroup) -> None:
         "chosen from the whole matrix: better and slower (needs -f)",
     )
     group.add_argument(
-        "--per",
+        "--compare-within",
         choices=["row", "tensor", "model"],
         help="compare weights within each row (default), each matrix, or all that is pruned; sparsegpt always compares "
         "within 128 columns of a matrix, alps within the matrix",
@@ -86,7 +86,7 @@ def _add_which(group: argparse._ArgumentGroup) -> None:
         help="magnitude, wanda and sparsegpt: fit the weights that stay to the outputs of the dense matrix (needs -f)",
     )
     group.add_argument(
-        "--dense-targets",
+        "--asymmetric",
         type=float,
         metavar="A",
         help="alps and --refit: take statistics anew for each input of a block, and correct the share A (0 ... 1) of "
@@ -94,14 +94,14 @@ def _add_which(group: argparse._ArgumentGroup) -> None:
         "each",
     )
     group.add_argument(
-        "--values",
+        "--quant-values",
         choices=options.VALUES,
         help="then give the weights that stay values of this quantized type, each of which makes up for the errors of "
         "the others; `macko convert ... sparse-q4_nl` (and so on) finds them again (needs -f); without --sparsity, "
         "only what is zero already stays zero",
     )
     group.add_argument(
-        "--all-bits",
+        "--keep-mantissa",
         action="store_true",
         help="sparsegpt, alps and --refit: give the weights that they change all bits of the type; without it they are "
         "rounded to the significant bits that the tensor's weights have (8 from BF16, 11 from F16), so that `macko "
@@ -152,13 +152,15 @@ def _add_statistics(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=options.DAMPING,
         metavar="D",
-        help="sparsegpt, alps, --refit, --values: added to second moments, times their mean (default: %(default)s)",
+        help="sparsegpt, alps, --refit, --quant-values: added to second moments, times their mean (default: "
+        "%(default)s)",
     )
     group.add_argument(
         "--hessian-memory",
         type=int,
         metavar="MIB",
-        help="sparsegpt, alps, --refit, --values: memory for second moments; less means more passes over the text, and "
+        help="sparsegpt, alps, --refit, --quant-values: memory for second moments; less means more passes over the "
+        "text, and "
         "the same result (default: half of what is free)",
     )
     group.add_argument(
@@ -166,7 +168,8 @@ def _add_statistics(group: argparse._ArgumentGroup) -> None:
         "--device",
         choices=["auto", "none"],
         default="auto",
-        help="sparsegpt, alps, --refit, --values: auto (the default) prunes on a GPU where CuPy is installed and finds "
+        help="sparsegpt, alps, --refit, --quant-values: auto (the default) prunes on a GPU where CuPy is installed "
+        "and finds "
         "one, none on the CPU",
     )
 
@@ -185,7 +188,7 @@ def prune_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "sparsity": args.sparsity,
         "pattern": args.pattern,
         "method": args.method,
-        "per": args.per,
+        "compare_within": args.compare_within,
         "allocation": args.allocation,
         "loss_shift": args.loss_shift,
         "tensor_sparsity": [parse_table_entry(text) for text in args.tensor_sparsity],
@@ -197,9 +200,9 @@ def prune_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "n_ctx": args.ctx_size,
         "sequential": args.sequential,
         "refit": args.refit,
-        "dense_targets": args.dense_targets,
-        "values": args.values,
-        "all_bits": args.all_bits,
+        "asymmetric": args.asymmetric,
+        "quant_values": args.quant_values,
+        "keep_mantissa": args.keep_mantissa,
         "damping": args.damping,
         "hessian_memory": None if args.hessian_memory is None else args.hessian_memory << 20,
         "device": args.device,
@@ -222,7 +225,7 @@ def print_report(report: PruneReport) -> None:
     ]
     rows.append(["total", "", "", report.n_zeros_before, report.n_zeros, report.n_zeros / report.n_elements])
     print(console.table(rows, ["tensor", "shape", "type", "zeros before", "zeros", "sparsity"]))
-    how = f"pattern {report.pattern}" if report.pattern is not None else f"per {report.per}"
+    how = f"pattern {report.pattern}" if report.pattern is not None else f"per {report.compare_within}"
     print(
         f"\n{report.n_zeros} of {report.n_elements} weights in {len(report.tensors)} tensors are zero "
         f"({report.n_zeros / report.n_parameters:.4f} of all {report.n_parameters} parameters), {how}"

@@ -59,7 +59,7 @@ def _add_texts(group: argparse._ArgumentGroup) -> None:
     )
 
     group.add_argument(
-        "--sampled-chunks",
+        "--self-generated",
         type=int,
         default=0,
         metavar="N",
@@ -119,13 +119,13 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "third more time",
     )
     group.add_argument(
-        "--values",
+        "--quant-values",
         choices=VALUES,
         help="train with values of this quantized type in all matrices, and write them; `macko convert ... "
         "sparse-q4_nl` (and so on) finds them again",
     )
     group.add_argument(
-        "--all-bits",
+        "--keep-mantissa",
         action="store_true",
         help="give weights all bits of their type; without it they are rounded to the significant bits that they had "
         "(8 from BF16, 11 from F16), so that `macko convert ... sparse-lossless` can make them small",
@@ -145,15 +145,15 @@ def run(args: argparse.Namespace) -> int:
         n_held_out=args.held_out_chunks,
         n_chunks=args.chunks,
         n_ctx=args.ctx_size,
-        n_sampled=args.sampled_chunks,
+        n_self_generated=args.self_generated,
         n_epochs=args.epochs,
         batch_size=args.batch_size,
         learning_rate=args.learning_rate,
         n_evaluations=args.evaluations,
         patience=args.patience,
         gradient_checkpointing=args.gradient_checkpointing,
-        values=args.values,
-        all_bits=args.all_bits,
+        quant_values=args.quant_values,
+        keep_mantissa=args.keep_mantissa,
         seed=args.seed,
         device=args.device,
         n_threads=args.threads,

@@ -109,14 +109,14 @@ def parse_arguments(module: ModuleType, option: str, text: str) -> argparse.Name
 def parse_pruning(text: str) -> Recipe:
     """A pruning of options of `macko prune`. Raises MackoError."""
     args = parse_arguments(prune_command, "--prune", text)
-    sparsity, pattern = parse_how_many(args.sparsity, args.pattern, other_options=False, values=args.values)
+    sparsity, pattern = parse_how_many(args.sparsity, args.pattern, other_options=False, quant_values=args.quant_values)
     label = f"{args.method} {pattern}" if pattern is not None else f"{args.method} {float(sparsity):.0%}"
-    if args.per:
-        label += f" per {args.per}"
+    if args.compare_within:
+        label += f" per {args.compare_within}"
     if args.sequential:
         label += " sequential"
-    if args.values:
-        label += f" {args.values}"
+    if args.quant_values:
+        label += f" {args.quant_values}"
 
     keywords = prune_command.prune_arguments(args)
     names = {name: keywords.pop(name) for name in ("include", "exclude")}

@@ -47,20 +47,22 @@ def block_of(name: str) -> int:
     return int(found[1]) if found else AFTER_ALL_BLOCKS
 
 
-def uniform_count(t: Tensor, sparsity: Fraction, per: str) -> int:
-    """Zeros of one matrix of n weights: floor(S * n) if per is tensor, floor(S * cols) in each row if per is row."""
+def uniform_count(t: Tensor, sparsity: Fraction, compare_within: str) -> int:
+    """Zeros of one matrix of n weights: floor(S * n) if compare_within is tensor, floor(S * cols) in each row if it is
+    row.
+    """
     rows, cols = t.ne[1], t.cols
-    return rows * int(sparsity * cols) if per == "row" else int(sparsity * rows * cols)
+    return rows * int(sparsity * cols) if compare_within == "row" else int(sparsity * rows * cols)
 
 
-def uniform(t: Tensor, sparsity: Fraction, per: str) -> masks.IntArray:
+def uniform(t: Tensor, sparsity: Fraction, compare_within: str) -> masks.IntArray:
     """Zeros of each matrix of a tensor, by the same share."""
-    return np.full(n_matrices(t), uniform_count(t, sparsity, per), dtype=np.int64)
+    return np.full(n_matrices(t), uniform_count(t, sparsity, compare_within), dtype=np.int64)
 
 
-def uniform_total(tensors: Iterable[Tensor], sparsity: Fraction, per: str) -> int:
+def uniform_total(tensors: Iterable[Tensor], sparsity: Fraction, compare_within: str) -> int:
     """Zeros of all tensors together under uniform allocation."""
-    return sum(n_matrices(t) * uniform_count(t, sparsity, per) for t in tensors)
+    return sum(n_matrices(t) * uniform_count(t, sparsity, compare_within) for t in tensors)
 
 
 # ---- one ranking of the whole model ----
@@ -129,7 +131,11 @@ def loss_grid(sparsity: Fraction, max_shift: Fraction) -> list[Fraction]:
 
 
 def by_loss(
-    tensors: Sequence[Tensor], sparsity: Fraction, per: str, losses: dict[str, list[float]], max_shift: Fraction
+    tensors: Sequence[Tensor],
+    sparsity: Fraction,
+    compare_within: str,
+    losses: dict[str, list[float]],
+    max_shift: Fraction,
 ) -> Quotas:
     """Gives each tensor a sparsity, at most max_shift from the mean, such that the losses add up to the least.
 
@@ -138,7 +144,7 @@ def by_loss(
     least per weight gets the next zeros.
     """
     grid = loss_grid(sparsity, max_shift)
-    total = uniform_total(tensors, sparsity, per)
+    total = uniform_total(tensors, sparsity, compare_within)
     step = (grid[-1] - grid[0]) / _STEPS
     at = np.linspace(float(grid[0]), float(grid[-1]), _STEPS + 1)
     growth = {}

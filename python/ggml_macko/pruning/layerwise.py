@@ -168,7 +168,7 @@ def hessians_for(
 ) -> hessians.Hessians:
     """Empty Hessians of the inputs of a group of tensors."""
     xp = None if options.device == "none" else array_backend.gpu()
-    share = 1.0 if options.dense_targets is None else options.dense_targets
+    share = 1.0 if options.asymmetric is None else options.asymmetric
     return hessians.Hessians({t.name for t in group}, xp or np, dense, share)
 
 
@@ -240,7 +240,7 @@ def prune_in_passes(
     pool: ThreadPoolExecutor,
 ) -> int:
     """Prunes these tensors in the working copy. Returns the number of chunks of the text that were used."""
-    by_input = options.dense_targets is not None
+    by_input = options.asymmetric is not None
     todo = passes_by_input(model.path, tensors, options) if by_input else passes(tensors, options)
     order = [t for group in todo for t in group]
     todo = _without(todo, copy.n_done)
@@ -288,7 +288,7 @@ def _statistics_and_pruner(
     if not options.needs_hessians:
         statistics = statistics_of_text(source, group, options)
         return methods.by_scores(methods.Scorer(statistics), options, quotas, pool), statistics.chunk_count
-    if options.dense_targets is None:
+    if options.asymmetric is None:
         found = hessians_for(group, options)
         n_chunks = gather_for(source, options, found)
     else:

@@ -89,7 +89,7 @@ def by_scores(scorer: Scorer, options: PruneOptions, quotas: Quotas, pool: Threa
 
     def prune_tensor(bits: Bits, t: Tensor) -> None:
         rows = t.ne[1]
-        whole_matrix = options.per != "row" and options.pattern is None
+        whole_matrix = options.compare_within != "row" and options.pattern is None
         step = rows if whole_matrix else max(1, BLOCK_ELEMENTS // t.cols)
         row_quotas = [masks.spread(int(k), rows) for k in quotas[t.name]]
         sums = scorer.sums(t)
@@ -101,7 +101,7 @@ def by_scores(scorer: Scorer, options: PruneOptions, quotas: Quotas, pool: Threa
             scores = scorer.score(block, t.type, sums[i])
             if options.pattern is not None:
                 mask = masks.lowest_in_groups(scores, *options.pattern)
-            elif options.per == "row":
+            elif options.compare_within == "row":
                 mask = masks.lowest(scores, row_quotas[i][begin:end])
             else:
                 mask = masks.lowest_per_row(scores.reshape(1, -1), int(quotas[t.name][i])).reshape(block.shape)
@@ -137,13 +137,13 @@ def by_hessians(hessians: Hessians, options: PruneOptions, quotas: Quotas, pool:
     xp = hessians.xp
     scorer = MomentScorer(hessians) if options.method == "wanda" else Scorer()
     choose = by_scores(scorer, options, quotas, pool) if options.method in ("magnitude", "wanda") else None
-    grid = None if options.values is None else quantized.Grid(options.values, xp)
+    grid = None if options.quant_values is None else quantized.Grid(options.quant_values, xp)
 
     def prune_tensor(bits: Bits, t: Tensor) -> None:
         n = len(quotas[t.name])
         unit, total = ("columns", n * t.cols) if options.method == "sparsegpt" else ("matrices", n)
         dense = bits.copy()
-        kept = SIGNIFICAND_BITS[t.type] if options.all_bits else masks.significant_bits(dense, t.type)
+        kept = SIGNIFICAND_BITS[t.type] if options.keep_mantissa else masks.significant_bits(dense, t.type)
         if choose is not None:
             choose(bits, t)
         lost = energy = 0.0
@@ -178,7 +178,7 @@ def by_hessians(hessians: Hessians, options: PruneOptions, quotas: Quotas, pool:
         if grid is not None:
             importance = [xp.asarray(hessians.get(t.name, i, t.cols)).diagonal() for i in range(n)]
             lattices = quantized.lattices(pruned, importance, grid)
-            with console.progress(f"{t.name}, {options.values}", n * quantized.PASSES, "passes") as advance:
+            with console.progress(f"{t.name}, {options.quant_values}", n * quantized.PASSES, "passes") as advance:
                 for i, lattice in enumerate(lattices):
                     before = dense_matrix(i)
                     problem = hessians.problem(t.name, i, before, options.damping)

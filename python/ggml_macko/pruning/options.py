@@ -77,7 +77,7 @@ class PruneOptions:
 
     sparsity: Fraction  # with a pattern, that of the pattern
     method: str = "magnitude"  # a key of METHODS
-    per: str = "row"  # within what scores are compared: row, tensor (a matrix) or model
+    compare_within: str = "row"  # within what scores are compared: row, tensor (a matrix) or model
     pattern: Pattern | None = None
     allocation: str = "uniform"
     loss_shift: Fraction = LOSS_SHIFT
@@ -88,9 +88,9 @@ class PruneOptions:
     n_ctx: int = N_CTX
     sequential: bool = False
     refit: bool = False
-    dense_targets: float | None = None  # share of the difference of inputs that is made up for
-    values: str | None = None  # one of VALUES: weights that stay get values of this type
-    all_bits: bool = False  # changed weights have all bits of the type, not only as many as the source's weights
+    asymmetric: float | None = None  # share of the difference of inputs that is made up for
+    quant_values: str | None = None  # one of VALUES: weights that stay get values of this type
+    keep_mantissa: bool = False  # changed weights have all bits of the type, not only as many as the source's weights
     damping: float = DAMPING
     hessian_memory: int = MIN_HESSIAN_MEMORY  # bytes
     device: str = "auto"  # that prunes with Hessians; none: the CPU, even if CuPy finds a GPU
@@ -104,44 +104,47 @@ class PruneOptions:
     @property
     def needs_hessians(self) -> bool:
         """Weights that stay are changed, or chosen by more than a score."""
-        return self.refit or self.method in ("sparsegpt", "alps") or self.values is not None
+        return self.refit or self.method in ("sparsegpt", "alps") or self.quant_values is not None
 
     def check(self) -> None:
         """Raises UsageError for a value out of range, and for options that do not go together."""
-        check_choice("--per", self.per, ("row", "tensor", "model"))
+        check_choice("--compare-within", self.compare_within, ("row", "tensor", "model"))
         check_choice("--allocation", self.allocation, ALLOCATIONS)
         check_choice("--device", self.device, ("auto", "none"))
         refuse_if(
-            self.method in ("sparsegpt", "alps") and self.per != "tensor",
-            f"--per {self.per} does not go with {self.method}, which compares within "
+            self.method in ("sparsegpt", "alps") and self.compare_within != "tensor",
+            f"--compare-within {self.compare_within} does not go with {self.method}, which compares within "
             + ("a matrix" if self.method == "alps" else "128 columns of a matrix"),
         )
-        if self.values is not None:
-            check_choice("--values", self.values, VALUES)
-        refuse_if(self.values is not None and self.all_bits, "--all-bits: --values says which values weights have")
+        if self.quant_values is not None:
+            check_choice("--quant-values", self.quant_values, VALUES)
         refuse_if(
-            self.per == "model"
-            and (self.allocation != "uniform" or self.sequential or self.refit or self.values is not None),
-            "--per model goes with none of --allocation loss, --sequential, --refit and --values",
+            self.compare_within == "model"
+            and (self.allocation != "uniform" or self.sequential or self.refit or self.quant_values is not None),
+            "--compare-within model goes with none of --allocation loss, --sequential, --refit and --quant-values",
         )
         refuse_if(self.refit and self.method == "alps", "--refit: alps fits the weights that stay anyway")
         refuse_if(
-            self.dense_targets is not None and not (self.refit or self.method == "alps" or self.values is not None),
-            f"--dense-targets: {self.method} has no targets; use --method alps, --refit or --values",
+            self.asymmetric is not None and not (self.refit or self.method == "alps" or self.quant_values is not None),
+            f"--asymmetric: {self.method} has no targets; use --method alps, --refit or --quant-values",
         )
         refuse_if(
-            self.dense_targets is not None and self.sequential,
-            "--dense-targets takes statistics anew for each input; leave out --sequential",
+            self.asymmetric is not None and self.sequential,
+            "--asymmetric takes statistics anew for each input; leave out --sequential",
         )
         refuse_if(
-            self.dense_targets is not None and not 0 <= self.dense_targets <= 1,
-            f"--dense-targets {self.dense_targets}: expected a number from 0 to 1",
+            self.asymmetric is not None and not 0 <= self.asymmetric <= 1,
+            f"--asymmetric {self.asymmetric}: expected a number from 0 to 1",
         )
         refuse_if(
             self.sequential and self.method == "magnitude" and not self.needs_hessians,
             "--sequential: magnitude needs no statistics",
         )
-        users = {"--sequential": self.sequential, "--refit": self.refit, f"--values {self.values}": self.values}
+        users = {
+            "--sequential": self.sequential,
+            "--refit": self.refit,
+            f"--quant-values {self.quant_values}": self.quant_values,
+        }
         user = next((option for option, is_set in users.items() if is_set), self.method)
         refuse_if(self.text is None and self.needs_passes, f"{user} needs a calibration text: -f FNAME")
         refuse_if(
@@ -205,14 +208,14 @@ def parse_pattern(text: str) -> Pattern:
 
 
 def parse_how_many(
-    sparsity: Sparsity | None, pattern: str | None, *, other_options: bool, values: str | None
+    sparsity: Sparsity | None, pattern: str | None, *, other_options: bool, quant_values: str | None
 ) -> tuple[Fraction, Pattern | None]:
     """Sparsity and pattern, of which exactly one must be given; neither if only values are asked for.
 
     other_options: options were given that only a sparsity goes with. Raises UsageError.
     """
     if pattern is None:
-        if sparsity is None and values is not None and not other_options:
+        if sparsity is None and quant_values is not None and not other_options:
             return Fraction(0), None
         if sparsity is None:
             raise errors.usage_error("--sparsity (or --pattern) is missing")
@@ -220,7 +223,8 @@ def parse_how_many(
     parsed = parse_pattern(pattern)
     refuse_if(
         sparsity is not None or other_options,
-        "--pattern says how many weights go: leave out --sparsity, --tensor-sparsity, --allocation and --per",
+        "--pattern says how many weights go: leave out --sparsity, --tensor-sparsity, --allocation and "
+        "--compare-within",
     )
     return parsed.sparsity, parsed
 

@@ -67,7 +67,7 @@ class PruneReport:
 
     tensors: tuple[PrunedTensor, ...]
     n_parameters: int  # of the whole model, tensors that were left alone included
-    per: str  # within what weights were compared: row, tensor or model
+    compare_within: str  # within what weights were compared: row, tensor or model
     pattern: Pattern | None
 
     @property
@@ -91,7 +91,7 @@ def prune(
     sparsity: Sparsity | None = None,
     pattern: str | None = None,
     method: str = "magnitude",
-    per: str | None = None,
+    compare_within: str | None = None,
     allocation: str = "uniform",
     loss_shift: Sparsity = option_rules.LOSS_SHIFT,
     tensor_sparsity: Iterable[tuple[str, Sparsity]] = (),
@@ -103,9 +103,9 @@ def prune(
     n_ctx: int = N_CTX,
     sequential: bool = False,
     refit: bool = False,
-    dense_targets: float | None = None,
-    values: str | None = None,
-    all_bits: bool = False,
+    asymmetric: float | None = None,
+    quant_values: str | None = None,
+    keep_mantissa: bool = False,
     damping: float = option_rules.DAMPING,
     hessian_memory: int | None = None,
     device: str = "auto",
@@ -128,20 +128,20 @@ def prune(
     "sparsegpt": those that changes of the others make up for best (arXiv 2301.00774, section 3); "alps": the same by
     ADMM over the whole matrix (arXiv 2406.07831). refit: with the other methods, the weights that stay are fitted as
     ALPS does.
-    per: compare within each "row", "tensor" (a matrix) or "model"; sparsegpt always within 128 columns of a matrix,
-    alps within the matrix.
+    compare_within: compare within each "row", "tensor" (a matrix) or "model"; sparsegpt always within 128 columns of a
+    matrix, alps within the matrix.
 
     imatrix: statistics for wanda, a file of calibrate() or llama-imatrix. text: calibration text, of which
     n_chunks chunks (-1: all) of n_ctx tokens, spread over it, are evaluated now. sequential: again after each block
-    is pruned. dense_targets: for alps and refit, again for each input of a block; outputs are then fitted to those
-    of the dense model, as far as this share (0 to 1) of the change of the inputs is concerned. values: "q8_0",
+    is pruned. asymmetric: for alps and refit, again for each input of a block; outputs are then fitted to those
+    of the dense model, as far as this share (0 to 1) of the change of the inputs is concerned. quant_values: "q8_0",
     "q5_0", "q4_nl" or "q4_0": after pruning, the weights that stay are fitted to values of this type, which
-    `convert` to its sparse type finds again; without a sparsity, none but those that are zero already go. all_bits:
-    weights that sparsegpt, alps and refit change have all bits of their type; by default they are rounded to the 8
-    or 11 significant bits that 99 % of the tensor's weights have, if they do, so that the type sparse-lossless
-    stays small. damping: added to the diagonal of the Hessians that sparsegpt, alps and refit use, times their
-    mean. hessian_memory: bytes for these at a time, by default half of what is free; less means more passes over
-    the text and the same result. device: "auto" computes with them on a GPU where CuPy finds one, "none" on the
+    `convert` to its sparse type finds again; without a sparsity, none but those that are zero already go.
+    keep_mantissa: weights that sparsegpt, alps and refit change have all bits of their type; by default they are
+    rounded to the 8 or 11 significant bits that 99 % of the tensor's weights have, if they do, so that the type
+    sparse-lossless stays small. damping: added to the diagonal of the Hessians that sparsegpt, alps and refit use,
+    times their mean. hessian_memory: bytes for these at a time, by default half of what is free; less means more passes
+    over the text and the same result. device: "auto" computes with them on a GPU where CuPy finds one, "none" on the
     CPU.
 
     A run that prunes while it reads the text keeps its state in OUTPUT.checkpoint: if it is interrupted or killed, the
@@ -154,7 +154,7 @@ def prune(
         sparsity=sparsity,
         pattern=pattern,
         method=method,
-        per=per,
+        compare_within=compare_within,
         allocation=allocation,
         loss_shift=loss_shift,
         tensor_sparsity=tensor_sparsity,
@@ -164,9 +164,9 @@ def prune(
         n_ctx=n_ctx,
         sequential=sequential,
         refit=refit,
-        dense_targets=dense_targets,
-        values=values,
-        all_bits=all_bits,
+        asymmetric=asymmetric,
+        quant_values=quant_values,
+        keep_mantissa=keep_mantissa,
         damping=damping,
         hessian_memory=hessian_memory,
         device=device,
@@ -180,14 +180,14 @@ def make_options(
     sparsity: Sparsity | None,
     pattern: str | None,
     method: str,
-    per: str | None,
+    compare_within: str | None,
     allocation: str,
     loss_shift: Sparsity,
     tensor_sparsity: Iterable[tuple[str, Sparsity]],
     imatrix: str | os.PathLike[str] | None,
     text: str | os.PathLike[str] | None,
     hessian_memory: int | None,
-    values: str | None,
+    quant_values: str | None,
     **more: Any,
 ) -> PruneOptions:
     """The arguments of prune(), but the files and which tensors, parsed and checked. Raises UsageError."""
@@ -196,13 +196,13 @@ def make_options(
     parsed_sparsity, parsed_pattern = option_rules.parse_how_many(
         sparsity,
         pattern,
-        other_options=bool(tensor_sparsity) or allocation != "uniform" or per is not None,
-        values=values,
+        other_options=bool(tensor_sparsity) or allocation != "uniform" or compare_within is not None,
+        quant_values=quant_values,
     )
     options = PruneOptions(
         sparsity=parsed_sparsity,
         method=method,
-        per=per or METHODS[method],
+        compare_within=compare_within or METHODS[method],
         pattern=parsed_pattern,
         allocation=allocation,
         loss_shift=option_rules.parse_sparsity(loss_shift, "--loss-shift"),
@@ -210,7 +210,7 @@ def make_options(
         imatrix=option_rules.path_or_none(imatrix),
         text=option_rules.path_or_none(text),
         hessian_memory=option_rules.hessian_memory() if hessian_memory is None else hessian_memory,
-        values=values,
+        quant_values=quant_values,
         **more,
     )
     options.check()
@@ -259,7 +259,7 @@ def prune_with(
         return PruneReport(
             tensors=tuple(pruned),
             n_parameters=sum(t.n_elements for t in model.tensors),
-            per=options.per,
+            compare_within=options.compare_within,
             pattern=options.pattern,
         )
 
@@ -326,7 +326,7 @@ def make_quotas(
 ) -> Quotas:
     """How many weights each matrix loses.
 
-    scorer: the scores that are compared (used with per model). loss_curves: of tensors at sparsities, for
+    scorer: the scores that are compared (used with compare_within model). loss_curves: of tensors at sparsities, for
     allocation by loss. Raises MackoError (BAD_ARGUMENT) if a pattern does not divide the columns of a tensor.
     """
     if options.pattern is not None:
@@ -335,17 +335,19 @@ def make_quotas(
                 raise errors.error(errors.BAD_ARGUMENT, f"--pattern {options.pattern}: {t.name} has {t.cols} columns")
     by_table = {t.name: s for t in tensors for s in [table_sparsity(t.name, options.table)] if s is not None}
     free = [t for t in tensors if t.name not in by_table]
-    quotas = {t.name: allocation.uniform(t, by_table[t.name], options.per) for t in tensors if t.name in by_table}
-    if options.per == "model":
+    quotas = {
+        t.name: allocation.uniform(t, by_table[t.name], options.compare_within) for t in tensors if t.name in by_table
+    }
+    if options.compare_within == "model":
         total = int(options.sparsity * sum(t.n_elements for t in free))
         quotas.update(allocation.lowest_of_model(free, total, scorer.blocks))
     elif options.allocation == "loss" and free:
         assert loss_curves is not None
         grid = allocation.loss_grid(options.sparsity, options.loss_shift)
         losses = loss_curves(free, grid)
-        quotas.update(allocation.by_loss(free, options.sparsity, options.per, losses, options.loss_shift))
+        quotas.update(allocation.by_loss(free, options.sparsity, options.compare_within, losses, options.loss_shift))
     else:
-        quotas.update({t.name: allocation.uniform(t, options.sparsity, options.per) for t in free})
+        quotas.update({t.name: allocation.uniform(t, options.sparsity, options.compare_within) for t in free})
     return quotas
 
 
@@ -473,7 +475,7 @@ def provenance(options: PruneOptions, statistics: imatrix_file.Imatrix | None, n
     keys = [
         make_key("macko.prune.method", "str", options.method),
         make_key("macko.prune.sparsity", "f32", float(options.sparsity)),
-        make_key("macko.prune.per", "str", options.per),
+        make_key("macko.prune.compare_within", "str", options.compare_within),
     ]
     if options.pattern is not None:
         keys.append(make_key("macko.prune.pattern", "str", str(options.pattern)))
@@ -486,12 +488,12 @@ def provenance(options: PruneOptions, statistics: imatrix_file.Imatrix | None, n
         keys.append(make_key("macko.prune.sequential", "u32", 1))
     if options.refit:
         keys.append(make_key("macko.prune.refit", "u32", 1))
-    if options.values is not None:
-        keys.append(make_key("macko.prune.values", "str", options.values))
-    if options.all_bits:
-        keys.append(make_key("macko.prune.all_bits", "u32", 1))
-    if options.dense_targets is not None:
-        keys.append(make_key("macko.prune.dense_targets", "f32", options.dense_targets))
+    if options.quant_values is not None:
+        keys.append(make_key("macko.prune.quant_values", "str", options.quant_values))
+    if options.keep_mantissa:
+        keys.append(make_key("macko.prune.keep_mantissa", "u32", 1))
+    if options.asymmetric is not None:
+        keys.append(make_key("macko.prune.asymmetric", "f32", options.asymmetric))
     if statistics is not None or n_chunks:
         datasets = statistics.datasets if statistics is not None else [options.text or ""]
         chunk_count = n_chunks or (statistics.chunk_count if statistics is not None else 0)

@@ -89,7 +89,7 @@ def _fit_part(
         outputs = _outputs(student, layer, part, inputs, arithmetic)
         return sum(float((y - t).double().square().sum()) for y, t in zip(outputs, targets)) / energy
 
-    optimizer = MaskedAdam(trained, options.values)
+    optimizer = MaskedAdam(trained, options.quant_values)
     before = error()
     start = optimizer.weights()
     n_steps = steps_per_epoch(len(inputs), options.batch_size) * options.epochs

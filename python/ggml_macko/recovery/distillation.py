@@ -94,7 +94,7 @@ def distill(training: Training) -> None:
     per_epoch = steps_per_epoch(len(texts.train), options.batch_size)
     n_steps = per_epoch * options.epochs
     evaluate_every = max(1, n_steps // options.n_evaluations)
-    optimizer = MaskedAdam(trained, options.values)
+    optimizer = MaskedAdam(trained, options.quant_values)
     highest = options.rate(student.shape.n_embd)
     saved = checkpoint.load()
     if saved is None:

@@ -20,11 +20,11 @@ class MaskedAdam:
     """The optimizer of some tensors, which it changes in place. Weights that are zero now stay zero.
 
     weights: float32 tensors, by name. From now on, every backward pass is a step of those that it reaches; set `rate`
-    before, and call advance() after it. values: the quantized type whose values the matrices have from now on; what is
-    trained is kept apart.
+    before, and call advance() after it. quant_values: the quantized type whose values the matrices have from now on;
+    what is trained is kept apart.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], values: str | None = None) -> None:
+    def __init__(self, weights: Mapping[str, torch.Tensor], quant_values: str | None = None) -> None:
         self.rate = 0.0
         self.n_steps = 0  # complete ones
         self._weights = dict(weights)
@@ -36,9 +36,9 @@ class MaskedAdam:
         self._trained: dict[str, torch.Tensor] = {}  # of weights with quantized values, the elements that are trained
         self._blocks: dict[str, Blocks] = {}
         for name, w in self._weights.items():
-            if values is not None and self._n_kept[name] and w.dim() >= 2:
+            if quant_values is not None and self._n_kept[name] and w.dim() >= 2:
                 self._trained[name] = self._select(name, w.detach()).clone()
-                self._blocks[name] = Blocks(self._trained[name], values)
+                self._blocks[name] = Blocks(self._trained[name], quant_values)
                 self._quantize(name)
         self._hooks = []
         for name, w in self._weights.items():

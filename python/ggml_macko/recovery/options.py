@@ -50,17 +50,17 @@ class RecoverOptions:
     n_held_out: int = N_HELD_OUT  # chunks of it, at most, spread evenly
     n_chunks: int = -1  # of the text; -1: all
     n_ctx: int = N_CTX
-    n_sampled: int = 0  # chunks that the dense model writes, besides those of the text
+    n_self_generated: int = 0  # chunks that the dense model writes, besides those of the text
     n_epochs: int = 0  # 0: EPOCHS of the method
     batch_size: int = BATCH_SIZE  # chunks
     learning_rate: float = 0.0  # 0: by RATE_TIMES_WIDTH
     n_evaluations: int = N_EVALUATIONS  # on the held-out text, spread over the run
     patience: int = PATIENCE  # evaluations in the second half without a better one after which the run ends
     gradient_checkpointing: bool = False
-    values: str | None = (
+    quant_values: str | None = (
         None  # a type of pruning.options.VALUES: matrices get quantized values, and are trained as such
     )
-    all_bits: bool = False  # weights have all bits of their type, not only as many as they had
+    keep_mantissa: bool = False  # weights have all bits of their type, not only as many as they had
     seed: int = 0
     device: str = "auto"  # auto: a GPU where PyTorch finds one; cpu
     n_threads: int = 0  # of the CPU; 0: all
@@ -77,14 +77,17 @@ class RecoverOptions:
         """Raises UsageError for a value out of range."""
         check_choice("--method", self.method, METHODS)
         check_choice("--device", self.device, ("auto", "cpu"))
-        if self.values is not None:
-            check_choice("--values", self.values, VALUES)
-        refuse_if(self.values is not None and self.all_bits, "--all-bits: --values says which values weights have")
+        if self.quant_values is not None:
+            check_choice("--quant-values", self.quant_values, VALUES)
+        refuse_if(
+            self.quant_values is not None and self.keep_mantissa,
+            "--keep-mantissa: --quant-values says which values weights have",
+        )
         refuse_if(self.n_ctx < likelihood.MIN_CTX, f"-c {self.n_ctx}: at least {likelihood.MIN_CTX}")
         refuse_if(self.n_chunks == 0, "--chunks 0 trains nothing")
         for option, number, least in (
             ("--epochs", self.n_epochs, 0),
-            ("--sampled-chunks", self.n_sampled, 0),
+            ("--self-generated", self.n_self_generated, 0),
             ("--batch-size", self.batch_size, 1),
             ("--held-out-chunks", self.n_held_out, 1),
             ("--evaluations", self.n_evaluations, 1),

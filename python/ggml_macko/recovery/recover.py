@@ -67,15 +67,15 @@ def recover(
     n_held_out: int = N_HELD_OUT,
     n_chunks: int = -1,
     n_ctx: int = N_CTX,
-    n_sampled: int = 0,
+    n_self_generated: int = 0,
     n_epochs: int = 0,
     batch_size: int = BATCH_SIZE,
     learning_rate: float = 0.0,
     n_evaluations: int = N_EVALUATIONS,
     patience: int = PATIENCE,
     gradient_checkpointing: bool = False,
-    values: str | None = None,
-    all_bits: bool = False,
+    quant_values: str | None = None,
+    keep_mantissa: bool = False,
     seed: int = 0,
     device: str = "auto",
     n_threads: int = 0,
@@ -89,15 +89,14 @@ def recover(
     text: UTF-8, cut into chunks of n_ctx tokens; n_chunks: how many of them, -1 is all. method: "distill": the whole
     model learns the dense one's probabilities of the next token; "blocks": each attention and feed-forward part in
     turn learns the hidden states. held_out: the text that the best weights are chosen by, n_held_out chunks of it at
-    most; without it, the last sixteenth of the text. n_sampled: so many chunks more to train on, which the dense model
-    writes: each goes on from a few tokens of the text. n_epochs: how often the text is read; 0: EPOCHS of the method.
-    batch_size: chunks of a step. learning_rate: the highest; 0: RATE_TIMES_WIDTH over the length of the embeddings.
-    n_evaluations: on the held-out text during a run; patience: how many without a better one end it, in its
-    second half.
-    gradient_checkpointing: less memory for a third more time. values: "q8_0", "q5_0", "q4_nl" or "q4_0": matrices are
-    trained with values of this type, which `convert` to its sparse type finds again. all_bits: without it, weights are
-    rounded to the significant bits that they had. seed: of the order of the text. device: "auto", a GPU where PyTorch
-    finds one, or "cpu". n_threads: of the CPU; 0 is all.
+    most; without it, the last sixteenth of the text. n_self_generated: so many chunks more to train on, which the dense
+    model writes: each goes on from a few tokens of the text. n_epochs: how often the text is read; 0: EPOCHS of the
+    method. batch_size: chunks of a step. learning_rate: the highest; 0: RATE_TIMES_WIDTH over the length of the
+    embeddings. n_evaluations: on the held-out text during a run; patience: how many without a better one end it, in its
+    second half. gradient_checkpointing: less memory for a third more time. quant_values: "q8_0", "q5_0", "q4_nl" or
+    "q4_0": matrices are trained with values of this type, which `convert` to its sparse type finds again.
+    keep_mantissa: without it, weights are rounded to the significant bits that they had. seed: of the order of the
+    text. device: "auto", a GPU where PyTorch finds one, or "cpu". n_threads: of the CPU; 0 is all.
 
     A run that was interrupted goes on from OUTPUT.checkpoint; on one CPU it then writes the same bytes. Raises
     UsageError (an option out of range), MackoError (no PyTorch, other models or architectures, a bad text, not finite)
@@ -110,15 +109,15 @@ def recover(
         n_held_out=n_held_out,
         n_chunks=n_chunks,
         n_ctx=n_ctx,
-        n_sampled=n_sampled,
+        n_self_generated=n_self_generated,
         n_epochs=n_epochs,
         batch_size=batch_size,
         learning_rate=learning_rate,
         n_evaluations=n_evaluations,
         patience=patience,
         gradient_checkpointing=gradient_checkpointing,
-        values=values,
-        all_bits=all_bits,
+        quant_values=quant_values,
+        keep_mantissa=keep_mantissa,
         seed=seed,
         device=device,
         n_threads=n_threads,
@@ -262,8 +261,8 @@ def _train(
     texts = _read_texts(dense.path, teacher, arithmetic, options)
     if device.type == "cuda":  # the comparison with llama.cpp is done
         teacher = Transformer(shape_of_teacher, read_weights(dense, device, torch.bfloat16))
-    if options.n_sampled:
-        written = sample(teacher, texts.train, options.n_sampled, texts.first_token, device, options.seed)
+    if options.n_self_generated:
+        written = sample(teacher, texts.train, options.n_self_generated, texts.first_token, device, options.seed)
         texts = texts._replace(train=np.concatenate([texts.train, written]))
     weights = read_weights(pruned, device)
     student = Transformer(shape, weights, gradient_checkpointing=options.gradient_checkpointing)
@@ -298,7 +297,7 @@ def _train(
 def _significant_bits(t: Tensor, options: RecoverOptions) -> int:
     """As many as the tensor's weights have, so that `sparse-lossless` stays small; all of a vector's."""
     bits = read_finite(t)
-    has_all = options.all_bits or options.values is not None
+    has_all = options.keep_mantissa or options.quant_values is not None
     return 24 if has_all or len(t.ne) == 1 else masks.significant_bits(bits, t.type)
 
 
@@ -353,7 +352,11 @@ def provenance(options: RecoverOptions, report: RecoverReport) -> list[Key]:
         make_key("macko.prune.recover.n_tokens", "u64", report.n_tokens),
         make_key("macko.prune.recover.epochs", "u32", options.epochs),
         make_key("macko.prune.recover.learning_rate", "f32", report.learning_rate),
-        *([make_key("macko.prune.recover.values", "str", options.values)] if options.values is not None else []),
+        *(
+            [make_key("macko.prune.recover.quant_values", "str", options.quant_values)]
+            if options.quant_values is not None
+            else []
+        ),
     ]
 
 

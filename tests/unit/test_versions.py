@@ -24,7 +24,7 @@ VERSIONS = RECORD["versions"]
 # What differs inside the range, and what makes that harmless.
 HANDLED = {
     "numbers of ops: resolved by name (abi/op-numbers.cpp)": r"GGML_OP_\w+",
-    "llama_model_params: the caller says where its members are (capi/load.cpp)": r"(sizeof )?llama_model_params.*",
+    "llama_model_params: the caller says where its members are (capi/load-api.cpp)": r"(sizeof )?llama_model_params.*",
     "an argument of graph_optimize: used from 0.25.3 on (abi/ggml-abi.cpp)": r"ggml_backend_i\.graph_optimize",
     "a fifth byte of the capabilities: padding before, and written as zero": r"sizeof ggml_backend_dev_caps",
     "the hint of a product: no version without it writes that parameter, which is zero": r"GGML_HINT_SRC0_IS_HADAMARD",
@@ -197,7 +197,7 @@ def test_layout_of_parameters_is_found_without_ctypes():
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_layout_of_parameters_is_known_for_every_version(version):
-    """The table in capi/load.cpp against the headers."""
+    """The table in capi/load-api.cpp against the headers."""
     source = (check_versions.SOURCES / "capi" / "load.cpp").read_text()
     table = re.search(r"KNOWN_LAYOUTS\[\] = \{(.*?)\n\};", source, re.DOTALL)[1]
     known = [[int(n) for n in row.split(",")] for row in re.findall(r"\{ ([-\d, ]+) \}", table)]

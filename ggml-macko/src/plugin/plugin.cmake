@@ -32,7 +32,7 @@ add_library(ggml-macko MODULE
     cpu/device/rpc-device.cpp
     cpu/device/rpc-memory.cpp
     cpu/device/weight.cpp
-    capi/load.cpp
+    capi/load-api.cpp
     plugin/registry.cpp)
 target_include_directories(ggml-macko SYSTEM PRIVATE
     ${LLAMA_CPP_DIR}/include ${LLAMA_CPP_DIR}/ggml/include ${LLAMA_CPP_DIR}/ggml/src)

@@ -1,6 +1,6 @@
 // The C API over the environment variables.
-#include "platform/environment.h"
 #include "codec/status.h"
+#include "platform/environment.h"
 
 using namespace macko;
 

@@ -30,7 +30,7 @@ from ggml_macko.gguf.files import Model, Tensor
 from ggml_macko.gguf.outputs import AtomicOutput
 from ggml_macko.pruning import layerwise, methods
 from ggml_macko.pruning import prune as pruning
-from ggml_macko.pruning.options import ALLOCATIONS, PruneOptions, hessian_memory, parse_pattern, parse_sparsity
+from ggml_macko.pruning.options import ALLOCATIONS, ParsedOptions, PruneOptions, parse
 
 
 class Method(NamedTuple):
@@ -127,7 +127,7 @@ class Sweep:
         with Model(args.model) as model, ThreadPoolExecutor() as pool:
             tensors = pruning.tensors_to_prune(model)
             names = {t.name for t in tensors}
-            options = PruneOptions(sparsity=Fraction(0), text=args.file, n_chunks=args.chunks)
+            options = ParsedOptions(text=args.file, n_chunks=args.chunks)
             console.log("statistics ...")
             found = layerwise.hessians_for(tensors, options)
             layerwise.gather_for(model.path, options, found)
@@ -138,18 +138,18 @@ class Sweep:
                     return layerwise.loss_curves(model, tensors, options, grid, copy)
 
             for job in todo:
-                pattern = parse_pattern(job.how_many) if ":" in job.how_many else None
-                options = PruneOptions(
-                    sparsity=pattern.sparsity if pattern is not None else parse_sparsity(job.how_many),
+                is_pattern = ":" in job.how_many
+                given = PruneOptions(
+                    sparsity=None if is_pattern else job.how_many,
+                    pattern=job.how_many if is_pattern else None,
                     method=job.method.method,
                     refit=job.method.refit,
-                    compare_within=job.method.per,
+                    compare_within=None if is_pattern else job.method.per,
                     allocation=job.allocation,
-                    pattern=pattern,
                     text=args.file,
                     n_chunks=args.chunks,
-                    hessian_memory=hessian_memory(),
                 )
+                options = parse(given)
                 scorer = wanda if options.method == "wanda" else methods.Scorer()
                 quotas = pruning.make_quotas(tensors, options, scorer, loss_curves)
                 with silence():
@@ -168,16 +168,8 @@ class Sweep:
         if label in self.results:
             return
         with silence():
-            pruning.prune(
-                args.model,
-                self.path,
-                method=method,
-                sparsity=sparsity,
-                text=args.file,
-                n_chunks=args.chunks,
-                force=True,
-                **options,
-            )
+            given = PruneOptions(method=method, sparsity=sparsity, text=args.file, n_chunks=args.chunks, **options)
+            pruning.prune(args.model, self.path, given, force=True)
         self.measure(label, self.path)
 
     def table(self) -> str:

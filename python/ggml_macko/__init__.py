@@ -18,7 +18,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .conversion.convert import ConversionReport, convert
+    from .conversion.convert import ConversionReport, ConvertOptions, convert
     from .conversion.estimate import ModelPlan, plan
     from .conversion.inspect import ModelReport, inspect
     from .conversion.restore import RestorationReport, restore
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .huggingface.decompress import Decompression, decompress
     from .llama import Llama
     from .native.llama_hook import register
+    from .pruning.options import PruneOptions
     from .pruning.prune import PruneReport, prune
     from .recovery.recover import RecoverReport, recover
     from .sparse_matrix import SparseMatrix
@@ -45,6 +46,7 @@ _HOME = {
     "ModelPlan": "conversion.estimate",
     "convert": "conversion.convert",
     "ConversionReport": "conversion.convert",
+    "ConvertOptions": "conversion.convert",
     "restore": "conversion.restore",
     "RestorationReport": "conversion.restore",
     "verify": "conversion.verify",
@@ -53,6 +55,7 @@ _HOME = {
     "ModelReport": "conversion.inspect",
     "prune": "pruning.prune",
     "PruneReport": "pruning.prune",
+    "PruneOptions": "pruning.options",
     "recover": "recovery.recover",
     "RecoverReport": "recovery.recover",
     "decompress": "huggingface.decompress",
@@ -78,6 +81,7 @@ __all__ = [
     "ActivationCalibration",
     "Calibration",
     "ConversionReport",
+    "ConvertOptions",
     "Decompression",
     "Divergence",
     "Estimate",
@@ -86,6 +90,7 @@ __all__ = [
     "MackoError",
     "ModelPlan",
     "ModelReport",
+    "PruneOptions",
     "PruneReport",
     "RecoverReport",
     "RestorationReport",

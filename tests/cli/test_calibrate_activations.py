@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
-from ggml_macko import convert, errors, prune
+from ggml_macko import PruneOptions, convert, errors, prune
 from ggml_macko.conversion.verify import verify
 from ggml_macko.evaluation import skipping
 from ggml_macko.evaluation.calibrate_activations import calibrate_activations
@@ -154,7 +154,7 @@ def test_copy_is_the_same_model(tmp_path, macko, calibrated, kind):
 
 
 def test_pruned_model_has_no_thresholds_of_other_weights(tmp_path, calibrated):
-    prune(calibrated, tmp_path / "pruned.gguf", sparsity=0.5)
+    prune(calibrated, tmp_path / "pruned.gguf", PruneOptions(sparsity=0.5))
     with Model(tmp_path / "pruned.gguf") as model:
         assert read_rule(model) is None
         assert model.key("macko.prune.method") is not None

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from ggml_macko import convert, errors, prune
+from ggml_macko import ConvertOptions, PruneOptions, convert, errors, prune
 from ggml_macko.benchmark import forms
 from ggml_macko.codecs import packed
 from ggml_macko.evaluation import text_model
@@ -54,9 +54,9 @@ def test_convert_refuses_a_pattern_that_no_name_matches(tmp_path, tiny, macko):
     assert done.code == 1 and not (tmp_path / "out.gguf").exists()
     assert "--tensor-type ffn_pu=dense: no tensor has such a name; did you mean ffn_up?" in done.err
     with pytest.raises(errors.ArgumentError, match="no tensor has such a name"):
-        convert(tiny, None, overrides={"ffn_pu": "dense"})
+        convert(tiny, None, options=ConvertOptions(overrides={"ffn_pu": "dense"}))
     with pytest.raises(errors.ArgumentError, match="no tensor has such a name"):
-        prune(tiny, None, sparsity=0.5, exclude=["ffn_pu"])
+        prune(tiny, None, PruneOptions(sparsity=0.5, exclude=["ffn_pu"]))
 
 
 # ---- numbers and types ----

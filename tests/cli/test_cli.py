@@ -212,7 +212,7 @@ from ggml_macko import Llama, SparseMatrix
 llama = Llama("sparse.gguf", n_ctx=512, compress=True, verbose=False)
 base: llama_cpp.Llama = llama
 reveal_type(llama.n_ctx())
-reveal_type(ggml_macko.convert("dense.gguf", "sparse.gguf", "auto", n_threads=2))
+reveal_type(ggml_macko.convert("dense.gguf", "sparse.gguf", "auto", options=ggml_macko.ConvertOptions(n_threads=2)))
 reveal_type(ggml_macko.verify("dense.gguf", "sparse.gguf").difference)
 reveal_type(SparseMatrix.from_dense)
 Llama()

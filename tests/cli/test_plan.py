@@ -32,7 +32,7 @@ def pruned(tmp_path_factory):
     """The bundled model without -0.0."""
     path = tmp_path_factory.mktemp("plan") / "pruned.gguf"
     with console.quiet():
-        ggml_macko.prune(generators.DEMO, path, sparsity=0.5)
+        ggml_macko.prune(generators.DEMO, path, ggml_macko.PruneOptions(sparsity=0.5))
     return path
 
 

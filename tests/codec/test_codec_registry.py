@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import ggml_macko
-from ggml_macko import SparseMatrix, errors
+from ggml_macko import ConvertOptions, SparseMatrix, errors
 from ggml_macko.codecs import registry
 from ggml_macko.codecs.codec import Choice, Codec, Settings, Source, StoredArrays
 from ggml_macko.native import bindings
@@ -149,7 +149,7 @@ def pruned(tmp_path):
 
 def test_new_codec_needs_a_row_of_the_registry_only(coordinates, pruned, tmp_path, macko):
     sparse, dense = tmp_path / "sparse.gguf", tmp_path / "dense.gguf"
-    done = ggml_macko.convert(pruned, sparse, "coordinates", keep_negative_zeros=True)
+    done = ggml_macko.convert(pruned, sparse, "coordinates", options=ConvertOptions(keep_negative_zeros=True))
     assert done.n_sparse > 0 and {t.storage for t in done.tensors if t.is_sparse} == {"coordinates"}
     assert ggml_macko.verify(pruned, sparse).is_identical
     shown = ggml_macko.inspect(sparse)

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from ggml_macko import Llama, calibrate, convert, errors, prune
+from ggml_macko import Llama, PruneOptions, calibrate, convert, errors, prune
 from ggml_macko.gguf import tensor_rules
 from support import generators
 
@@ -55,7 +55,7 @@ def make(folder, arch: str, experts: bool = False):
     raw = folder / "raw.gguf"  # in a process of its own, which llama.cpp may end
     done = subprocess.run([sys.executable, "-c", code, str(raw)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    prune(raw, folder / "dense.gguf", sparsity=0.7)
+    prune(raw, folder / "dense.gguf", PruneOptions(sparsity=0.7))
     return folder / "dense.gguf"
 
 
@@ -107,7 +107,7 @@ def test_sparse_tensor_of_an_unusual_name_becomes_dense(tmp_path, monkeypatch):
     """A file of another tool may hold any tensor sparse; only known weights are sparse in memory."""
     raw = make(tmp_path, "rwkv7")
     raw = raw.rename(tmp_path / "raw.gguf")
-    prune(raw, tmp_path / "dense.gguf", sparsity=0.7, include=["time_mix_w1"])
+    prune(raw, tmp_path / "dense.gguf", PruneOptions(sparsity=0.7, include=["time_mix_w1"]))
     monkeypatch.setattr(tensor_rules, "is_multiplied", lambda name, n_dims: "time_mix_w1" in name)
     report = convert(tmp_path / "dense.gguf", tmp_path / "sparse.gguf")
     assert "blk.0.time_mix_w1.weight" in {t.name for t in report.tensors if t.is_sparse}
@@ -126,8 +126,7 @@ def test_activations_of_an_architecture_are_measured(tmp_path, arch, experts):
     text = tmp_path / "text.txt"
     text.write_text("ab!?xyz" * 400)
     measured = calibrate(dense, text, tmp_path / "imatrix.gguf", n_ctx=64, n_chunks=2, n_threads=2)
-    pruned = prune(
-        dense, tmp_path / "wanda.gguf", sparsity=0.8, method="wanda", imatrix=tmp_path / "imatrix.gguf", n_threads=2
-    )
+    options = PruneOptions(sparsity=0.8, method="wanda", imatrix=tmp_path / "imatrix.gguf", n_threads=2)
+    pruned = prune(dense, tmp_path / "wanda.gguf", options)
     names = {t.name for t in pruned.tensors}
     assert len(names) >= 4 and names <= set(measured.entries)

@@ -99,7 +99,7 @@ def test_verify_says_identical_or_where_it_differs(folder):
         ggml_macko.convert(folder / "dense.gguf", folder / "q8.gguf", "sparse-q8_0")
         lossy = ggml_macko.verify(folder / "dense.gguf", folder / "q8.gguf")
         assert lossy.is_equal and not lossy.is_identical and 0 < lossy.quantized[0].rms_relative < 0.02
-        ggml_macko.prune(folder / "dense.gguf", folder / "other.gguf", sparsity=0.9)
+        ggml_macko.prune(folder / "dense.gguf", folder / "other.gguf", ggml_macko.PruneOptions(sparsity=0.9))
         other = ggml_macko.verify(folder / "sparse.gguf", folder / "other.gguf", metadata=False)
     assert not other.is_equal and other.difference.startswith("blk.0.")
 
@@ -192,8 +192,12 @@ MISTAKES = [
     ("convert('dense.gguf', 'out.gguf', 'sparse-q9')", ValueError, "unknown type 'sparse-q9'"),
     ("convert('dense.gguf', 'sparse.gguf')", ValueError, "sparse.gguf: exists"),
     ("convert('dense.gguf', 'dense.gguf', force=True)", ValueError, "dense.gguf"),
-    ("prune('sparse.gguf', 'out.gguf', sparsity=0.5)", ValueError, "is a sparse file; use `macko restore` first"),
-    ("prune('dense.gguf', 'out.gguf', sparsity=50)", ValueError, "50"),
+    (
+        "prune('sparse.gguf', 'out.gguf', PruneOptions(sparsity=0.5))",
+        ValueError,
+        "is a sparse file; use `macko restore` first",
+    ),
+    ("prune('dense.gguf', 'out.gguf', PruneOptions(sparsity=50))", ValueError, "50"),
     ("SparseMatrix.from_dense([1, 2, 3])", ValueError, r"2-D array, got shape \(3,\)"),
     ("SparseMatrix.from_dense([[0, 16777217]])", ValueError, "16777217, which would be rounded"),
     ("SparseMatrix.from_dense([[1.0, 2.0]]) @ [1.0, 2.0, 3.0]", ValueError, r"got \(3,\)"),
@@ -207,6 +211,7 @@ def test_mistake_is_one_line_that_says_what(folder, monkeypatch, call, kind, mes
     before = sorted(p.name for p in folder.iterdir())
     with console.quiet(), pytest.raises(kind, match=message) as raised:
         eval(call, {**vars(ggml_macko), "Llama": Llama, "SparseMatrix": SparseMatrix,
-                    "convert": ggml_macko.convert, "prune": ggml_macko.prune})  # fmt: skip
+                    "convert": ggml_macko.convert, "prune": ggml_macko.prune,
+                    "PruneOptions": ggml_macko.PruneOptions})  # fmt: skip
     assert len(str(raised.value).splitlines()) == 1
     assert sorted(p.name for p in folder.iterdir()) == before  # nothing half-written

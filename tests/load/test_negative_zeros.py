@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
-from ggml_macko import SparseMatrix, convert, errors, verify
+from ggml_macko import ConvertOptions, SparseMatrix, convert, errors, verify
 from ggml_macko.native import bindings
 from ggml_macko.values import NEGATIVE_ZERO, TYPE_BF16, TYPE_F16, TYPE_F32, bits_dtype
 from support import generators, llama_logits
@@ -88,7 +88,7 @@ def test_verify_and_restore_count_signs_of_zeros(tmp_path, macko):
     sparse, kept = tmp_path / "sparse.gguf", tmp_path / "kept.gguf"
     report = convert(path, sparse)
     assert report.n_negative_zeros == n
-    assert convert(path, kept, keep_negative_zeros=True).n_negative_zeros == 0
+    assert convert(path, kept, options=ConvertOptions(keep_negative_zeros=True)).n_negative_zeros == 0
     for pair in ((path, sparse), (sparse, path)):
         done = macko("verify", *pair)
         assert done.code == 0 and done.out.startswith(f"identical, but for {n} negative zeros: 1 tensors")
@@ -175,7 +175,7 @@ def test_logits_are_the_same_with_either_sign_of_zero(demo, tmp_path):
     assert convert(negative, sparse).n_negative_zeros == n
     convert(positive, of_positive)
     assert sparse.read_bytes() == of_positive.read_bytes()
-    convert(negative, kept, keep_negative_zeros=True)
+    convert(negative, kept, options=ConvertOptions(keep_negative_zeros=True))
     dense_llama = open_model(negative)
     tokens = [int(t) for t in np.random.default_rng(3).integers(3, dense_llama.n_vocab(), 60)]
     for evaluate in (logits, logits_one_by_one):
@@ -190,7 +190,7 @@ def test_weights_compressed_on_load_are_those_of_the_converted_file(demo, tmp_pa
     negative, _, n = demo
     sparse, kept = tmp_path / "sparse.gguf", tmp_path / "kept.gguf"
     convert(negative, sparse)
-    convert(negative, kept, keep_negative_zeros=True)
+    convert(negative, kept, options=ConvertOptions(keep_negative_zeros=True))
     tokens = list(range(5, 45))
     for path, keep in ((sparse, False), (kept, True), (sparse, False)):  # the last: the cache of counts knows which
         compressed = open_model(negative, compress=True, keep_negative_zeros=keep)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ggml_macko.evaluation.activations import Weight
 from ggml_macko.gguf.files import Model
 from ggml_macko.pruning import alps, array_backend, hessians, layerwise, sparsegpt, working_copy
-from ggml_macko.pruning.options import PruneOptions
+from ggml_macko.pruning.options import ParsedOptions
 from ggml_macko.pruning.prune import tensors_to_prune
 from support.pruning import damped64, interrupted, moments, problem_of, pruned_tensors, tiny_model
 
@@ -208,7 +208,7 @@ def test_command_zeroes_the_number_asked_for(tmp_path, text, macko, architecture
 
 def test_weights_of_one_input_are_pruned_together(tmp_path, text):
     model = tiny_model(tmp_path)
-    options = PruneOptions(sparsity=Fraction(0), text=str(text), n_ctx=64)
+    options = ParsedOptions(sparsity=Fraction(0), text=str(text), n_ctx=64)
     with Model(model) as m:
         groups = layerwise.passes_by_input(model, tensors_to_prune(m), options)
         names = [{t.name for t in group} for group in groups]

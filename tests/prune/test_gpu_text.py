@@ -10,7 +10,7 @@ import pytest
 from ggml_macko.gguf.files import Model
 from ggml_macko.gguf.outputs import AtomicOutput
 from ggml_macko.pruning import gpu_text, hessians, layerwise
-from ggml_macko.pruning.options import PruneOptions
+from ggml_macko.pruning.options import ParsedOptions
 from ggml_macko.pruning.prune import tensors_to_prune
 from support import gguf_bytes, tiny_models
 from support.pruning import SUPPORTED
@@ -24,7 +24,7 @@ def make(path, arch):
 
 
 def options_for(text):
-    return PruneOptions(sparsity=0, method="alps", compare_within="tensor", text=str(text), n_chunks=5, n_ctx=32)
+    return ParsedOptions(sparsity=0, method="alps", compare_within="tensor", text=str(text), n_chunks=5, n_ctx=32)
 
 
 def gather_on_cpu(path, consumer, options, until=""):

@@ -8,7 +8,7 @@ import inspect
 import pytest
 
 import ggml_macko
-from ggml_macko import console, errors
+from ggml_macko import ConvertOptions, PruneOptions, console, errors
 from support import generators
 
 RESULTS = {
@@ -53,11 +53,10 @@ def test_every_public_name_exists():
 def test_prune_convert_verify_restore(tmp_path, tiny, capsys):
     pruned, sparse, dense = (tmp_path / name for name in ("pruned.gguf", "sparse.gguf", "dense.gguf"))
     with console.quiet():
-        ggml_macko.prune(tiny, pruned, sparsity=0.7)
+        ggml_macko.prune(tiny, pruned, PruneOptions(sparsity=0.7))
         plan = ggml_macko.convert(pruned, None, "auto")
-        done = ggml_macko.convert(
-            pruned, sparse, "auto", overrides=[("attn_q", "packed"), ("attn_k", "dense")], keep_negative_zeros=True
-        )
+        options = ConvertOptions(overrides=[("attn_q", "packed"), ("attn_k", "dense")], keep_negative_zeros=True)
+        done = ggml_macko.convert(pruned, sparse, "auto", options=options)
         assert ggml_macko.verify(pruned, sparse).is_identical
         restored = ggml_macko.restore(sparse, dense)
     assert capsys.readouterr() == ("", "")
@@ -75,7 +74,7 @@ def test_prune_convert_verify_restore(tmp_path, tiny, capsys):
 def test_difference_is_a_result_and_no_error(tmp_path, tiny):
     pruned = tmp_path / "pruned.gguf"
     with console.quiet():
-        ggml_macko.prune(tiny, pruned, sparsity=0.9)
+        ggml_macko.prune(tiny, pruned, PruneOptions(sparsity=0.9))
     found = ggml_macko.verify(tiny, pruned, metadata=False)
     assert not found.is_equal and not found.is_identical
     assert found.difference.startswith("blk.0.attn_q.weight: first difference at row 0, column ")

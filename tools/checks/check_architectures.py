@@ -73,7 +73,7 @@ def build(arch: str, experts: bool, folder: pathlib.Path) -> None:
 
     raw = folder / "raw.gguf"
     raw.write_bytes(write(architectures.make(arch, experts)))
-    ggml_macko.prune(raw, folder / "dense.gguf", sparsity=SPARSITY)
+    ggml_macko.prune(raw, folder / "dense.gguf", ggml_macko.PruneOptions(sparsity=SPARSITY))
     report = ggml_macko.convert(folder / "dense.gguf", folder / "sparse.gguf")
     if report.load_error is not None:
         raise SystemExit(report.load_error)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import Any
 
 from .. import console, errors
 from ..codecs import ggml_quants, registry
 from ..commands.arguments import add_hub, add_quiet
-from ..conversion.convert import ConversionReport, checked_type, convert
+from ..conversion.convert import ConversionReport, ConvertOptions, checked_type, convert
 from ..conversion.verify import error_line
 from ..huggingface.hub import download
 from ..huggingface.to_gguf import OUTTYPES, as_gguf
@@ -125,22 +124,19 @@ def add_quantization_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token-embedding-type", metavar="TYPE", help="the same for token_embd.weight")
 
 
-def keyword_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Of ggml_macko.convert: all but the paths."""
-    return {
-        "type": checked_type(args.type),
-        "overrides": tuple(split_override(text) for text in args.tensor_type),
-        "keep_negative_zeros": args.keep_negative_zeros,
-        "granularity": args.granularity,
-        "min_columns": args.min_columns,
-        "seed": args.seed,
-        "imatrix": args.imatrix,
-        "target_bpw": args.target_bpw,
-        "output_tensor_type": args.output_tensor_type,
-        "token_embedding_type": args.token_embedding_type,
-        "n_threads": args.nthreads,
-        "force": args.force,
-    }
+def convert_options(args: argparse.Namespace) -> ConvertOptions:
+    return ConvertOptions(
+        overrides=tuple(split_override(text) for text in args.tensor_type),
+        keep_negative_zeros=args.keep_negative_zeros,
+        granularity=args.granularity,
+        min_columns=args.min_columns,
+        seed=args.seed,
+        imatrix=args.imatrix,
+        target_bpw=args.target_bpw,
+        output_tensor_type=args.output_tensor_type,
+        token_embedding_type=args.token_embedding_type,
+        n_threads=args.nthreads,
+    )
 
 
 def split_override(text: str) -> tuple[str, str]:
@@ -175,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
     with as_gguf(
         args.input if args.hf is None else download(args.hf), output, args.hf_outtype, args.trust_remote_code
     ) as source:
-        done = convert(source, output, **keyword_arguments(args))
+        done = convert(source, output, checked_type(args.type), options=convert_options(args), force=args.force)
     if args.dry_run:
         print_tensors(done)
     print_totals(done)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from .. import console, errors
 from ..commands.arguments import add_quiet
 from ..evaluation.text_model import N_CALIBRATION_CHUNKS, N_CTX
 from ..gguf.files import type_name
 from ..pruning import options
+from ..pruning.options import PruneOptions
 from ..pruning.prune import PruneReport, prune
 
 HELP = "set weights of a dense model to zero"
@@ -182,39 +182,38 @@ def parse_table_entry(text: str) -> tuple[str, str]:
     return regex, sparsity
 
 
-def prune_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of prune() that parsed arguments stand for, but `force`."""
-    return {
-        "sparsity": args.sparsity,
-        "pattern": args.pattern,
-        "method": args.method,
-        "compare_within": args.compare_within,
-        "allocation": args.allocation,
-        "loss_shift": args.loss_shift,
-        "tensor_sparsity": [parse_table_entry(text) for text in args.tensor_sparsity],
-        "include": args.include_weights,
-        "exclude": args.exclude_weights,
-        "imatrix": args.imatrix,
-        "text": args.file,
-        "n_chunks": args.chunks,
-        "n_ctx": args.ctx_size,
-        "sequential": args.sequential,
-        "refit": args.refit,
-        "asymmetric": args.asymmetric,
-        "quant_values": args.quant_values,
-        "keep_mantissa": args.keep_mantissa,
-        "damping": args.damping,
-        "hessian_memory": None if args.hessian_memory is None else args.hessian_memory << 20,
-        "device": args.device,
-        "n_threads": args.threads,
-    }
+def prune_options(args: argparse.Namespace) -> PruneOptions:
+    return PruneOptions(
+        sparsity=args.sparsity,
+        pattern=args.pattern,
+        method=args.method,
+        compare_within=args.compare_within,
+        allocation=args.allocation,
+        loss_shift=args.loss_shift,
+        tensor_sparsity=[parse_table_entry(text) for text in args.tensor_sparsity],
+        include=args.include_weights,
+        exclude=args.exclude_weights,
+        imatrix=args.imatrix,
+        text=args.file,
+        n_chunks=args.chunks,
+        n_ctx=args.ctx_size,
+        sequential=args.sequential,
+        refit=args.refit,
+        asymmetric=args.asymmetric,
+        quant_values=args.quant_values,
+        keep_mantissa=args.keep_mantissa,
+        damping=args.damping,
+        hessian_memory=None if args.hessian_memory is None else args.hessian_memory << 20,
+        device=args.device,
+        n_threads=args.threads,
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     if not args.output and not args.dry_run:
         raise errors.usage_error("OUT is missing (or use --dry-run)")
     output = None if args.dry_run else args.output
-    print_report(prune(args.input, output, **prune_arguments(args), force=args.force))
+    print_report(prune(args.input, output, prune_options(args), force=args.force))
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import shlex
 from collections.abc import Sequence
@@ -21,13 +22,13 @@ from ..commands import prune as prune_command
 from ..commands.arguments import add_gpu_layers, add_load_options, add_quiet
 from ..commands.bench import add_speed_arguments
 from ..conversion.convert import check_inputs as check_conversion
-from ..conversion.convert import convert
+from ..conversion.convert import checked_type, convert
 from ..evaluation.text_model import N_CTX
 from ..gguf.files import part_paths
 from ..gguf.outputs import AtomicOutput
 from ..native import bindings, devices
-from ..pruning.options import parse_how_many
-from ..pruning.prune import check_inputs, make_options, prune_with
+from ..pruning.options import parse
+from ..pruning.prune import check_inputs, prune_with
 
 HELP = "compare dense, quantized and sparse forms of a model: quality, size, speed"
 
@@ -109,8 +110,9 @@ def parse_arguments(module: ModuleType, option: str, text: str) -> argparse.Name
 def parse_pruning(text: str) -> Recipe:
     """A pruning of options of `macko prune`. Raises MackoError."""
     args = parse_arguments(prune_command, "--prune", text)
-    sparsity, pattern = parse_how_many(args.sparsity, args.pattern, other_options=False, quant_values=args.quant_values)
-    label = f"{args.method} {pattern}" if pattern is not None else f"{args.method} {float(sparsity):.0%}"
+    options = parse(prune_command.prune_options(args))
+    how_many = f"{float(options.sparsity):.0%}" if options.pattern is None else str(options.pattern)
+    label = f"{args.method} {how_many}"
     if args.compare_within:
         label += f" per {args.compare_within}"
     if args.sequential:
@@ -118,15 +120,11 @@ def parse_pruning(text: str) -> Recipe:
     if args.quant_values:
         label += f" {args.quant_values}"
 
-    keywords = prune_command.prune_arguments(args)
-    names = {name: keywords.pop(name) for name in ("include", "exclude")}
-    options = make_options(**keywords)
-
     def make(source: Path, output: Path) -> None:
-        prune_with(options, source, output, **names, force=True)
+        prune_with(options, source, output, force=True)
 
     def check(source: Path) -> None:
-        check_inputs(options, source, **names)
+        check_inputs(options, source)
 
     return Recipe(label, make, check)
 
@@ -134,16 +132,17 @@ def parse_pruning(text: str) -> Recipe:
 def parse_conversion(text: str, n_threads: int) -> Recipe:
     """A conversion of arguments of `macko convert` behind OUT. Raises MackoError."""
     args = parse_arguments(convert_command, "--convert", text)
-    keywords = {**convert_command.keyword_arguments(args), "n_threads": n_threads}
+    type = checked_type(args.type)
+    options = dataclasses.replace(convert_command.convert_options(args), n_threads=n_threads)
     target = f" {args.target_bpw:g} bpw" if args.target_bpw is not None else ""
 
     def make(source: Path, output: Path) -> None:
-        convert(source, output, **keywords)
+        convert(source, output, type, options=options, force=args.force)
 
     def check(source: Path) -> None:
-        check_conversion(source, **keywords)
+        check_conversion(source, type, options)
 
-    return Recipe(f"{keywords['type']}{target}", make, check)
+    return Recipe(f"{type}{target}", make, check)
 
 
 # ---- the command ----

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union
+from typing import Union
 
 from .. import errors
 from ..codecs import ggml_quants, registry
@@ -84,21 +84,36 @@ class ConversionReport:
 # ---- converting ----
 
 
+@dataclass(frozen=True)
+class ConvertOptions:
+    """How to convert a model.
+
+    overrides: (regular expression, type or "dense") for tensors in whose name it is found; the first counts.
+    keep_negative_zeros: -0.0 is stored like any other value, in more bytes.
+    granularity, min_columns, seed: how ec-csr looks for blocks. imatrix: a file of activation statistics that weighs
+    the errors of quantized values. target_bpw, with auto: the file's bits per weight at most, with the least error.
+    output_tensor_type, token_embedding_type: a ggml type that quantizes these tensors, which stay dense.
+    n_threads: 0 uses all cores.
+    """
+
+    overrides: Overrides = ()
+    keep_negative_zeros: bool = False
+    granularity: int = 16
+    min_columns: int = 0
+    seed: int = 0
+    imatrix: str | os.PathLike[str] | None = None
+    target_bpw: float | None = None
+    output_tensor_type: str | None = None
+    token_embedding_type: str | None = None
+    n_threads: int = 0
+
+
 def convert(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str] | None,
     type: str = registry.AUTO,
     *,
-    overrides: Overrides = (),
-    keep_negative_zeros: bool = False,
-    granularity: int = 16,
-    min_columns: int = 0,
-    seed: int = 0,
-    imatrix: str | os.PathLike[str] | None = None,
-    target_bpw: float | None = None,
-    output_tensor_type: str | None = None,
-    token_embedding_type: str | None = None,
-    n_threads: int = 0,
+    options: ConvertOptions | None = None,
     force: bool = False,
 ) -> ConversionReport:
     """Stores a pruned model sparse: weights of blocks and the output head where that is smaller, all else as it is.
@@ -111,35 +126,20 @@ def convert(
     type: a TYPE of `macko convert`: macko (MACKO paper, section 4), packed, sparse-lossless (packed, its values coded
     bit for bit where that is smaller), auto for the smallest of these for each tensor, ec-csr (EC-SpMV paper, section
     6; takes seconds per tensor), or sparse-q8_0, sparse-q5_0, sparse-q4_nl, sparse-q4_0 with quantized values.
-    overrides: (regular expression, type or "dense") for tensors in whose name it is found; the first counts.
-    keep_negative_zeros: -0.0 is stored like any other value, in more bytes.
-    granularity, min_columns, seed: how ec-csr looks for blocks. imatrix: a file of activation statistics that weighs
-    the errors of quantized values. target_bpw, with auto: the file's bits per weight at most, with the least error.
-    output_tensor_type, token_embedding_type: a ggml type that quantizes these tensors, which stay dense.
-    n_threads: 0 uses all cores. force: replaces an output that exists.
+    force: replaces an output that exists.
 
     Raises MackoError for options that do not fit together or the model, an invalid source, or an output that exists,
     and OSError if a file cannot be read or written. After an error there is no output.
     """
     with Model(source) as model:
-        options = make_options(
-            model,
-            type,
-            overrides,
-            settings=make_settings(granularity, min_columns, seed, n_threads),
-            imatrix=imatrix,
-            output_tensor_type=output_tensor_type,
-            token_embedding_type=token_embedding_type,
-            keep_negative_zeros=keep_negative_zeros,
-            target_bpw=target_bpw,
-        )
+        parsed = parse_options(model, type, options or ConvertOptions())
         if output is None:
-            return make_report(model, plan_model(model, options, Spool(None)), None, ())
-        inputs = model.paths if options.imatrix is None else [*model.paths, options.imatrix.path]
+            return make_report(model, plan_model(model, parsed, Spool(None)), None, ())
+        inputs = model.paths if parsed.imatrix is None else [*model.paths, parsed.imatrix.path]
         with AtomicOutput(output, inputs, force) as out, Spool(out.path) as spool:
-            plans = plan_model(model, options, spool)
-            write_model(model, plans, out, options, spool)
-            quantized = check_and_commit(model, out, n_threads, exact=keep_negative_zeros)
+            plans = plan_model(model, parsed, spool)
+            write_model(model, plans, out, parsed, spool)
+            quantized = check_and_commit(model, out, parsed.n_threads, exact=parsed.keep_negative_zeros)
         return make_report(model, plans, out.path, quantized)
 
 
@@ -186,56 +186,34 @@ def why_not_loadable(path: Path) -> str | None:
 # ---- options ----
 
 
-def check_inputs(
-    source: str | os.PathLike[str],
-    type: str,
-    *,
-    overrides: Overrides,
-    granularity: int,
-    min_columns: int,
-    seed: int,
-    n_threads: int = 0,
-    force: bool = False,
-    **more: Any,
-) -> None:
+def check_inputs(source: str | os.PathLike[str], type: str, options: ConvertOptions) -> None:
     """Raises what convert() with these arguments would find wrong before it does any work."""
     with Model(source) as model:
-        settings = make_settings(granularity, min_columns, seed, n_threads)
-        make_options(model, type, overrides, settings=settings, **more)
+        parse_options(model, type, options)
 
 
-def make_options(
-    model: Model,
-    type: str,
-    overrides: Overrides,
-    *,
-    imatrix: str | os.PathLike[str] | None,
-    output_tensor_type: str | None,
-    token_embedding_type: str | None,
-    **more: Any,
-) -> Options:
+def parse_options(model: Model, type: str, o: ConvertOptions) -> Options:
     """The arguments of convert(), checked against each other and the model. Raises MackoError or OSError."""
-    statistics = imatrix_file.read(imatrix) if imatrix else None
+    if not 0 <= o.seed < 2**64 or not all(0 <= n < 2**31 for n in (o.granularity, o.min_columns)):
+        raise errors.usage_error("--seed, --granularity or --min-columns is out of range")
     options = Options(
         type=checked_type(type),
-        overrides=checked_overrides(overrides),
-        imatrix=statistics,
-        dense_types=dense_types_of(model, output_tensor_type, token_embedding_type),
-        **more,
+        overrides=checked_overrides(o.overrides),
+        keep_negative_zeros=o.keep_negative_zeros,
+        settings=Settings(
+            o.n_threads, {"max_granularity": o.granularity, "min_columns": o.min_columns, "seed": o.seed}
+        ),
+        imatrix=imatrix_file.read(o.imatrix) if o.imatrix else None,
+        dense_types=dense_types_of(model, o.output_tensor_type, o.token_embedding_type),
+        target_bpw=o.target_bpw,
     )
     check_options(options)
     for override in options.overrides:
         text = f"--tensor-type {override.pattern.pattern}={override.type}"
         tensor_rules.check_pattern(text, override.pattern.pattern, (t.name for t in model.tensors))
-    if statistics is not None:
-        statistics.check_model(model)
+    if options.imatrix is not None:
+        options.imatrix.check_model(model)
     return options
-
-
-def make_settings(granularity: int, min_columns: int, seed: int, n_threads: int) -> Settings:
-    if not 0 <= seed < 2**64 or not all(0 <= n < 2**31 for n in (granularity, min_columns)):
-        raise errors.usage_error("--seed, --granularity or --min-columns is out of range")
-    return Settings(n_threads, {"max_granularity": granularity, "min_columns": min_columns, "seed": seed})
 
 
 def checked_type(name: str, more: tuple[str, ...] = ()) -> str:

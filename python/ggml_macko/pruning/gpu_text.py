@@ -20,7 +20,7 @@ from ..evaluation.text_model import Chunks, TextModel, spread
 from ..gguf.files import Model, Tensor
 from ..pruning import array_backend
 from ..pruning.masks import Bits
-from ..pruning.options import PruneOptions
+from ..pruning.options import ParsedOptions
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class Reader(NamedTuple):
     consumer: Consumer
 
 
-def device_for(options: PruneOptions) -> torch.device | None:
+def device_for(options: ParsedOptions) -> torch.device | None:
     """The GPU that PyTorch and CuPy find, if the options allow one; a device of PyTorch's."""
     if options.device == "none" or array_backend.gpu() is None:
         return None
@@ -48,7 +48,7 @@ def device_for(options: PruneOptions) -> torch.device | None:
     return None
 
 
-def free_memory(options: PruneOptions) -> float:
+def free_memory(options: ParsedOptions) -> float:
     """Bytes for sums on the GPU; infinite where none are kept there."""
     if device_for(options) is None:
         return math.inf
@@ -56,7 +56,7 @@ def free_memory(options: PruneOptions) -> float:
     return free / 2
 
 
-def gather(readers: Sequence[Reader], options: PruneOptions, *, until: str = "") -> int | None:
+def gather(readers: Sequence[Reader], options: ParsedOptions, *, until: str = "") -> int | None:
     """Evaluates chunks of the options' text, spread evenly over it, with each model in turn, as far as the weight
     `until` and those that read the same input, which llama.cpp may multiply with in another order.
 
@@ -67,7 +67,9 @@ def gather(readers: Sequence[Reader], options: PruneOptions, *, until: str = "")
     return None if device is None else gather_on(device, readers, options, until=until)
 
 
-def gather_on(device: torch.device, readers: Sequence[Reader], options: PruneOptions, *, until: str = "") -> int | None:
+def gather_on(
+    device: torch.device, readers: Sequence[Reader], options: ParsedOptions, *, until: str = ""
+) -> int | None:
     """gather() with a device of PyTorch's."""
     import torch
 
@@ -93,7 +95,7 @@ class _Opened(NamedTuple):
     sequences: Chunks
 
 
-def _open(paths: Sequence[Path], options: PruneOptions, device: torch.device) -> _Opened | None:
+def _open(paths: Sequence[Path], options: ParsedOptions, device: torch.device) -> _Opened | None:
     """None if the first model is not one that PyTorch evaluates as llama.cpp does. Raises MackoError or OSError."""
     from ..evaluation.transformer import Shape, read_weights
 
@@ -115,7 +117,7 @@ def _open(paths: Sequence[Path], options: PruneOptions, device: torch.device) ->
 _known: dict[tuple[object, ...], Chunks | None] = {}  # of the last model and text: passes read the same again and again
 
 
-def _text_for(model: Any, path: Path, options: PruneOptions, device: torch.device) -> Chunks | None:
+def _text_for(model: Any, path: Path, options: ParsedOptions, device: torch.device) -> Chunks | None:
     """The options' text in tokens, or None if the logits of the model are not llama.cpp's."""
     from ..evaluation.transformer import MAX_DIVERGENCE, divergence_from_llama_cpp
 
@@ -137,13 +139,13 @@ def _text_for(model: Any, path: Path, options: PruneOptions, device: torch.devic
     return _known[key]
 
 
-def open_losses(model: Model, options: PruneOptions, n_chunks: int) -> Losses | None:
+def open_losses(model: Model, options: ParsedOptions, n_chunks: int) -> Losses | None:
     """Losses on n_chunks of the options' text, spread over it; None as for gather()."""
     device = device_for(options)
     return None if device is None else open_losses_on(device, model, options, n_chunks)
 
 
-def open_losses_on(device: torch.device, model: Model, options: PruneOptions, n_chunks: int) -> Losses | None:
+def open_losses_on(device: torch.device, model: Model, options: ParsedOptions, n_chunks: int) -> Losses | None:
     """open_losses() with a device of PyTorch's."""
     opened = _open([model.path], options, device)
     return None if opened is None else Losses(opened.models[0], spread(opened.sequences, n_chunks), device)

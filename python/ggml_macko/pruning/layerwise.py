@@ -31,7 +31,7 @@ from ..pruning import allocation, array_backend, gpu_text, hessians, methods
 from ..pruning.allocation import Quotas
 from ..pruning.array_backend import Array
 from ..pruning.masks import Bits, FloatArray
-from ..pruning.options import PruneOptions
+from ..pruning.options import ParsedOptions
 from ..pruning.working_copy import TensorFile, WorkingCopy, write_copy
 
 N_LOSS_CHUNKS = 8
@@ -61,7 +61,7 @@ def gather(
     return len(chunks)
 
 
-def gather_for(model: Path, options: PruneOptions, consumer: Consumer) -> int:
+def gather_for(model: Path, options: ParsedOptions, consumer: Consumer) -> int:
     """gather() with the text of the options, which must be set; on a GPU where gpu_text.py can."""
     assert options.text is not None
     on_gpu = gpu_text.gather([gpu_text.Reader(model, consumer)], options)
@@ -90,7 +90,7 @@ class _SquareSumsOf(SquareSums):
             self.add(weight, index, array_backend.to_host((x.astype(np.float64) ** 2).sum(axis=0)), len(x))
 
 
-def statistics_of_text(model: Path, tensors: Sequence[Tensor], options: PruneOptions) -> imatrix.Imatrix:
+def statistics_of_text(model: Path, tensors: Sequence[Tensor], options: ParsedOptions) -> imatrix.Imatrix:
     """What `calibrate` measures on the text of the options, for the inputs of these tensors."""
     assert options.text is not None
     sums = _SquareSumsOf({t.name for t in tensors})
@@ -105,7 +105,7 @@ def statistics_of_text(model: Path, tensors: Sequence[Tensor], options: PruneOpt
 
 
 def loss_curves(
-    model: Model, tensors: Sequence[Tensor], options: PruneOptions, grid: Sequence[Fraction], output: AtomicOutput
+    model: Model, tensors: Sequence[Tensor], options: ParsedOptions, grid: Sequence[Fraction], output: AtomicOutput
 ) -> dict[str, list[float]]:
     """For each tensor, what the loss on the text would rise by if it alone had the sparsities of the grid.
 
@@ -139,7 +139,7 @@ class _Losses:
     copy, which llama.cpp evaluates.
     """
 
-    def __init__(self, model: Model, options: PruneOptions, output: AtomicOutput) -> None:
+    def __init__(self, model: Model, options: ParsedOptions, output: AtomicOutput) -> None:
         assert options.text is not None
         self._options = options
         self._path = output.partial
@@ -164,7 +164,7 @@ class _Losses:
 
 
 def hessians_for(
-    group: Sequence[Tensor], options: PruneOptions, dense: hessians.DenseInputs | None = None
+    group: Sequence[Tensor], options: ParsedOptions, dense: hessians.DenseInputs | None = None
 ) -> hessians.Hessians:
     """Empty Hessians of the inputs of a group of tensors."""
     xp = None if options.device == "none" else array_backend.gpu()
@@ -175,7 +175,7 @@ def hessians_for(
 # ---- passes ----
 
 
-def passes(tensors: Sequence[Tensor], options: PruneOptions) -> list[list[Tensor]]:
+def passes(tensors: Sequence[Tensor], options: ParsedOptions) -> list[list[Tensor]]:
     """The tensors of each pass over the text: those of one block in a sequential run, else as many as have room for
     their Hessians within options.hessian_memory, and on the GPU if they lie there (one at least).
     """
@@ -219,7 +219,7 @@ class InputGroups:
         self.groups[-1].append(weight.name)
 
 
-def passes_by_input(model: Path, tensors: Sequence[Tensor], options: PruneOptions) -> list[list[Tensor]]:
+def passes_by_input(model: Path, tensors: Sequence[Tensor], options: ParsedOptions) -> list[list[Tensor]]:
     """The tensors of each pass where statistics are taken anew for each input: those that read it, in the order of the
     model. Last come those that it does not multiply with.
     """
@@ -235,7 +235,7 @@ def prune_in_passes(
     model: Model,
     tensors: Sequence[Tensor],
     quotas: Quotas,
-    options: PruneOptions,
+    options: ParsedOptions,
     copy: WorkingCopy,
     pool: ThreadPoolExecutor,
 ) -> int:
@@ -279,7 +279,7 @@ def _statistics_and_pruner(
     model: Model,
     group: list[Tensor],
     quotas: Quotas,
-    options: PruneOptions,
+    options: ParsedOptions,
     copy: WorkingCopy,
     pool: ThreadPoolExecutor,
 ) -> tuple[methods.Pruner, int]:
@@ -299,7 +299,7 @@ def _statistics_and_pruner(
 
 
 def gather_pairs(
-    model: Path, dense: Consumer, copy: Path, pruned: Consumer, options: PruneOptions, *, until: str
+    model: Path, dense: Consumer, copy: Path, pruned: Consumer, options: ParsedOptions, *, until: str
 ) -> int:
     """Evaluates each chunk of the text with the dense model, then with the pruned one, as far as the weight `until`.
 

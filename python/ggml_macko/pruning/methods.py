@@ -23,7 +23,7 @@ from ..pruning.allocation import Quotas, ScoreBlock
 from ..pruning.array_backend import Array
 from ..pruning.hessians import Hessians
 from ..pruning.masks import Bits, FloatArray
-from ..pruning.options import PruneOptions
+from ..pruning.options import ParsedOptions
 from ..values import SIGNIFICAND_BITS
 
 BLOCK_ELEMENTS = 1 << 21
@@ -84,7 +84,7 @@ class _Rows(NamedTuple):
     begin: int
 
 
-def by_scores(scorer: Scorer, options: PruneOptions, quotas: Quotas, pool: ThreadPoolExecutor) -> Pruner:
+def by_scores(scorer: Scorer, options: ParsedOptions, quotas: Quotas, pool: ThreadPoolExecutor) -> Pruner:
     """Zeroes the weights with the lowest scores, as many as the quotas or the pattern say."""
 
     def prune_tensor(bits: Bits, t: Tensor) -> None:
@@ -127,7 +127,7 @@ class MomentScorer(Scorer):
 # ---- SparseGPT, ALPS, refits and quantized values: by Hessians ----
 
 
-def by_hessians(hessians: Hessians, options: PruneOptions, quotas: Quotas, pool: ThreadPoolExecutor) -> Pruner:
+def by_hessians(hessians: Hessians, options: ParsedOptions, quotas: Quotas, pool: ThreadPoolExecutor) -> Pruner:
     """Prunes each matrix with its Hessian: SparseGPT, ALPS, or scores and a refit of the weights that stay. With a type
     of values, those that stay then get values of that type.
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple, Union
+from typing import Any, NamedTuple, Union
 
 from .. import errors, system
 from ..codecs.value_types import QUANT_NAMES
@@ -73,28 +73,74 @@ class TableEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class PruneOptions:
-    """How to prune a model. Construct it with keywords; `check` refuses what does not go together."""
+    """How to prune a model.
 
-    sparsity: Fraction  # with a pattern, that of the pattern
-    method: str = "magnitude"  # a key of METHODS
-    compare_within: str = "row"  # within what scores are compared: row, tensor (a matrix) or model
-    pattern: Pattern | None = None
+    By default the matrices of all transformer blocks are pruned, each expert as a matrix of its own; embeddings, output
+    head, norms, biases and routers are not. include: prune the tensors of two dimensions or more whose names contain
+    one of these texts, and no others. exclude: leave those whose names contain one of these alone.
+
+    sparsity: share of zeros; exactly floor(S * n) weights of each row or matrix of n weights become zero.
+    tensor_sparsity: (regular expression, sparsity) pairs; the first that is found in a tensor's name counts for it.
+    allocation: "uniform"; or "loss": the sparsities of the tensors, at most loss_shift from the mean, at which the loss
+    on a few chunks of the text should rise least. It is measured with one tensor pruned at a time.
+    pattern: in place of all these, "N:M", for example "2:4"; N of every M neighbours in a row stay.
+    method: "magnitude": the smallest |w| go; "wanda": the smallest |w_ij| * ||x_j|| (arXiv 2306.11695, section 3);
+    "sparsegpt": those that changes of the others make up for best (arXiv 2301.00774, section 3); "alps": the same by
+    ADMM over the whole matrix (arXiv 2406.07831). refit: with the other methods, the weights that stay are fitted as
+    ALPS does.
+    compare_within: each "row", "tensor" (a matrix) or "model"; sparsegpt always compares within 128 columns of a
+    matrix, alps within the matrix.
+
+    imatrix: statistics for wanda, a file of calibrate() or llama-imatrix. text: calibration text, of which
+    n_chunks chunks (-1: all) of n_ctx tokens, spread over it, are evaluated now. sequential: again after each block
+    is pruned. asymmetric: for alps and refit, again for each input of a block; outputs are then fitted to those
+    of the dense model, as far as this share (0 to 1) of the change of the inputs is concerned. quant_values: "q8_0",
+    "q5_0", "q4_nl" or "q4_0": after pruning, the weights that stay are fitted to values of this type, which
+    `convert` to its sparse type finds again; without a sparsity, none but those that are zero already go.
+    keep_mantissa: weights that sparsegpt, alps and refit change have all bits of their type; by default they are
+    rounded to the 8 or 11 significant bits that 99 % of the tensor's weights have, if they do, so that the type
+    sparse-lossless stays small. damping: added to the diagonal of the Hessians that sparsegpt, alps and refit use,
+    times their mean. hessian_memory: bytes for these at a time, by default half of what is free; less means more passes
+    over the text and the same result. device: "auto" computes with them on a GPU where CuPy finds one, "none" on the
+    CPU. n_threads: 0 is all cores.
+    """
+
+    sparsity: Sparsity | None = None
+    pattern: str | Pattern | None = None
+    method: str = "magnitude"
+    compare_within: str | None = None
     allocation: str = "uniform"
-    loss_shift: Fraction = LOSS_SHIFT
-    table: tuple[TableEntry, ...] = ()  # the first entry that matches decides, else sparsity
-    imatrix: str | None = None  # path
-    text: str | None = None  # path of the calibration text
+    loss_shift: Sparsity = LOSS_SHIFT
+    tensor_sparsity: Iterable[tuple[str, Sparsity]] = ()
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    imatrix: str | os.PathLike[str] | None = None
+    text: str | os.PathLike[str] | None = None
     n_chunks: int = N_CALIBRATION_CHUNKS
     n_ctx: int = N_CTX
     sequential: bool = False
     refit: bool = False
-    asymmetric: float | None = None  # share of the difference of inputs that is made up for
-    quant_values: str | None = None  # one of VALUES: weights that stay get values of this type
-    keep_mantissa: bool = False  # changed weights have all bits of the type, not only as many as the source's weights
+    asymmetric: float | None = None
+    quant_values: str | None = None
+    keep_mantissa: bool = False
     damping: float = DAMPING
-    hessian_memory: int = MIN_HESSIAN_MEMORY  # bytes
-    device: str = "auto"  # that prunes with Hessians; none: the CPU, even if CuPy finds a GPU
+    hessian_memory: int | None = None
+    device: str = "auto"
     n_threads: int = 0
+
+
+@dataclass(frozen=True)
+class ParsedOptions(PruneOptions):
+    """The same, parsed: parse() makes them."""
+
+    sparsity: Fraction = Fraction(0)  # with a pattern, that of the pattern
+    pattern: Pattern | None = None
+    compare_within: str = "row"
+    loss_shift: Fraction = LOSS_SHIFT
+    table: tuple[TableEntry, ...] = ()  # the first entry that matches decides, else sparsity
+    imatrix: str | None = None
+    text: str | None = None
+    hessian_memory: int = MIN_HESSIAN_MEMORY
 
     @property
     def needs_passes(self) -> bool:
@@ -165,6 +211,32 @@ class PruneOptions:
         )
 
 
+def parse(given: PruneOptions) -> ParsedOptions:
+    """Options that are parsed and checked. Raises UsageError."""
+    check_choice("--method", given.method, METHODS)
+    table = parse_table(given.tensor_sparsity)
+    sparsity, pattern = parse_how_many(
+        given.sparsity,
+        given.pattern,
+        other_options=bool(table) or given.allocation != "uniform" or given.compare_within is not None,
+        quant_values=given.quant_values,
+    )
+    parsed: dict[str, Any] = {
+        "sparsity": sparsity,
+        "pattern": pattern,
+        "compare_within": given.compare_within or METHODS[given.method],
+        "loss_shift": parse_sparsity(given.loss_shift, "--loss-shift"),
+        "tensor_sparsity": (),
+        "table": table,
+        "imatrix": path_or_none(given.imatrix),
+        "text": path_or_none(given.text),
+        "hessian_memory": hessian_memory() if given.hessian_memory is None else given.hessian_memory,
+    }
+    options = ParsedOptions(**{**vars(given), **parsed})
+    options.check()
+    return options
+
+
 def refuse_if(wrong: bool, text: str) -> None:
     """Raises UsageError with the text if options are wrong."""
     if wrong:
@@ -208,7 +280,7 @@ def parse_pattern(text: str) -> Pattern:
 
 
 def parse_how_many(
-    sparsity: Sparsity | None, pattern: str | None, *, other_options: bool, quant_values: str | None
+    sparsity: Sparsity | None, pattern: str | Pattern | None, *, other_options: bool, quant_values: str | None
 ) -> tuple[Fraction, Pattern | None]:
     """Sparsity and pattern, of which exactly one must be given; neither if only values are asked for.
 
@@ -220,7 +292,7 @@ def parse_how_many(
         if sparsity is None:
             raise errors.usage_error("--sparsity (or --pattern) is missing")
         return parse_sparsity(sparsity), None
-    parsed = parse_pattern(pattern)
+    parsed = parse_pattern(str(pattern))
     refuse_if(
         sparsity is not None or other_options,
         "--pattern says how many weights go: leave out --sparsity, --tensor-sparsity, --allocation and "

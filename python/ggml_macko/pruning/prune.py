@@ -1,4 +1,4 @@
-"""Sets weights of a dense GGUF to zero: `prune(source, output, sparsity=0.5)`.
+"""Sets weights of a dense GGUF to zero: `prune(source, output, PruneOptions(sparsity=0.5))`.
 
 Magnitude and Wanda give each weight a score; the lowest scores of each row (or matrix, or of the model) become +0.
 SparseGPT also changes the weights that stay. Counts are exact: allocation.py decides how many weights each matrix
@@ -19,14 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Callable, NamedTuple
+from typing import Callable, NamedTuple
 
 import numpy as np
 
 from .. import console, errors
 from ..evaluation import text_model
 from ..evaluation.calibrate import model_digest
-from ..evaluation.text_model import N_CALIBRATION_CHUNKS, N_CTX
 from ..gguf import imatrix as imatrix_file
 from ..gguf import tensor_rules
 from ..gguf.activation_keys import without_rule
@@ -38,7 +37,7 @@ from ..pruning import options as option_rules
 from ..pruning.allocation import Quotas
 from ..pruning.masks import Bits
 from ..pruning.methods import Pruner, Scorer
-from ..pruning.options import METHODS, Pattern, PruneOptions, Sparsity, TableEntry
+from ..pruning.options import ParsedOptions, Pattern, PruneOptions, TableEntry
 from ..pruning.working_copy import WorkingCopy
 from ..regular_files import check_regular
 from ..values import NEGATIVE_ZERO, bits_dtype
@@ -87,142 +86,26 @@ class PruneReport:
 def prune(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str] | None,
+    options: PruneOptions,
     *,
-    sparsity: Sparsity | None = None,
-    pattern: str | None = None,
-    method: str = "magnitude",
-    compare_within: str | None = None,
-    allocation: str = "uniform",
-    loss_shift: Sparsity = option_rules.LOSS_SHIFT,
-    tensor_sparsity: Iterable[tuple[str, Sparsity]] = (),
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    imatrix: str | os.PathLike[str] | None = None,
-    text: str | os.PathLike[str] | None = None,
-    n_chunks: int = N_CALIBRATION_CHUNKS,
-    n_ctx: int = N_CTX,
-    sequential: bool = False,
-    refit: bool = False,
-    asymmetric: float | None = None,
-    quant_values: str | None = None,
-    keep_mantissa: bool = False,
-    damping: float = option_rules.DAMPING,
-    hessian_memory: int | None = None,
-    device: str = "auto",
-    n_threads: int = 0,
     force: bool = False,
 ) -> PruneReport:
     """Sets the least important weights of a dense GGUF (F16, BF16 or F32; the first file of a split one) to zero and
-    writes a dense GGUF of the same size. output None: a dry run.
-
-    By default the matrices of all transformer blocks are pruned, each expert as a matrix of its own; embeddings, output
-    head, norms, biases and routers are not. include: prune the tensors of two dimensions or more whose names contain
-    one of these texts, and no others. exclude: leave those whose names contain one of these alone.
-
-    sparsity: share of zeros; exactly floor(S * n) weights of each row or matrix of n weights become zero.
-    tensor_sparsity: (regular expression, sparsity) pairs; the first that is found in a tensor's name counts for it.
-    allocation: "uniform"; or "loss": the sparsities of the tensors, at most loss_shift from the mean, at which the loss
-    on a few chunks of the text should rise least. It is measured with one tensor pruned at a time.
-    pattern: in place of all these, "N:M", for example "2:4"; N of every M neighbours in a row stay.
-    method: "magnitude": the smallest |w| go; "wanda": the smallest |w_ij| * ||x_j|| (arXiv 2306.11695, section 3);
-    "sparsegpt": those that changes of the others make up for best (arXiv 2301.00774, section 3); "alps": the same by
-    ADMM over the whole matrix (arXiv 2406.07831). refit: with the other methods, the weights that stay are fitted as
-    ALPS does.
-    compare_within: compare within each "row", "tensor" (a matrix) or "model"; sparsegpt always within 128 columns of a
-    matrix, alps within the matrix.
-
-    imatrix: statistics for wanda, a file of calibrate() or llama-imatrix. text: calibration text, of which
-    n_chunks chunks (-1: all) of n_ctx tokens, spread over it, are evaluated now. sequential: again after each block
-    is pruned. asymmetric: for alps and refit, again for each input of a block; outputs are then fitted to those
-    of the dense model, as far as this share (0 to 1) of the change of the inputs is concerned. quant_values: "q8_0",
-    "q5_0", "q4_nl" or "q4_0": after pruning, the weights that stay are fitted to values of this type, which
-    `convert` to its sparse type finds again; without a sparsity, none but those that are zero already go.
-    keep_mantissa: weights that sparsegpt, alps and refit change have all bits of their type; by default they are
-    rounded to the 8 or 11 significant bits that 99 % of the tensor's weights have, if they do, so that the type
-    sparse-lossless stays small. damping: added to the diagonal of the Hessians that sparsegpt, alps and refit use,
-    times their mean. hessian_memory: bytes for these at a time, by default half of what is free; less means more passes
-    over the text and the same result. device: "auto" computes with them on a GPU where CuPy finds one, "none" on the
-    CPU.
+    writes a dense GGUF of the same size. output None: a dry run. force: replace output if it exists.
 
     A run that prunes while it reads the text keeps its state in OUTPUT.checkpoint: if it is interrupted or killed, the
     same call goes on and gives the same bytes.
 
-    n_threads: 0 is all cores. force: replace output if it exists. Raises MackoError (options that do not go together,
-    weights that are not finite, a source that is sparse or quantized) or OSError; no output is left behind then.
+    Raises MackoError (options that do not go together, weights that are not finite, a source that is sparse or
+    quantized) or OSError; no output is left behind then.
     """
-    options = make_options(
-        sparsity=sparsity,
-        pattern=pattern,
-        method=method,
-        compare_within=compare_within,
-        allocation=allocation,
-        loss_shift=loss_shift,
-        tensor_sparsity=tensor_sparsity,
-        imatrix=imatrix,
-        text=text,
-        n_chunks=n_chunks,
-        n_ctx=n_ctx,
-        sequential=sequential,
-        refit=refit,
-        asymmetric=asymmetric,
-        quant_values=quant_values,
-        keep_mantissa=keep_mantissa,
-        damping=damping,
-        hessian_memory=hessian_memory,
-        device=device,
-        n_threads=n_threads,
-    )
-    return prune_with(options, source, output, include=include, exclude=exclude, force=force)
+    return prune_with(option_rules.parse(options), source, output, force=force)
 
 
-def make_options(
-    *,
-    sparsity: Sparsity | None,
-    pattern: str | None,
-    method: str,
-    compare_within: str | None,
-    allocation: str,
-    loss_shift: Sparsity,
-    tensor_sparsity: Iterable[tuple[str, Sparsity]],
-    imatrix: str | os.PathLike[str] | None,
-    text: str | os.PathLike[str] | None,
-    hessian_memory: int | None,
-    quant_values: str | None,
-    **more: Any,
-) -> PruneOptions:
-    """The arguments of prune(), but the files and which tensors, parsed and checked. Raises UsageError."""
-    option_rules.check_choice("--method", method, METHODS)
-    tensor_sparsity = list(tensor_sparsity)
-    parsed_sparsity, parsed_pattern = option_rules.parse_how_many(
-        sparsity,
-        pattern,
-        other_options=bool(tensor_sparsity) or allocation != "uniform" or compare_within is not None,
-        quant_values=quant_values,
-    )
-    options = PruneOptions(
-        sparsity=parsed_sparsity,
-        method=method,
-        compare_within=compare_within or METHODS[method],
-        pattern=parsed_pattern,
-        allocation=allocation,
-        loss_shift=option_rules.parse_sparsity(loss_shift, "--loss-shift"),
-        table=option_rules.parse_table(tensor_sparsity),
-        imatrix=option_rules.path_or_none(imatrix),
-        text=option_rules.path_or_none(text),
-        hessian_memory=option_rules.hessian_memory() if hessian_memory is None else hessian_memory,
-        quant_values=quant_values,
-        **more,
-    )
-    options.check()
-    return options
-
-
-def check_inputs(
-    options: PruneOptions, source: str | os.PathLike[str], include: Sequence[str] = (), exclude: Sequence[str] = ()
-) -> None:
+def check_inputs(options: ParsedOptions, source: str | os.PathLike[str]) -> None:
     """Raises what prune_with() would find wrong with the files and names that it gets, before any work is done."""
     with Model(source) as model, console.quiet():
-        _check_table(model, tensors_to_prune(model, include, exclude), options.table)
+        _check_table(model, tensors_to_prune(model, options.include, options.exclude), options.table)
         if options.imatrix is not None:
             imatrix_file.read(options.imatrix).check_model(model)
     if options.text is not None:
@@ -230,12 +113,10 @@ def check_inputs(
 
 
 def prune_with(
-    options: PruneOptions,
+    options: ParsedOptions,
     source: str | os.PathLike[str],
     output: str | os.PathLike[str] | None,
     *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
     force: bool = False,
 ) -> PruneReport:
     """prune() with options that are parsed and checked already."""
@@ -245,7 +126,7 @@ def prune_with(
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(Model(source))
         pool = stack.enter_context(ThreadPoolExecutor(options.n_threads or None))
-        tensors = tensors_to_prune(model, include, exclude)
+        tensors = tensors_to_prune(model, options.include, options.exclude)
         _check_table(model, tensors, options.table)
         opened = None
         if output is not None:
@@ -320,7 +201,7 @@ def _select(model: Model, include: Sequence[str], exclude: Sequence[str]) -> lis
 
 def make_quotas(
     tensors: Sequence[Tensor],
-    options: PruneOptions,
+    options: ParsedOptions,
     scorer: Scorer,
     loss_curves: Callable[[Sequence[Tensor], Sequence[Fraction]], dict[str, list[float]]] | None = None,
 ) -> Quotas:
@@ -356,7 +237,7 @@ def table_sparsity(name: str, table: Iterable[TableEntry]) -> Fraction | None:
     return next((entry.sparsity for entry in table if entry.regex.search(name)), None)
 
 
-def _statistics(model: Model, tensors: Sequence[Tensor], options: PruneOptions) -> imatrix_file.Imatrix | None:
+def _statistics(model: Model, tensors: Sequence[Tensor], options: ParsedOptions) -> imatrix_file.Imatrix | None:
     """Sums of squares of the inputs of the tensors, if anything needs those of the dense model."""
     if options.method != "wanda" or options.needs_passes:
         return None
@@ -373,7 +254,7 @@ def _statistics(model: Model, tensors: Sequence[Tensor], options: PruneOptions) 
     return found
 
 
-def _what_decides(model: Model, options: PruneOptions, quotas: Quotas) -> dict[str, str]:
+def _what_decides(model: Model, options: ParsedOptions, quotas: Quotas) -> dict[str, str]:
     """What the weights of a model that is pruned in passes depend on."""
     assert options.text is not None
     settings = dataclasses.asdict(dataclasses.replace(options, table=(), hessian_memory=0, n_threads=0, imatrix=None))
@@ -391,7 +272,7 @@ def _what_decides(model: Model, options: PruneOptions, quotas: Quotas) -> dict[s
 def _prune_model(
     model: Model,
     tensors: Sequence[Tensor],
-    options: PruneOptions,
+    options: ParsedOptions,
     output: AtomicOutput | None,
     pool: ThreadPoolExecutor,
     stack: contextlib.ExitStack,
@@ -470,7 +351,7 @@ def _prune_tensor(t: Tensor, pruner: Pruner) -> tuple[Bits, PrunedTensor]:
     )
 
 
-def provenance(options: PruneOptions, statistics: imatrix_file.Imatrix | None, n_chunks: int) -> list[Key]:
+def provenance(options: ParsedOptions, statistics: imatrix_file.Imatrix | None, n_chunks: int) -> list[Key]:
     """The metadata that tell how a model was pruned. n_chunks: of the text, if it was read in passes."""
     keys = [
         make_key("macko.prune.method", "str", options.method),

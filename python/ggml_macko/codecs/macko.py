@@ -46,13 +46,13 @@ def effective_density_expected(density: float, delta_bits: int = 4, bits_value: 
 
 def break_even_density(cols: int, delta_bits: int, bits_value: int) -> float:
     """Density of random non-zeros at which a matrix with rows of cols is as large as dense, row pointers counted."""
-    room = 1 - 32 / (cols * bits_value)
+    capacity = 1 - 32 / (cols * bits_value)
     low, high = 0.0, 1.0
-    if effective_density_expected(high, delta_bits, bits_value) <= room:
+    if effective_density_expected(high, delta_bits, bits_value) <= capacity:
         return 1.0
     for _ in range(50):
         middle = (low + high) / 2
-        if effective_density_expected(middle, delta_bits, bits_value) <= room:
+        if effective_density_expected(middle, delta_bits, bits_value) <= capacity:
             low = middle
         else:
             high = middle

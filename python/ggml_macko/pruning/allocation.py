@@ -82,14 +82,14 @@ def lowest_of_model(tensors: Sequence[Tensor], total: int, scores: Scores) -> Qu
     high = _find_bin(tensors, scores, total, lambda keys: keys >> 16)
     low = _find_bin(tensors, scores, total - high.n_below, lambda keys: keys[keys >> 16 == high.digits] & 0xFFFF)
     threshold = high.digits << 16 | low.digits
-    room = total - high.n_below - low.n_below
+    capacity = total - high.n_below - low.n_below
     quotas = {}
     for t in console.tracked(tensors, "counting", _n_elements, "weights"):
         quotas[t.name] = quota = np.zeros(n_matrices(t), dtype=np.int64)
         for i, block in scores(t):
             keys = masks.score_keys(block)
-            equal = min(room, int((keys == threshold).sum()))
-            room -= equal
+            equal = min(capacity, int((keys == threshold).sum()))
+            capacity -= equal
             quota[i] += int((keys < threshold).sum()) + equal
     return quotas
 

@@ -125,9 +125,9 @@ def lowest_per_row(scores: FloatArray, k: int) -> Mask:
     keys = score_keys(scores)
     threshold = np.partition(keys, k - 1, axis=1)[:, k - 1 : k]
     mask: Mask = keys < threshold
-    room = k - mask.sum(axis=1, keepdims=True)
+    capacity = k - mask.sum(axis=1, keepdims=True)
     equal = keys == threshold
-    equal &= np.cumsum(equal, axis=1) <= room
+    equal &= np.cumsum(equal, axis=1) <= capacity
     mask |= equal
     return mask
 

@@ -187,7 +187,7 @@ cpu_plan choose_cpu_layout_with(const kernel_set & set, const macko_desc & desc,
 }
 
 // With more x, products with bundles are faster by panels; for F16 and BF16 only beyond MAX_PLANES, if at all.
-static int64_t most_planes(int32_t type) { return is_quant_type(type) ? 5 : MAX_PLANES; }
+static int64_t max_planes(int32_t type) { return is_quant_type(type) ? 5 : MAX_PLANES; }
 
 constexpr int64_t COUNTER_NBYTES = 64;
 static_assert(MAX_SAME_X * sizeof(int) <= COUNTER_NBYTES, "a counter for each product");
@@ -207,15 +207,15 @@ static int64_t n_zeros(const mul_mat_params & p) {
     return n;
 }
 
-// Number of parts of the columns whose sums fit in the scratch memory, behind x.
-static int64_t room_for_parts(const mul_mat_params & p) {
+// Number of chunks of the columns whose sums fit in the scratch memory, behind x.
+static int64_t max_column_chunks(const mul_mat_params & p) {
     const int64_t floats = (mul_mat_scratch_nbytes(p.w.cols, 1) - COUNTER_NBYTES) / int64_t(sizeof(float));
     return (floats - mask_words(p.w.cols) * 64) / (mask_words(p.columns.cols) * 64);
 }
 
 // Whether x has enough zeros for the kernel `columns`. Each thread counts them, which is faster than a barrier.
 static bool takes_columns(const kernel_set & set, const mul_mat_params & p) {
-    return p.columns.masks && p.n == 1 && room_for_parts(p) > 0 &&
+    return p.columns.masks && p.n == 1 && max_column_chunks(p) > 0 &&
            static_cast<float>(n_zeros(p)) >= static_cast<float>(p.w.cols) * set.costs.columns_from;
 }
 
@@ -228,7 +228,7 @@ static x_layout choose_layout(const kernel_set & set, const mul_mat_params & p) 
     const float           density = static_cast<float>(w.row_off[p.row_end] - w.row_off[p.row_begin]) /
                           (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(w.cols));
     if (in_bundles(w)) {
-        return p.n <= most_planes(w.type) && p.round_x ? x_layout::planes : x_layout::panels;
+        return p.n <= max_planes(w.type) && p.round_x ? x_layout::planes : x_layout::panels;
     }
     if (p.n == 1) {
         const bool faster = is_quant_type(w.type) || density < cost.rows16_below;
@@ -241,9 +241,9 @@ static x_layout choose_layout(const kernel_set & set, const mul_mat_params & p) 
     return rows <= panels ? x_layout::rows : x_layout::panels;
 }
 
-// For each product with the same x, the next part of rows to compute; shared by all threads. At the end of the scratch
+// For each product with the same x, the next chunk of rows to compute; shared by all threads. At the end of the scratch
 // memory.
-static int * part_counters(const mul_mat_params & p) {
+static int * chunk_counters(const mul_mat_params & p) {
     return reinterpret_cast<int *>(static_cast<uint8_t *>(p.scratch) + mul_mat_scratch_nbytes(p.w.cols, p.n) -
                                    COUNTER_NBYTES);
 }
@@ -260,7 +260,7 @@ static bool is_nothing(const mul_mat_params & p) { return p.n <= 0 || p.row_begi
 
 static void prepare_with(const kernel_set & set, const mul_mat_params & p, int ith, int nth) {
     if (ith == 0) {
-        std::fill_n(part_counters(p), MAX_SAME_X, 0);
+        std::fill_n(chunk_counters(p), MAX_SAME_X, 0);
     }
     set.prepare(p, choose_layout(set, p), ith, nth);
 }
@@ -297,51 +297,52 @@ static void multiply_open_rows(const kernel_set & set, const mul_mat_params & p,
     }
 }
 
-// Number of parts of the columns with sums of their own, limited by the columns per part and by the scratch memory. It
-// determines the order of the additions to y, so it may depend only on p.
-static int64_t n_column_parts(const mul_mat_params & p) {
-    constexpr int64_t most = 16, least_columns = 32;
-    return std::clamp<int64_t>(std::min((p.w.cols - n_zeros(p)) / least_columns, room_for_parts(p)), 1, most);
+// Number of chunks of the columns with sums of their own, limited by the columns per chunk and by the scratch memory.
+// It determines the order of the additions to y, so it may depend only on p.
+static int64_t n_column_chunks(const mul_mat_params & p) {
+    constexpr int64_t max_chunks = 16, min_columns = 32;
+    return std::clamp<int64_t>(std::min((p.w.cols - n_zeros(p)) / min_columns, max_column_chunks(p)), 1, max_chunks);
 }
 
 // Threads process whole columns, because memory is faster in long sequential reads: with half of the rows each, two
-// threads took as long as one. So each part has sums for all rows; y is the sum over the parts, in order.
+// threads took as long as one. So each chunk has sums for all rows; y is the sum over the chunks, in order.
 static void multiply_columns(const kernel_set & set, const mul_mat_params & p, int * counter, int ith, int nth) {
-    const int64_t parts = n_column_parts(p), words = mask_words(p.w.cols), stride = mask_words(p.columns.cols) * 64;
+    const int64_t chunks = n_column_chunks(p), words = mask_words(p.w.cols), stride = mask_words(p.columns.cols) * 64;
     float *       sums = static_cast<float *>(p.scratch) + words * 64;
-    for (int64_t part; (part = __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED)) < parts;) {
-        set.add_columns(p, words * part / parts * 64, std::min(words * (part + 1) / parts * 64, p.w.cols),
-                        sums + part * stride);
+    for (int64_t chunk; (chunk = __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED)) < chunks;) {
+        set.add_columns(p, words * chunk / chunks * 64, std::min(words * (chunk + 1) / chunks * 64, p.w.cols),
+                        sums + chunk * stride);
     }
     wait_for_all(p);
     const int64_t rows = p.columns.cols, begin = rows * ith / nth, end = rows * (ith + 1) / nth;
     float *       y = p.y[0];
     std::copy(sums + begin, sums + end, y + begin);
-    for (int64_t part = 1; part < parts; part++) {
-        const float * more = sums + part * stride;
+    for (int64_t chunk = 1; chunk < chunks; chunk++) {
+        const float * more = sums + chunk * stride;
         for (int64_t r = begin; r < end; r++) {
             y[r] += more[r];
         }
     }
 }
 
-// There are more parts than threads, and each thread takes the next part when it has finished one, because cores are
-// not equally fast and rows have different numbers of non-zeros. Parts are larger with panels, because each part reads
-// all panels once. A small matrix has few parts, because distributing them would take longer than computing them.
+// There are more chunks than threads, and each thread takes the next chunk when it has finished one, because cores are
+// not equally fast and rows have different numbers of non-zeros. Chunks are larger with panels, because each chunk
+// reads all panels once. A small matrix has few chunks, because distributing them would take longer than computing
+// them.
 static void multiply_with(const kernel_set & set, const mul_mat_params & p, int number, int ith, int nth) {
     const x_layout layout = choose_layout(set, p);
     if (layout == x_layout::columns) {
-        return multiply_columns(set, p, part_counters(p) + number, ith, nth);
+        return multiply_columns(set, p, chunk_counters(p) + number, ith, nth);
     }
-    const bool        only_open   = leaves_rows_out(p);
-    int *             counter     = part_counters(p) + number;
-    constexpr int64_t part_nbytes = 16384;
-    const int64_t     n_rows      = p.row_end - p.row_begin;
+    const bool        only_open    = leaves_rows_out(p);
+    int *             counter      = chunk_counters(p) + number;
+    constexpr int64_t chunk_nbytes = 16384;
+    const int64_t     n_rows       = p.row_end - p.row_begin;
     const int64_t     nbytes =
         n_rows * mask_words(p.w.cols) * 8 + static_cast<int64_t>(p.w.row_off[p.row_end] - p.w.row_off[p.row_begin]) * 2;
-    const int64_t most    = nth * (layout == x_layout::panels ? 4 : 16);
-    const int64_t n_parts = nth == 1 ? 1 : std::clamp<int64_t>(nbytes * p.n / part_nbytes, nth, most);
-    int64_t       step    = (n_rows + n_parts - 1) / n_parts;
+    const int64_t max_chunks = nth * (layout == x_layout::panels ? 4 : 16);
+    const int64_t n_chunks   = nth == 1 ? 1 : std::clamp<int64_t>(nbytes * p.n / chunk_nbytes, nth, max_chunks);
+    int64_t       step       = (n_rows + n_chunks - 1) / n_chunks;
     if (in_bundles(p.w)) { // whole groups
         step = (step + BUNDLE_ROWS - 1) / BUNDLE_ROWS * BUNDLE_ROWS;
     }

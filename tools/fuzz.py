@@ -48,7 +48,7 @@ DICTIONARY_OF = (
     "gguf/model-keys.cpp",
     "load/activation-keys.cpp",
     "load/sparse-header.cpp",
-    "load/file-parts.cpp",
+    "load/file-shards.cpp",
 )
 
 

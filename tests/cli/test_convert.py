@@ -347,13 +347,13 @@ def test_split_model_with_wrong_parts_is_refused(tmp_path, macko):
         assert not (tmp_path / "s.gguf").exists()
 
     paths = generators.write_split(tmp_path, halves())
-    refused(paths[1], "is not the first part")
+    refused(paths[1], "is not the first shard")
     renamed = tmp_path / "renamed.gguf"
     renamed.write_bytes(paths[0].read_bytes())
     refused(renamed, "not named NAME-00001-of-0000N.gguf")
     third = paths[2].read_bytes()
     paths[2].write_bytes(paths[1].read_bytes())
-    refused(paths[0], "is not part 3 of 3")
+    refused(paths[0], "is not shard 3 of 3")
     paths[2].unlink()
     refused(paths[0], paths[2].name)
     paths[2].write_bytes(third)
@@ -361,13 +361,13 @@ def test_split_model_with_wrong_parts_is_refused(tmp_path, macko):
     parts[1].update(dict([next(iter(parts[0].items()))]))
     for new in generators.write_split(tmp_path, parts, "double"):
         assert new.exists()
-    refused(tmp_path / "double-00001-of-00003.gguf", "a tensor stands in two parts")
+    refused(tmp_path / "double-00001-of-00003.gguf", "a tensor stands in two shards")
     for p, n in zip(generators.write_split(tmp_path, halves(), "few"), range(3)):
         if n == 0:
             data = p.read_bytes()
             at = data.index(b"split.tensors.count") + len("split.tensors.count") + 4
             p.write_bytes(data[:at] + (11).to_bytes(4, "little") + data[at + 4 :])
-    refused(tmp_path / "few-00001-of-00003.gguf", "the parts hold 10 tensors, not 11")
+    refused(tmp_path / "few-00001-of-00003.gguf", "the shards hold 10 tensors, not 11")
 
 
 # ---- verify ----

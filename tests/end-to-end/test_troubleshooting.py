@@ -575,7 +575,7 @@ def _(p):
     return p.convert({f"blk.0.attn_{'x' * 42}.weight": matrix(0.3)})
 
 
-@row("<file>: is not the first part")
+@row("<file>: is not the first shard")
 def _(p):
     tensors = list(generators.tiny_tensors().items())
     paths = generators.write_split(p.tmp_path, [dict(tensors[:4]), dict(tensors[4:])])

@@ -50,18 +50,22 @@ def test_split_dense_model_is_compressed(sparse, tmp_path):
 
 REFUSED = {
     "a part is missing": (lambda parts: None, lambda paths: paths[1].unlink(), "00002-of-00003.gguf: No such file"),
-    "another model's part": (lambda parts: parts[1].set("split.no", gb.U16, 2), None, "is not part 2 of 3"),
-    "another count": (lambda parts: parts[2].set("split.count", gb.U16, 4), None, "is not part 3 of 3"),
+    "another model's part": (lambda parts: parts[1].set("split.no", gb.U16, 2), None, "is not shard 2 of 3"),
+    "another count": (lambda parts: parts[2].set("split.count", gb.U16, 4), None, "is not shard 3 of 3"),
     "a tensor too few": (
         lambda parts: parts[2].tensors.pop(),
         None,
-        "the parts hold 93 tensors, split.tensors.count says 94",
+        "the shards hold 93 tensors, split.tensors.count says 94",
     ),
-    "a tensor twice": (lambda parts: parts[2].tensors.__setitem__(0, parts[1].tensors[0]), None, "stands in two parts"),
+    "a tensor twice": (
+        lambda parts: parts[2].tensors.__setitem__(0, parts[1].tensors[0]),
+        None,
+        "stands in two shards",
+    ),
     "metadata in two parts": (
         lambda parts: parts[1].set("macko.version", gb.U32, 1),
         None,
-        "belongs into the first part",
+        "belongs into the first shard",
     ),
     "parts in another alignment": (
         lambda parts: (parts[1].set("general.alignment", gb.U32, 64), setattr(parts[1], "alignment", 64)),
@@ -87,7 +91,7 @@ REFUSED = {
     "another name": (
         lambda parts: None,
         lambda paths: paths[0].rename(paths[0].with_name("model.gguf")),
-        "give its first part, NAME-00001-of-00003.gguf",
+        "give its first shard, NAME-00001-of-00003.gguf",
     ),
     "65535 parts": (lambda parts: [p.set("split.count", gb.U16, 65535) for p in parts], None, "of-65535.gguf"),
 }

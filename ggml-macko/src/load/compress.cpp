@@ -215,7 +215,7 @@ namespace {
 
 struct found_matrices {
     std::mutex                      mutex;
-    std::vector<struct stat>        files; // the parts of the model that matrices was computed from
+    std::vector<struct stat>        files; // the shards of the model that matrices was computed from
     bool                            bit_exact = false;
     std::vector<sparse_tensor_info> matrices;
 };
@@ -226,17 +226,17 @@ int compress_weights(model_file * file, bool bit_exact) {
     static found_matrices             last;
     const std::lock_guard<std::mutex> lock(last.mutex);
     const bool                        known =
-        last.bit_exact == bit_exact && last.files.size() == file->parts.size() &&
-        std::equal(last.files.begin(), last.files.end(), file->parts.begin(),
-                   [](const struct stat & a, const file_part & part) { return is_same_file(a, part.opened); });
+        last.bit_exact == bit_exact && last.files.size() == file->shards.size() &&
+        std::equal(last.files.begin(), last.files.end(), file->shards.begin(),
+                   [](const struct stat & a, const file_shard & shard) { return is_same_file(a, shard.opened); });
     if (!known) {
         last.files.clear();
         last.matrices.clear();
         if (const int status = find_matrices(*file, bit_exact, &last.matrices)) {
             return status;
         }
-        for (const file_part & part : file->parts) {
-            last.files.push_back(part.opened);
+        for (const file_shard & shard : file->shards) {
+            last.files.push_back(shard.opened);
         }
         last.bit_exact = bit_exact;
     }

@@ -117,7 +117,7 @@ static std::vector<uint8_t> dense_header(const model_file & file, const std::vec
     gguf_append<uint64_t>(&out, 0);
     uint64_t n_keys = 0;
     for (const gguf_key & key : h.keys) {
-        if (!describes_storage(key.name, file.parts.size() > 1)) {
+        if (!describes_storage(key.name, file.shards.size() > 1)) {
             out.insert(out.end(), h.bytes.begin() + static_cast<int64_t>(key.begin),
                        h.bytes.begin() + static_cast<int64_t>(key.end));
             n_keys++;

@@ -1,6 +1,6 @@
 // Opens the files of a model and reads across them. A model that was split by llama-gguf-split consists of N files
 // NAME-00001-of-0000N.gguf; the first file has the metadata.
-#include "load/file-parts.h"
+#include "load/file-shards.h"
 #include "platform/platform.h"
 
 #include <algorithm>
@@ -14,19 +14,19 @@
 namespace macko {
 
 model_file::~model_file() {
-    for (const file_part & part : parts) {
-        if (part.fd >= 0) {
-            close(part.fd);
+    for (const file_shard & shard : shards) {
+        if (shard.fd >= 0) {
+            close(shard.fd);
         }
     }
 }
 
-int64_t model_file::size() const { return parts.empty() ? 0 : parts.back().begin + parts.back().opened.st_size; }
+int64_t model_file::size() const { return shards.empty() ? 0 : shards.back().begin + shards.back().opened.st_size; }
 
-static int read_part(const file_part & part, int64_t offset, uint8_t * out, int64_t n) {
+static int read_shard(const file_shard & shard, int64_t offset, uint8_t * out, int64_t n) {
     constexpr int64_t most = 1 << 30; // macOS refuses to read more than INT_MAX bytes at once
     while (n > 0) {
-        const ssize_t got = pread(part.fd, out, static_cast<size_t>(std::min(n, most)), offset);
+        const ssize_t got = pread(shard.fd, out, static_cast<size_t>(std::min(n, most)), offset);
         if (got < 0) {
             if (errno == EINTR) {
                 continue;
@@ -35,7 +35,7 @@ static int read_part(const file_part & part, int64_t offset, uint8_t * out, int6
         }
         if (got == 0) {
             return fail(GGML_MACKO_STATUS_TRUNCATED, "short read: the file shrank (ends at %" PRId64 " vs %" PRId64 ")",
-                        offset, static_cast<int64_t>(part.opened.st_size));
+                        offset, static_cast<int64_t>(shard.opened.st_size));
         }
         out += got;
         offset += got;
@@ -46,13 +46,13 @@ static int read_part(const file_part & part, int64_t offset, uint8_t * out, int6
 
 int model_file::read(int64_t offset, void * dst, int64_t n) const {
     uint8_t * out = static_cast<uint8_t *>(dst);
-    auto      it  = std::upper_bound(parts.begin(), parts.end(), offset,
-                                     [](int64_t at, const file_part & part) { return at < part.begin; });
-    for (--it; n > 0; ++it) { // upper_bound never finds the first part, which begins at 0
-        const bool    last = it + 1 == parts.end();
+    auto      it  = std::upper_bound(shards.begin(), shards.end(), offset,
+                                     [](int64_t at, const file_shard & shard) { return at < shard.begin; });
+    for (--it; n > 0; ++it) { // upper_bound never finds the first shard, which begins at 0
+        const bool    last = it + 1 == shards.end();
         const int64_t len  = last ? n : std::min(n, (it + 1)->begin - offset);
-        if (const int status = read_part(*it, offset - it->begin, out, len)) {
-            if (parts.size() > 1) {
+        if (const int status = read_shard(*it, offset - it->begin, out, len)) {
+            if (shards.size() > 1) {
                 prefix_error(it->path.c_str());
             }
             return status;
@@ -71,13 +71,13 @@ bool is_same_file(const struct stat & a, const struct stat & b) {
 }
 
 int model_file::check_unchanged() const {
-    for (const file_part & part : parts) {
+    for (const file_shard & shard : shards) {
         struct stat now = {};
-        if (fstat(part.fd, &now) != 0) {
-            return fail(GGML_MACKO_STATUS_IO, "%s: %s", part.path.c_str(), strerror(errno));
+        if (fstat(shard.fd, &now) != 0) {
+            return fail(GGML_MACKO_STATUS_IO, "%s: %s", shard.path.c_str(), strerror(errno));
         }
-        if (!is_same_file(now, part.opened)) {
-            return fail(GGML_MACKO_STATUS_FILE_CHANGED, "%s: the file changed while it was read", part.path.c_str());
+        if (!is_same_file(now, shard.opened)) {
+            return fail(GGML_MACKO_STATUS_FILE_CHANGED, "%s: the file changed while it was read", shard.path.c_str());
         }
     }
     return GGML_MACKO_STATUS_OK;
@@ -85,16 +85,16 @@ int model_file::check_unchanged() const {
 
 int model_file::open(const char * file_path) {
     path = file_path;
-    parts.emplace_back();
-    file_part & part = parts.back();
-    part.path        = file_path;
+    shards.emplace_back();
+    file_shard & shard = shards.back();
+    shard.path         = file_path;
     // Without O_NONBLOCK, opening a FIFO that has no writer would block.
-    part.fd              = ::open(file_path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
-    const bool is_socket = part.fd < 0 && platform::is_socket_error(errno);
-    if (!is_socket && (part.fd < 0 || fstat(part.fd, &part.opened) != 0)) {
+    shard.fd             = ::open(file_path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
+    const bool is_socket = shard.fd < 0 && platform::is_socket_error(errno);
+    if (!is_socket && (shard.fd < 0 || fstat(shard.fd, &shard.opened) != 0)) {
         return fail(GGML_MACKO_STATUS_IO, "%s", strerror(errno));
     }
-    if (is_socket || !S_ISREG(part.opened.st_mode)) {
+    if (is_socket || !S_ISREG(shard.opened.st_mode)) {
         return fail(GGML_MACKO_STATUS_NOT_A_FILE, "not a regular file");
     }
     return GGML_MACKO_STATUS_OK;
@@ -114,46 +114,46 @@ static int find_split_key(const gguf_header & header, const char * name, gguf_ty
 
 int split_count(const gguf_header & header, int64_t * count) {
     const int status = find_split_key(header, "split.count", GGUF_U16, count);
-    *count           = std::max<int64_t>(*count, 1); // llama-gguf-split writes 0 when it merges the parts again
+    *count           = std::max<int64_t>(*count, 1); // llama-gguf-split writes 0 when it merges the shards again
     return status;
 }
 
-// Opens part i of n, checks its header, and appends its tensors to those of the model.
-static int append_part(model_file * file, const std::string & path, int64_t i, int64_t n) {
-    model_file part;
+// Opens shard i of n, checks its header, and appends its tensors to those of the model.
+static int append_shard(model_file * file, const std::string & path, int64_t i, int64_t n) {
+    model_file shard;
     int64_t    no = 0, count = 0;
-    if (const int status = part.open(path.c_str())) {
+    if (const int status = shard.open(path.c_str())) {
         return status;
     }
-    if (const int status = read_gguf_header(part, &part.header)) {
+    if (const int status = read_gguf_header(shard, &shard.header)) {
         return status;
     }
-    if (const int status = find_split_key(part.header, "split.no", GGUF_U16, &no)) {
+    if (const int status = find_split_key(shard.header, "split.no", GGUF_U16, &no)) {
         return status;
     }
-    if (const int status = split_count(part.header, &count)) {
+    if (const int status = split_count(shard.header, &count)) {
         return status;
     }
     if (no != i || count != n) {
-        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "is not part %" PRId64 " of %" PRId64, i + 1, n);
+        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "is not shard %" PRId64 " of %" PRId64, i + 1, n);
     }
-    if (part.header.find("macko.version") != nullptr) {
-        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "has the key macko.version, which belongs into the first part");
+    if (shard.header.find("macko.version") != nullptr) {
+        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "has the key macko.version, which belongs into the first shard");
     }
-    if (part.header.alignment != file->header.alignment) {
+    if (shard.header.alignment != file->header.alignment) {
         return fail(GGML_MACKO_STATUS_BAD_ALIGNMENT,
-                    "general.alignment is not that of the first part (%" PRId64 " vs %" PRId64 ")",
-                    part.header.alignment, file->header.alignment);
+                    "general.alignment is not that of the first shard (%" PRId64 " vs %" PRId64 ")",
+                    shard.header.alignment, file->header.alignment);
     }
     const int64_t begin = file->size();
-    for (gguf_tensor & t : part.header.tensors) {
+    for (gguf_tensor & t : shard.header.tensors) {
         t.offset += begin;
         file->header.tensors.push_back(std::move(t));
     }
-    file->header.file_size += part.header.file_size;
-    part.parts[0].begin = begin;
-    file->parts.push_back(std::move(part.parts[0]));
-    part.parts.clear(); // so that the destructor of part does not close the descriptor
+    file->header.file_size += shard.header.file_size;
+    shard.shards[0].begin = begin;
+    file->shards.push_back(std::move(shard.shards[0]));
+    shard.shards.clear(); // so that the destructor of shard does not close the descriptor
     return GGML_MACKO_STATUS_OK;
 }
 
@@ -164,12 +164,12 @@ static int check_tensor_names(const gguf_header & header) {
     }
     std::sort(names.begin(), names.end());
     const auto twice = std::adjacent_find(names.begin(), names.end());
-    return twice == names.end()
-               ? GGML_MACKO_STATUS_OK
-               : fail(GGML_MACKO_STATUS_DUPLICATE_TENSOR, "tensor %s stands in two parts", std::string(*twice).c_str());
+    return twice == names.end() ? GGML_MACKO_STATUS_OK
+                                : fail(GGML_MACKO_STATUS_DUPLICATE_TENSOR, "tensor %s stands in two shards",
+                                       std::string(*twice).c_str());
 }
 
-int model_file::append_parts() {
+int model_file::append_shards() {
     int64_t n = 0, no = 0, n_tensors = 0;
     if (const int status = split_count(header, &n)) {
         return status;
@@ -187,18 +187,18 @@ int model_file::append_parts() {
     snprintf(suffix, sizeof(suffix), "-00001-of-%05d.gguf", static_cast<int>(n));
     const size_t n_suffix = strlen(suffix);
     if (no != 0 || path.size() < n_suffix || path.compare(path.size() - n_suffix, n_suffix, suffix) != 0) {
-        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "part of a split model: give its first part, NAME%s", suffix);
+        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "shard of a split model: give its first shard, NAME%s", suffix);
     }
     for (int64_t i = 1; i < n; i++) {
         snprintf(suffix, sizeof(suffix), "-%05d-of-%05d.gguf", static_cast<int>(i + 1), static_cast<int>(n));
-        const std::string part = path.substr(0, path.size() - n_suffix) + suffix;
-        if (const int status = append_part(this, part, i, n)) {
-            prefix_error(part.c_str());
+        const std::string shard = path.substr(0, path.size() - n_suffix) + suffix;
+        if (const int status = append_shard(this, shard, i, n)) {
+            prefix_error(shard.c_str());
             return status;
         }
     }
     if (n_tensors >= 0 && static_cast<size_t>(n_tensors) != header.tensors.size()) {
-        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "the parts hold %zu tensors, split.tensors.count says %" PRId64,
+        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "the shards hold %zu tensors, split.tensors.count says %" PRId64,
                     header.tensors.size(), n_tensors);
     }
     if (header.tensors.size() > MAX_TENSORS) {

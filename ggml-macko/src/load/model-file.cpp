@@ -39,7 +39,7 @@ int model_file_open(const char * path, bool require_model, std::unique_ptr<model
     if (status == GGML_MACKO_STATUS_OK) {
         status = read_gguf_header(*file, &file->header);
     }
-    // The header of one part of a split sparse model does not describe the whole model.
+    // The header of one shard of a split sparse model does not describe the whole model.
     if (status == GGML_MACKO_STATUS_OK && (require_model || file->header.find("macko.version") != nullptr)) {
         status = check_not_split(file->header);
     }
@@ -85,7 +85,7 @@ static int open_for_load(const char * path, compression how, model_file * file) 
     }
     const bool compress = how != compression::off;
     if (compress || file->header.find("macko.version") != nullptr) { // llama.cpp itself opens the parts of dense models
-        if (const int status = file->append_parts()) {
+        if (const int status = file->append_shards()) {
             return status;
         }
     }

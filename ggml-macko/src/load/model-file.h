@@ -1,7 +1,7 @@
 // Opens a GGUF model, with all checks of its header.
 #pragma once
 
-#include "load/file-parts.h"
+#include "load/file-shards.h"
 
 namespace macko {
 

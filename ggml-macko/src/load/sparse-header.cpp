@@ -5,7 +5,7 @@
 #include "codec/registry.h"
 #include "gguf/names.h"
 #include "load/activation-keys.h"
-#include "load/file-parts.h"
+#include "load/file-shards.h"
 
 #include <algorithm>
 #include <cinttypes>

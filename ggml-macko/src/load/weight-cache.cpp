@@ -126,9 +126,9 @@ int weight_cache::open(const model_file & model, const std::string & made_for, s
     }
     cache->key_      = "library " + text_of(library) + made_for + "\n";
     const time_t now = time(nullptr);
-    for (const file_part & part : model.parts) {
-        cache->key_ += "model " + text_of(part.opened);
-        cache->too_young_ = cache->too_young_ || platform::change_time(part.opened).tv_sec + TOO_YOUNG >= now;
+    for (const file_shard & shard : model.shards) {
+        cache->key_ += "model " + text_of(shard.opened);
+        cache->too_young_ = cache->too_young_ || platform::change_time(shard.opened).tv_sec + TOO_YOUNG >= now;
     }
 
     const std::unique_ptr<char, void (*)(void *)> real_path(realpath(model.path.c_str(), nullptr), free);

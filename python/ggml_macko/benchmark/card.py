@@ -18,7 +18,7 @@ from .. import console
 from ..benchmark.forms import DENSE, QUANTIZED, SPARSE_QUANTIZED
 from ..benchmark.report import FormResult
 from ..conversion.inspect import inspect
-from ..gguf.files import Model, part_paths
+from ..gguf.files import Model, shard_paths
 
 SIGNATURE = b"---\n"
 """How the front matter begins, and with it the file."""
@@ -167,7 +167,7 @@ def _summary(model: ModelFile, models: Sequence[ModelFile]) -> Iterator[str]:
 def _files(models: Sequence[ModelFile]) -> Iterator[str]:
     rows = []
     for m in models:
-        nbytes = sum(p.stat().st_size for p in part_paths(m.path))
+        nbytes = sum(p.stat().st_size for p in shard_paths(m.path))
         stored = ", ".join(f"{n} x {name}" for name, n in sorted(m.storage.items(), key=lambda x: -x[1]))
         rows.append([_plain(m.path.name), f"{nbytes / console.MIB:.1f}", f"{nbytes * 8 / m.n_parameters:.2f}", stored])
     yield console.table(rows, ["file", "MiB", "bits per weight", "matrices of blocks"], "g")

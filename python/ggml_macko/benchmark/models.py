@@ -33,7 +33,7 @@ class ModelResult:
     """Medians over the runs of one model; None where nothing was measured (see Sample)."""
 
     model: str  # its label
-    nbytes: int  # of the file, or of all parts of a split model
+    nbytes: int  # of the file, or of all shards of a split model
     load_s: float
     prompt_tps: float | None
     gen_tps: float | None

@@ -23,7 +23,7 @@ from ..benchmark.models import LabelledModel, ModelResult, bench_models
 from ..evaluation import likelihood
 from ..evaluation.likelihood import Estimate
 from ..evaluation.text_model import N_CTX, TextModel, read_text, spread
-from ..gguf.files import part_paths
+from ..gguf.files import shard_paths
 from ..gguf.outputs import AtomicOutput, scratch_folder
 
 
@@ -79,7 +79,7 @@ def report(
         outputs = {}
         if output is not None:
             plot.figure_class()  # refuses a missing matplotlib before anything is measured
-            inputs = [*(part for model in (dense, *models) for part in part_paths(model)), text]
+            inputs = [*(shard for model in (dense, *models) for shard in shard_paths(model)), text]
             for suffix in plot.REPORT_SUFFIXES:
                 signature = plot.SIGNATURES[suffix]
                 outputs[suffix] = stack.enter_context(AtomicOutput(output + suffix, inputs, force, signature))

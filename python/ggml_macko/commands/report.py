@@ -24,7 +24,7 @@ from ..commands.bench import add_speed_arguments
 from ..conversion.convert import check_inputs as check_conversion
 from ..conversion.convert import checked_type, convert
 from ..evaluation.text_model import N_CTX
-from ..gguf.files import part_paths
+from ..gguf.files import shard_paths
 from ..gguf.outputs import AtomicOutput
 from ..native import bindings, devices
 from ..pruning.options import parse
@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         opened = None
         if args.card:
-            inputs = [*(part for model in (args.dense, *args.models) for part in part_paths(model)), args.file]
+            inputs = [*(shard for model in (args.dense, *args.models) for shard in shard_paths(model)), args.file]
             opened = stack.enter_context(AtomicOutput(args.card, inputs, args.force, card.SIGNATURE))
         results = measure(args, n_threads)
         if opened is not None:

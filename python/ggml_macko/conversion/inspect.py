@@ -61,7 +61,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """A model file, or all parts of a split one."""
+    """A model file, or all shards of a split one."""
 
     path: str
     is_sparse: bool

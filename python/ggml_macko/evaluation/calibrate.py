@@ -25,7 +25,7 @@ from .. import console, errors
 from ..evaluation.activations import MIN_ROWS, Weight, signals_held
 from ..evaluation.text_model import N_CALIBRATION_CHUNKS, N_CTX, N_UBATCH, Chunks, TextModel
 from ..gguf import imatrix
-from ..gguf.files import Model, make_key, part_paths
+from ..gguf.files import Model, make_key, shard_paths
 from ..gguf.outputs import AtomicOutput
 
 N_BATCH = 512
@@ -79,7 +79,7 @@ def calibrate(
     if n_chunks == 0 or checkpoint_every < 1:
         raise errors.usage_error("--chunks 0 measures nothing, --output-frequency must be at least 1")
     sums = SquareSums(process_output)
-    inputs: list[str | os.PathLike[str]] = [*part_paths(model), text]
+    inputs: list[str | os.PathLike[str]] = [*shard_paths(model), text]
     with (
         AtomicOutput(output, inputs, force) as opened,
         TextModel.opened_with(

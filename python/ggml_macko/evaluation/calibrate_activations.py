@@ -14,7 +14,7 @@ from ..evaluation.calibrate import N_BATCH
 from ..evaluation.skipping import SkipOptions, SkippingModel
 from ..evaluation.text_model import N_CTX, N_UBATCH, Chunks, read_text
 from ..gguf.activation_keys import SkipRule, read_rule, without_rule
-from ..gguf.files import Model, part_paths
+from ..gguf.files import Model, shard_paths
 from ..gguf.outputs import AtomicOutput
 from ..gguf.writer import is_written, write_with_keys
 
@@ -53,7 +53,7 @@ def calibrate_activations(
     if n_ctx < MIN_ROWS:
         raise errors.usage_error(f"-c {n_ctx}: at least {MIN_ROWS}")
     read_text(skip.text)  # a bad one is refused before the model is loaded
-    with Model(model) as source, AtomicOutput(output, [*part_paths(model), skip.text], force) as opened:
+    with Model(model) as source, AtomicOutput(output, [*shard_paths(model), skip.text], force) as opened:
         with SkippingModel(
             model,
             skip.score,

@@ -17,7 +17,7 @@ from ..evaluation.likelihood import Array, Estimate
 from ..evaluation.skipping import SkipOptions, SkippedPart
 from ..evaluation.text_model import N_BATCH, N_CTX, N_UBATCH, Chunks, TextModel, read_text
 from ..gguf.activation_keys import SkipRule, read_rule
-from ..gguf.files import Model, part_paths
+from ..gguf.files import Model, shard_paths
 from ..gguf.outputs import AtomicOutput
 
 __all__ = [
@@ -74,7 +74,7 @@ def perplexity(
 
     if kl_divergence_base is None:
         return measure(None)
-    with AtomicOutput(kl_divergence_base, [*part_paths(model), text], force, SIGNATURE[:4]) as base:
+    with AtomicOutput(kl_divergence_base, [*shard_paths(model), text], force, SIGNATURE[:4]) as base:
         estimate = measure(base)
         base.seal()
         with BaseFile(base.partial):  # its header and size are as a reader expects them

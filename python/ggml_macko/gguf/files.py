@@ -330,7 +330,7 @@ def _is_format_key(name: str) -> bool:
 
 
 class Model:
-    """A model file, dense or sparse, or all parts of a split one, seen as the dense model."""
+    """A model file, dense or sparse, or all shards of a split one, seen as the dense model."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -342,14 +342,14 @@ class Model:
             self.tensors = [tensor for shard in self.shards for tensor in _dense_view(shard)]
             names = {t.name for t in self.tensors}
             if len(names) != len(self.tensors):
-                raise errors.error(errors.DUPLICATE_TENSOR, f"{self.path}: a tensor stands in two parts")
+                raise errors.error(errors.DUPLICATE_TENSOR, f"{self.path}: a tensor stands in two shards")
         except BaseException:
             self.close()
             raise
 
     @property
     def keys(self) -> list[Key]:
-        """Metadata of the model: that of the first part, without what describes storage."""
+        """Metadata of the model: that of the first shard, without what describes storage."""
         return [k for k in self.shards[0].keys if not _is_format_key(k.name)]
 
     @property
@@ -389,7 +389,7 @@ class Model:
 
 
 def _part_name(path: Path) -> re.Match[str] | None:
-    """Of a file that llama-gguf-split has made: its groups are the model's name, the part's number and their count."""
+    """Of a file that llama-gguf-split has made: its groups are the model's name, the shard's number and their count."""
     return re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name, re.DOTALL)
 
 
@@ -398,7 +398,7 @@ def _part_path(path: Path, name: re.Match[str], no: int) -> Path:
     return path.with_name(f"{name[1]}-{no + 1:05d}-of-{name[3]}.gguf")
 
 
-def part_paths(path: str | os.PathLike[str]) -> list[Path]:
+def shard_paths(path: str | os.PathLike[str]) -> list[Path]:
     """The files of a model that exist, as far as their names tell; no file is opened."""
     path = Path(path)
     name = _part_name(path)
@@ -415,9 +415,9 @@ def _open_shards(path: Path) -> Iterator[_Shard]:
         return
     name = _part_name(path)
     if not name or int(name[3]) != count or not isinstance(count, int) or not 1 < count <= 99999:
-        raise errors.error(errors.SPLIT_FILE, f"{path}: part of a split model, but not named NAME-00001-of-0000N.gguf")
+        raise errors.error(errors.SPLIT_FILE, f"{path}: shard of a split model, but not named NAME-00001-of-0000N.gguf")
     if numbers.get("split.no") != 0 or int(name[2]) != 1:
-        raise errors.error(errors.SPLIT_FILE, f"{path}: is not the first part; give {name[1]}-00001-of-{name[3]}.gguf")
+        raise errors.error(errors.SPLIT_FILE, f"{path}: is not the first shard; give {name[1]}-00001-of-{name[3]}.gguf")
     n_tensors = len(first.tensors)
     for no in range(1, count):
         shard = _Shard(_part_path(path, name, no))
@@ -425,10 +425,10 @@ def _open_shards(path: Path) -> Iterator[_Shard]:
         n_tensors += len(shard.tensors)
         found = {k.name: k.value() for k in shard.keys if k.name.startswith("split.")}
         if found.get("split.no") != no or found.get("split.count") != count:
-            raise errors.error(errors.SPLIT_FILE, f"{shard.path}: is not part {no + 1} of {count}")
+            raise errors.error(errors.SPLIT_FILE, f"{shard.path}: is not shard {no + 1} of {count}")
     if numbers.get("split.tensors.count", n_tensors) != n_tensors:
         raise errors.error(
-            errors.SPLIT_FILE, f"{path}: the parts hold {n_tensors} tensors, not {numbers['split.tensors.count']}"
+            errors.SPLIT_FILE, f"{path}: the shards hold {n_tensors} tensors, not {numbers['split.tensors.count']}"
         )
 
 

@@ -17,7 +17,7 @@ _CHECKPOINT = (".safetensors", ".json", ".model", ".txt", ".jinja")  # what a co
 
 
 def download(spec: str) -> Path:
-    """The local path of what `REPO[:FILE]` names: a GGUF, the first part of a split one, or the folder of a checkpoint.
+    """The local path of `REPO[:FILE]`: a GGUF, the first shard of a split one, or the folder of a checkpoint.
 
     REPO: user/name. FILE: a file of it, or a part of the name of one GGUF, such as Q8_0; it may be left out where the
     repository has one GGUF only, or none but safetensors. Raises MackoError.

@@ -10,7 +10,7 @@ namespace macko {
 
 // A file of a model. Most models have one; split models have several. Offsets in a model count through its files in
 // order.
-struct file_part {
+struct file_shard {
     std::string path;
     int64_t     begin  = 0;
     int         fd     = -1;
@@ -19,7 +19,7 @@ struct file_part {
 
 struct model_file : byte_source {
     std::string                     path; // path of the first file
-    std::vector<file_part>          parts;
+    std::vector<file_shard>         shards;
     gguf_header                     header;            // split model: the first file's, with the tensors of all files
     std::string                     arch;              // general.architecture of a model that passed the checks
     bool                            has_rules = false; // rules exist for its architecture (gguf/model-keys.h)
@@ -33,7 +33,7 @@ struct model_file : byte_source {
     [[nodiscard]] int check_unchanged() const;      // FILE_CHANGED if inode, size or mtime differ from `opened`
     [[nodiscard]] int open(const char * file_path); // the first file; regular files only (and symlinks to them)
     // Opens the other files of a split model, if the header declares one, and appends their tensors to the header.
-    [[nodiscard]] int append_parts();
+    [[nodiscard]] int append_shards();
 };
 // Compares inode, size and mtime.
 bool is_same_file(const struct stat & a, const struct stat & b);

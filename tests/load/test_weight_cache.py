@@ -102,7 +102,7 @@ def test_each_kernel_set_has_its_own_file(sparse, kept, cached, kernels):
     """Not every CPU has avx2: then the process says so."""
     cached(sparse)
     program = (
-        "import sys; from llama_logits import logits, open_model; import numpy as np\n"
+        "import sys; from support.llama_logits import logits, open_model; import numpy as np\n"
         "def run(**k): return logits(open_model(sys.argv[1], logits_all=True, **k), list(range(3, 40)))\n"
         "want = run(); assert all(np.array_equal(run(weight_cache=True, verbose=True), want) for i in range(2))"
     )
@@ -315,7 +315,7 @@ def test_failed_load_keeps_nothing(sparse, kept, tmp_path):
 def test_full_disk_is_said_and_the_load_goes_on(sparse, kept):
     """In a process of its own: the limit is for all files that a process writes."""
     program = (
-        "import resource, sys; from llama_logits import logits, open_model; import numpy as np\n"
+        "import resource, sys; from support.llama_logits import logits, open_model; import numpy as np\n"
         "def run(**k): return logits(open_model(sys.argv[1], logits_all=True, **k), list(range(3, 40)))\n"
         "want = run(); resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # Python ignores the signal\n"
         "assert np.array_equal(run(weight_cache=True, verbose=True), want)"
@@ -340,7 +340,7 @@ def test_partial_files_are_removed_when_they_are_a_day_old(sparse, kept, cached)
 
 def test_processes_that_load_at_once_do_not_disturb_each_other(sparse, kept):
     program = (
-        "import sys; from llama_logits import logits, open_model; import hashlib\n"
+        "import sys; from support.llama_logits import logits, open_model; import hashlib\n"
         "for i in range(3):\n"
         "    got = logits(open_model(sys.argv[1], logits_all=True, weight_cache=True), list(range(3, 40)))\n"
         "    print(hashlib.sha256(got.tobytes()).hexdigest())"

@@ -80,10 +80,6 @@ class Server:
         """Anonymous resident memory in bytes."""
         return _field(self.pid, "RssAnon")
 
-    def peak_memory(self) -> int:
-        """The largest resident memory so far, files included, in bytes."""
-        return _field(self.pid, "VmHWM")
-
 
 THIS_MACHINE = Host()
 

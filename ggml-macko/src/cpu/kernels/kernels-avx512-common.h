@@ -19,12 +19,10 @@ namespace {
 struct avx512 : plain_mask_bits {
     using vec = __m512;
 
-    static constexpr int width     = 16;
-    static constexpr int tile_vecs = 8;
-    // Prefetch distance in bytes of values. 512 hid too little of the memory latency: half as fast at density 0.5.
-    static constexpr int                      prefetch_bytes = 3072;
-    template <int TYPE> static constexpr int  step           = 16;
-    template <int TYPE> static constexpr bool has_rows16     = false;
+    static constexpr int                      width      = 16;
+    static constexpr int                      tile_vecs  = 8;
+    template <int TYPE> static constexpr int  step       = 16;
+    template <int TYPE> static constexpr bool has_rows16 = false;
     // With several x, each vector of x is loaded once for two rows.
     template <int NX> static constexpr int rows_per_pass = NX == 1 ? 1 : 2;
 

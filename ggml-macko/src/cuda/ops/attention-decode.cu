@@ -1,23 +1,23 @@
-// Attention of few tokens over a cache in F16 or a quantized type, on tensor cores. A block takes a split of the
-// positions of one KV head, one token, and up to 4 query heads that share the KV head. A warp takes 16 positions at a
-// time, so a short context is one round of the 16 warps of a block.
+// Attention of few tokens over an F16 or quantized cache, on tensor cores. A block processes one split of the positions
+// of one KV head, one token, and up to 4 query heads that share the KV head. A warp processes 16 positions at a time,
+// so a short context is one round of the 16 warps of a block.
 //
 //   scores   K (16 positions x head_dim) times q, whose F16 parts (q = high + low, 22 bits) are two of 8 columns per
 //            head
 //   sums     V transposed (head_dim x 16 positions) times the weights, again with high and low parts in two columns
 //
-// The order of the dimensions inside a product is free, so both operands are read in 16-byte pieces as they lie in
-// memory.
+// The order of the dimensions inside a product does not matter, so both operands are read in 16-byte pieces in their
+// memory order.
 //
-// The code runs once per launch, cold: at short contexts its time is in fetching instructions and in memory accesses
-// that follow one another. Loads of an SM come back in order, so what the scores need is requested first: the mask and
-// K before the previous kernel ends (with ROPE, where that kernel writes nothing to the cache), then q, then V. With
-// ROPE, q comes by bulk copies on GPUs that have them, which do not queue up behind K.
+// The code runs once per launch, with cold caches: at short contexts its time is that of fetching instructions and of
+// dependent memory accesses. Loads of an SM return in order, so the operands of the scores are requested first: the
+// mask and K before the previous kernel ends (with ROPE, where that kernel writes nothing to the cache), then q, then
+// V. With ROPE, q is loaded by bulk copies on GPUs that have them, because these do not queue behind K.
 //
 // Short contexts (RANKS = 2): a cluster of two blocks on two SMs shares the positions of a head. Each warp sends the
 // first half of its sums to one block and the second half to the other.
 //
-// Quantized types: attention-quantized.cuh.
+// attention-quantized.cuh reads the quantized types.
 #include "cuda/ops/attention-quantized.cuh"
 #include "cuda/ops/attention.cuh"
 
@@ -28,15 +28,15 @@ namespace macko::cuda {
 namespace {
 
 constexpr int   WARPS = DECODE_ROUND / 16, THREADS = WARPS * WARP;
-constexpr float WEIGHT_BITS = 15; // weights lie in 0 ... 2^15: the low parts of small ones are no subnormals then
+constexpr float WEIGHT_BITS = 15; // weights are in 0 ... 2^15, so that low parts of small ones are not subnormal
 
-// what the kernel reads first lies side by side
+// The arguments that the kernel reads first are adjacent.
 struct decode_args {
     const char *   k, *v;
     const char *   mask;         // or null
     int64_t        k_nb2, v_nb2; // from head to head
     uint32_t       k_nb1, v_nb1;
-    int            n_kv, block_size;               // positions, and those of a block
+    int            n_kv, block_size;               // positions in all, and per block
     int            group, heads, chunks, n_tokens; // heads: heads_per_block
     int64_t        mask_nb1, mask_nb2;
     sum_places     sums;
@@ -44,27 +44,27 @@ struct decode_args {
     attention_args rest;
 };
 
-// word i of a vector; i is a constant
+// Word i of a vector; i must be a constant.
 __device__ __forceinline__ uint32_t word(const uint4 & v, int i) {
     return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// makes the compiler compute x here, ahead of a wait, and not where it is used first
+// Forces the compiler to compute x here, before a wait, and not at its first use.
 __device__ __forceinline__ void compute_now(int & x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void compute_now(const float *& x) { asm volatile("" : "+l"(x)); }
 
-// Clusters (cc 9.0). What a block sends to another is counted in bytes by the mbarrier of the receiver, as bulk copies
-// are. So neither a barrier of all threads of the cluster is needed, whose release is a fence of the whole GPU, nor any
-// other fence.
+// Clusters (cc 9.0). The receiver's mbarrier counts the bytes that another block sends, like those of bulk copies. So
+// the kernel needs no barrier of all threads of the cluster, whose release is a fence of the whole GPU, and no other
+// fence.
 
-// The same address in the shared memory of block `rank` of the cluster. Volatile, so it is computed where it stands.
+// The same address in the shared memory of block `rank` of the cluster. Volatile, so that it is computed here.
 __device__ __forceinline__ uint32_t seen_from_cluster(uint32_t address, int rank) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
 #endif
     return address;
 }
-// to a block of the cluster; both addresses are results of seen_from_cluster()
+// Sends x to a block of the cluster; both addresses are results of seen_from_cluster().
 __device__ __forceinline__ void send(uint32_t to, uint32_t arrived, float4 x) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
@@ -85,7 +85,8 @@ __device__ __forceinline__ void start_cluster() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
-// all blocks of the cluster have started, and what their threads did before start_cluster() is visible
+// Waits until all blocks of the cluster have started; the writes of their threads before start_cluster() are visible
+// then.
 __device__ __forceinline__ void wait_for_cluster() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -98,28 +99,48 @@ __device__ __forceinline__ void wait_for_cluster() {
 #define IN_CLUSTERS_OF(n)
 #endif
 
-// DEEP: more rounds than two, where only bandwidth counts. The scores free the registers of K for the next round's, the
-// sums those of V, so a warp always has one of them on its way, 64 KB in all: more than the 35 KB that an SM's share of
-// the memory bandwidth carries in a latency of 1 us.
-//
-// ROWS: f16_rows, or packed_rows of a quantized type, which are always DEEP. Packed rows are copied to a ring in shared
-// memory, of STAGES rounds, and each warp has a ring of its own.
-template <typename ROWS, int HEAD_DIM, bool ROPE, int RANKS, bool DEEP>
+// DEEP is for more than two rounds, where only bandwidth matters: the scores free the registers of K for the next
+// round's K, and the sums free those of V, so each warp always has one of them in flight, 64 KB in all. That exceeds
+// the 35 KB that an SM's share of the memory bandwidth transfers in a latency of 1 us. Packed rows are always DEEP.
+// They are copied to a ring of STAGES rounds in shared memory; each warp has its own ring.
+template <typename ROWS, // rows of the cache: f16_rows, or packed_rows of a quantized type
+          int  HEAD_DIM, // elements of a row: 64 or 128
+          bool ROPE,     // first rotate q and the new k, and write the new rows of K and V to the cache
+          int  RANKS,    // blocks of a cluster that share the positions: 1 or 2
+          bool DEEP>     // more than two rounds: request the next round while this one is multiplied
 __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
-    attention_decode_kernel(const __grid_constant__ decode_args p, const __grid_constant__ new_row_args n) {
+    attention_decode_kernel(const __grid_constant__ decode_args  p,   // cache, mask, shapes and results
+                            const __grid_constant__ new_row_args n) { // ROPE: q, k and v of the new token
+    // How the block divides its work (lane = 4 g + t):
+    //
+    //   grid        x: splits of the positions, or ranks of a cluster; y: KV heads and chunks of their query heads;
+    //               z: streams and tokens
+    //
+    //   positions   begin                                          end
+    //   round 0     | warp 0 | warp 1 |  ...  | warp 15 |               16 positions each
+    //   round 1     | warp 0 | warp 1 |  ...  | warp 15 |
+    //
+    //   scores      K, 16 positions x HEAD_DIM, times q, HEAD_DIM x 8 columns: high and low parts for each head
+    //               lane: rows g and g + 8 of K, 16-byte pieces t, t + 4 ...; gets their scores for my_head
+    //   sums        V, HEAD_DIM x 16 positions, times the weights, 16 x 8 columns: high and low parts for each head
+    //               lane: rows 2t, 2t + 1, 2t + 8, 2t + 9 of V, pieces g, g + 8 ...; gets dimensions 8 (g + 8c) ... + 7
+    //
+    // Phases: request mask, K, q and V; rotate and store q; for each round multiply K, compute weights, multiply V;
+    // store or send the sums of each warp; reduce them over the warps; write the result and combine the splits.
     constexpr bool PACKED = ROWS::PACKED;
     static_assert(!PACKED || (DEEP && !ROPE && RANKS == 1));
-    // a block's part of the sums of all warps of the cluster
+    // each block reduces DIMS dimensions of the sums of all warps of the cluster
     constexpr int DIMS = HEAD_DIM / RANKS, SOURCES = RANKS * WARPS;
     constexpr int HALF = HEAD_DIM / 2, J = HEAD_DIM / 32, C = HEAD_DIM / 64;
-    constexpr int Q_LD = HEAD_DIM + 32;                                // columns 64 bytes apart in the banks
-    __shared__ __align__(16) __half shared_q[2 * MAX_HEADS][Q_LD];     // high and low part of each head
+    constexpr int Q_LD = HEAD_DIM + 32;                                // columns are 64 bytes apart in the banks
+    __shared__ __align__(16) __half shared_q[2 * MAX_HEADS][Q_LD];     // high and low parts of each head
     __shared__ __align__(16) __half shared_new[2][HEAD_DIM];           // the new rows of K and V
-    constexpr bool                  BULK = ROPE && bulk_copies::KNOWN; // then q does not wait for K
+    constexpr bool                  BULK = ROPE && bulk_copies::KNOWN; // loads of q do not wait for K
     __shared__ __align__(16) float raw[MAX_HEADS + 2][HEAD_DIM];
-    __shared__ float2              shared_max[MAX_HEADS][SOURCES]; // with the sum of the weights
+    __shared__ float2              shared_max[MAX_HEADS][SOURCES]; // maximum, and sum of the weights
     __shared__ uint64_t            barriers[2];
-    // [SOURCES][heads * DIMS + 4], so that lanes of consecutive sources meet no bank conflicts; before, packed rows
+    // [SOURCES][heads * DIMS + 4], so that lanes of consecutive sources have no bank conflicts; packed rows use it
+    // first
     extern __shared__ __align__(16) float shared_sums[];
 
     const bulk_copies rows_in = { shared_address(&barriers[0]) }, sums_in = { shared_address(&barriers[1]) };
@@ -135,22 +156,23 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     const int rank = RANKS > 1 ? static_cast<int>(blockIdx.x) : 0, split = RANKS > 1 ? 0 : static_cast<int>(blockIdx.x);
     const int kv_head = p.chunks == 1 ? y : y / p.chunks, chunk = y - kv_head * p.chunks;
     const int stream = ROPE ? 0 : p.n_tokens == 1 ? z : z / p.n_tokens, token = ROPE ? 0 : z - stream * p.n_tokens;
-    // a power of two; n_mine: those that exist
+    // heads: a power of two; n_mine: number of heads that exist
     const int heads = RANKS > 1 ? 1 : p.heads, n_mine = RANKS > 1 ? 1 : min(heads, p.group - chunk * heads);
     const int head0 = kv_head * p.group + chunk * heads;
     const int begin = static_cast<int>(blockIdx.x) * p.block_size, end = min(p.n_kv, begin + p.block_size);
-    int       first = begin + warp * 16; // of this warp
-    // of the block's: whose scores and sums this lane has
+    int       first = begin + warp * 16; // first position of this warp
+    // the head of the block whose scores and sums this lane computes
     const int log_heads = heads >> 1, my_head = t << log_heads >> 2;
 
     if constexpr (BULK || RANKS > 1) {
-        wait_for_cluster(); // ahead of the loads, for all of which it would wait
+        wait_for_cluster(); // before the loads, because it would wait for all of them
     }
+    // ---- request the mask, K, q and V ----
     int position = 0, k_row = 0, v_row = 0;
     if constexpr (ROPE) {
         position = *n.rope.pos, k_row = new_k_row(n), v_row = new_v_row(n);
     }
-    __half         bias[2]; // of rows g and g + 8
+    __half         bias[2]; // mask values of rows g and g + 8
     const __half * mask = reinterpret_cast<const __half *>(p.mask + (head0 + min(my_head, n_mine - 1)) * p.mask_nb2 +
                                                            (ROPE ? 0 : token * p.mask_nb1 + stream * p.rest.mask_nb3));
     const auto     fetch_bias_of = [&](__half * to, int from) {
@@ -165,7 +187,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     const char * v_base     = p.v + kv_head * p.v_nb2 + (ROPE ? 0 : stream / p.rest.v_streams * p.rest.v.nb[3]);
     const auto k_row_of = [&](int pos) { return k_base + static_cast<uint64_t>(static_cast<uint32_t>(pos)) * p.k_nb1; };
     const auto v_row_of = [&](int pos) { return v_base + static_cast<uint64_t>(static_cast<uint32_t>(pos)) * p.v_nb1; };
-    uint4      k[J][2], v[C][4]; // rows g, g + 8; rows 2t, 2t + 1, 2t + 8, 2t + 9
+    uint4      k[J][2], v[C][4]; // K rows g, g + 8; V rows 2t, 2t + 1, 2t + 8, 2t + 9
     const auto fetch_k = [&] {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -188,7 +210,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
         }
     };
 
-    // PACKED: rows g and g + 8 of a round to a stage, K in front of V
+    // PACKED: copies rows g and g + 8 of a round to a stage, K before V
     char *     ring       = reinterpret_cast<char *>(shared_sums);
     const auto ring_stage = [&](int stage) {
         if constexpr (PACKED) {
@@ -208,9 +230,9 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
         }
     };
 
-    // Each thread has two elements of a row that are rotated together: rows of the query heads, then the new rows of K
-    // and V. The last warps come first, because their positions are those that a short context hides. At most THREADS /
-    // HALF roles.
+    // Each thread has two elements of a row that are rotated together. The rows are those of the query heads, then the
+    // new rows of K and V. The last warps come first, because a short context has no positions for them. There are at
+    // most THREADS / HALF roles.
     const int role = (THREADS - 1 - tid) / HALF, pair = (THREADS - 1 - tid) % HALF, n_roles = ROPE ? heads + 2 : heads;
     rotation  angle = { 1, 0 };
     if constexpr (ROPE) {
@@ -219,7 +241,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
             angle = rotation_at(n.rope, static_cast<float>(position), pair, pair);
         }
     }
-    const auto sees_with = [&](const __half * of) { // any lane of the warp
+    const auto sees_with = [&](const __half * of) { // for any lane of the warp
         bool any = false;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -230,19 +252,19 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     const auto sees   = [&] { return sees_with(bias); };
     bool       wanted = first < end;
     if constexpr (ROPE) {
-        wanted = wanted && (warp < WARPS / 2 || sees()); // the mask is there before the first half's rows are
+        wanted = wanted && (warp < WARPS / 2 || sees()); // the mask arrives before the rows of the first half
         if (wanted) {
             fetch_k();
         }
     }
-    if constexpr (!DEEP) { // deeper caches do not fit L2
+    if constexpr (!DEEP) { // longer caches do not fit in L2
 #pragma unroll 1
-        for (int pos = begin + DECODE_ROUND + tid; pos < end; pos += THREADS) { // most was written long ago
+        for (int pos = begin + DECODE_ROUND + tid; pos < end; pos += THREADS) { // most rows were written long ago
             prefetch_row(k_row_of(pos), HEAD_DIM * 2);
             prefetch_row(v_row_of(pos), HEAD_DIM * 2);
         }
     }
-    const auto raw_row = [&](int i) { // of a role
+    const auto raw_row = [&](int i) { // row of a role
         const int    head = head0 + min(i, n_mine - 1);
         const char * row  = nullptr;
         if constexpr (ROPE) {
@@ -254,7 +276,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
         }
         return reinterpret_cast<const float *>(row);
     };
-    // a warp that has nothing else to do, where the context is short
+    // this warp has no other work if the context is short
     const bool    copies = BULK && warp == WARPS / 2 && lane < n_roles;
     const float * copied = nullptr;
     if (copies) {
@@ -277,11 +299,11 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
         copy_float(&raw[role][i1], row + i1);
     }
     if constexpr (!BULK) {
-        commit_copies(); // here, because loads come back in order
+        commit_copies(); // committed here, because loads return in order
     }
     if constexpr (!ROPE) {
         fetch_bias();
-        __syncwarp(); // keeps the order
+        __syncwarp(); // keeps the order of the loads
         if (!PACKED && wanted) {
             fetch_k();
         }
@@ -295,21 +317,21 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     if constexpr (!BULK) {
         wait_for_committed_copies();
     }
-    if (RANKS > 1 && tid == THREADS / 2) { // each warp that has positions sends its part, seen or not
+    if (RANKS > 1 && tid == THREADS / 2) { // each warp with positions sends its part, even if all are hidden
         int n_warps = 0;
         for (int i = 0; i < RANKS; i++) {
             n_warps += min(WARPS, (max(0, min(p.n_kv - i * p.block_size, p.block_size)) + 15) / 16);
         }
         sums_in.expect(n_warps * static_cast<int>(DIMS * sizeof(float) + sizeof(float2)));
     }
-    // The sums of a head come out of the products in 4 / heads lanes (t), all of them equal.
+    // The products leave the sums of a head in 4 / heads lanes (t); all copies are equal.
     const bool puts = (t & (4 >> log_heads) - 1) == 0, sends = first < end;
     const int  ld     = heads * DIMS + 4;
     const int  source = rank * WARPS + warp;
     const auto place  = [&](int c) {
         return shared_sums + source * ld + my_head * DIMS + (PACKED ? 64 * c + 4 * g : 8 * (g + 8 * c) % DIMS);
     };
-    uint32_t to[C], to_arrived[C], max_to = 0, max_arrived = 0; // in the blocks of the cluster
+    uint32_t to[C], to_arrived[C], max_to = 0, max_arrived = 0; // addresses in the blocks of the cluster
     if constexpr (RANKS > 1) {
 #pragma unroll
         for (int c = 0; c < C; c++) {
@@ -320,6 +342,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
         max_to      = seen_from_cluster(shared_address(&shared_max[my_head][source]), g % RANKS),
         max_arrived = seen_from_cluster(sums_in.arrived, g % RANKS);
     }
+    // ---- rotate q and the new row of K; split and store them in shared memory ----
     if (role < n_roles) {
         if constexpr (BULK) {
             rows_in.wait(0);
@@ -339,24 +362,25 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
         }
     }
     __syncthreads();
+    // write the new rows of K and V to the cache
     if (ROPE && warp == WARPS - 1 && blockIdx.x == 0 && chunk == 0) {
-        for (int i = lane; i < HEAD_DIM / 4; i += WARP) { // 16 bytes each
+        for (int i = lane; i < HEAD_DIM / 4; i += WARP) { // 16 bytes per lane
             const int is_v = i / (HEAD_DIM / 8), e = i % (HEAD_DIM / 8) * 8;
             *reinterpret_cast<uint4 *>(const_cast<char *>(is_v ? v_row_of(v_row) : k_row_of(k_row)) + e * 2) =
                 *reinterpret_cast<const uint4 *>(&shared_new[is_v][e]);
         }
     }
 
-    // of dimensions 8 (g + 8c) on; PACKED: of the places 64c + 4g and 64c + 32 + 4g on
+    // sums of dimensions 8 (g + 8c) on; PACKED: of the places 64c + 4g and 64c + 32 + 4g on
     float          max = -INFINITY, weight = 0, sum[C][8] = {};
     const __half * my_q = &shared_q[(g << log_heads >> 3) * 2 + (g & 1)][8 * t];
-    // DEEP: rows that a round's mask hides are not read, so the mask is ahead of the requests by a round
+    // DEEP: rows that a round's mask hides are not read, so the mask is requested one round before the rows
     constexpr int STAGES = ROWS::STAGES;
-    int           stage  = 0; // of this round
+    int           stage  = 0; // stage of this round
     __half        next_bias[STAGES][2];
     bool          sees_next    = false;
     const auto    request_bias = [&] { fetch_bias_of(next_bias[STAGES - 1], first + STAGES * DECODE_ROUND); };
-    const auto    request_k    = [&] { // of the next round, behind the last use of this one's
+    const auto    request_k    = [&] { // requests the next round's K after the last use of this round's
         sees_next = sees_with(next_bias[0]);
         first += DECODE_ROUND;
         if (sees_next) {
@@ -368,8 +392,8 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
             fetch_v();
         }
     };
-    const auto request_rows = [&] { // of the round whose mask came last, to the stage of this one
-        __syncwarp();               // all lanes have read it
+    const auto request_rows = [&] { // requests the rows of the round with the latest mask, into the stage of this round
+        __syncwarp();               // all lanes have read the stage
         if (sees_with(next_bias[STAGES - 1])) {
             copy_rows(stage, first + STAGES * DECODE_ROUND);
         }
@@ -377,7 +401,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         first += DECODE_ROUND;
     };
-    if constexpr (PACKED) { // as if rounds had been before
+    if constexpr (PACKED) { // as if earlier rounds had requested them
 #pragma unroll
         for (int i = 0; i < STAGES - 1; i++) {
             fetch_bias_of(next_bias[i], first + (i + 1) * DECODE_ROUND);
@@ -397,9 +421,10 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     if constexpr (DEEP) {
         request_bias();
     }
+    // ---- for each round: multiply K, compute weights, multiply V ----
     while (true) { // the same trip count in all warps
         if (sees()) {
-            if (ROPE && static_cast<unsigned>(k_row - first) < 16u) { // another block may be about to write it
+            if (ROPE && static_cast<unsigned>(k_row - first) < 16u) { // another block may not have written this row yet
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
 #pragma unroll
@@ -421,12 +446,13 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
                     }
                 }
             }
+            // multiply K by q
             float        score[2], new_max = max;
-            const char * values[4];     // PACKED: rows 2t, 2t + 1, 2t + 8, 2t + 9 of V
-            float        v_scale[2][J]; // PACKED: of rows g, g + 8
+            const char * values[4];     // PACKED: V rows 2t, 2t + 1, 2t + 8, 2t + 9
+            float        v_scale[2][J]; // PACKED: scales of rows g, g + 8
             if constexpr (PACKED) {
                 wait_for_committed_copies<STAGES - 1>();
-                __syncwarp(); // for the copies of all lanes
+                __syncwarp(); // wait for the copies of all lanes
                 const auto packed_row = [&](int i, const char * row) {
                     return ring_stage(stage) + i * ROWS::PITCH + ROWS::offset_in_piece(row);
                 };
@@ -461,6 +487,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
                     score[i] = p.scale * ((dot[0][2 * i] + dot[1][2 * i]) + (dot[0][2 * i + 1] + dot[1][2 * i + 1]));
                 }
             }
+            // apply softcap, mask and slope; find the new maximum
             if (p.softcap != 0) {
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
@@ -474,7 +501,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
                 score[i]      = m == -INFINITY ? m : score[i] + slope * m; // even if the product is NaN
                 seen[i]       = __ballot_sync(FULL_WARP, m != -INFINITY);
                 all &= seen[i];
-                if constexpr (PACKED) { // the parts of a weight are taken times a scale; no maximum: -INFINITY + NaN
+                if constexpr (PACKED) { // weights are multiplied by scales; fmaxf() ignores -INFINITY + NaN
                     float largest = 0x1p-24f;
 #pragma unroll
                     for (int j = 0; j < J; j++) {
@@ -489,7 +516,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
             for (int offset = 4; offset < WARP; offset *= 2) {
                 new_max = fmaxf(new_max, __shfl_xor_sync(FULL_WARP, new_max, offset));
             }
-            if (!PACKED && all != FULL_WARP) { // a weight of 0 times what lies there may be NaN
+            if (!PACKED && all != FULL_WARP) { // a weight of 0 times a hidden row may be NaN
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const bool hidden = (seen[i / 2] >> (8 * t + 4 * (i % 2)) & 15) == 0;
@@ -499,6 +526,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
                     }
                 }
             }
+            // rescale the old sums; compute weights and multiply V by them
             const float old = rescale(max, new_max), base = new_max == -INFINITY ? 0 : new_max;
             float       out[C * 4][4] = {}, weights[4] = {};
             max = new_max;
@@ -520,7 +548,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
 #pragma unroll
                 for (int c = 0; c < C; c++) {
 #pragma unroll
-                    for (int i = 0; i < 4; i++) { // dimensions 8 (g + 8c) + i and + 4 + i
+                    for (int i = 0; i < 4; i++) { // dimensions 8 (g + 8c) + i and 8 (g + 8c) + 4 + i
                         const int  which   = i % 2 ? 0x7632 : 0x5410;
                         const auto pair_of = [&](int r, int w) {
                             return __byte_perm(word(v[c][r], w), word(v[c][r + 1], w), which);
@@ -557,6 +585,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
         if (first - warp * 16 >= end) {
             break;
         }
+        // move on to the next round's mask and rows
         if constexpr (DEEP) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -573,6 +602,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
             fetch_v();
         }
     }
+    // the sums replace the rows
     if constexpr (PACKED) { // the sums go where the rows were
         weight += __shfl_xor_sync(FULL_WARP, weight, 4);
         weight += __shfl_xor_sync(FULL_WARP, weight, 8);
@@ -593,7 +623,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
                 }
             }
         }
-        if (g < RANKS) { // to each block
+        if (g < RANKS) { // one lane per block
             if constexpr (RANKS > 1) {
                 send(max_to, max_arrived, make_float2(max, weight));
             } else {
@@ -601,11 +631,14 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
             }
         }
     }
-    // Each lane has the sums of 4 dimensions of a source; then the first 4 lanes have one dimension each. Whole warps.
+    // ---- reduce over the warps ----
+    //
+    // Each lane has the sums of 4 dimensions of one source. After the shuffles, the first 4 lanes have one dimension
+    // each. Whole warps take part.
     constexpr int PIECES = DIMS / 4, HEADS_AT_ONCE = THREADS / SOURCES / PIECES;
     const int     from = tid % SOURCES, piece = tid / SOURCES, e = piece % PIECES * 4, from_pos = from % WARPS * 16;
     int           sent = RANKS == 1 || (from_pos < p.block_size && from / WARPS * p.block_size + from_pos < p.n_kv);
-    // at: in the head's row
+    // at: index in the head's row
     int top_at = piece / PIECES * SOURCES + from, sum_at = from * ld + piece / PIECES * DIMS + e,
         at = rank * DIMS + e + from;
     compute_now(sent), compute_now(top_at), compute_now(sum_at), compute_now(at);
@@ -634,10 +667,12 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
         for (int offset = 4; offset < SOURCES; offset *= 2) {
             sum += __shfl_xor_sync(FULL_WARP, sum, offset);
         }
+        // write the result, or the partial sums of this split
         if (from < 4) {
             put_sum(p.sums, HEAD_DIM, row0 + r, head0 + r, split, ROWS::element_at(at), sum, all_max, sum_of_weights);
         }
     }
+    // ---- combine the splits ----
     if constexpr (RANKS == 1) {
         combine_splits(p.rest, row0, head0, n_mine);
     }

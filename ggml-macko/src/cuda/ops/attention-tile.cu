@@ -1,18 +1,18 @@
 // Attention of many tokens (prefill) on tensor cores, in tiles of 128 tokens (64 where heads have 256 elements) and 64
 // positions.
 //
-//   classes  what the mask does to each tile, once for all heads: it hides the tile, does nothing to it, or neither
+//   classes  effect of the mask on each tile, computed once for all heads: hides it, does nothing, or something between
 //   scores   Q times K transposed, both in F16
 //   sums     probabilities in F16 times V, in float32, rescaled when a tile raises the maximum (online softmax)
 //
-// A block has one tile of tokens and two groups of four warps. The groups take its tiles of positions by turns, each
-// with buffers and sums of its own; in the end the sums of the second are added to those of the first. So one warp
-// multiplies while another one waits, also where there are no more blocks than multiprocessors. A warp has 32 tokens
-// (16), because what it reads of K and V from shared memory, which is the bottleneck, then serves twice as many.
-// Tiles that the mask hides are skipped, so causal prefill costs half. Where there are few tokens, blocks share the
-// positions (splits), and the last of them combines their sums.
+// A block has one tile of tokens and two groups of four warps. The groups process alternate tiles of positions, each
+// with its own buffers and sums; in the end the sums of the second group are added to those of the first. So one warp
+// multiplies while another one waits, even if there are no more blocks than multiprocessors. A warp has 32 tokens (16),
+// so that each read of K and V from shared memory, the bottleneck, serves twice as many tokens. Hidden tiles are
+// skipped, so causal prefill costs half. With few tokens, blocks share the positions (splits), and the last block
+// combines their sums.
 //
-// Blocks of many tokens read the same K and V, so those of a quantized cache are made F16 once, before.
+// Blocks of many tokens read the same K and V, so those of a quantized cache are converted to F16 once, beforehand.
 #include "cuda/ops/attention.cuh"
 
 #include <algorithm>
@@ -26,11 +26,11 @@ constexpr int TILE          = 64;  // positions
 constexpr int GROUP_THREADS = 128; // 4 warps
 constexpr int TILE_BLOCKS   = 128; // with fewer, positions are split; a constant, so that results are the same anywhere
 constexpr int CLASS_THREADS = 256;
-constexpr int CLASS_POSITIONS = 256; // of a block: 8 of a lane
+constexpr int CLASS_POSITIONS = 256; // of a block; 8 per lane
 constexpr int CONVERT_THREADS = 256;
 
-// Of fewer tokens a tile is mostly empty. Where each query head has a K and V of its own, so that the kernel for few
-// tokens reads those again for every pair of tokens, tiles are faster from fewer on, if there are many positions
+// With fewer tokens, a tile is mostly empty. If each query head has its own K and V, the kernel for few tokens reads
+// them again for every pair of tokens; then tiles are faster for even fewer tokens, if there are many positions
 // (measured on an H100).
 bool fills_tiles(const attention_params & p) {
     constexpr int64_t MIN_TOKENS = 9, FEW_TOKENS = 3, DEEP = 4096;
@@ -46,19 +46,20 @@ enum tile_class : unsigned char {
 };
 
 template <int HEAD_DIM> struct tile_config {
-    static constexpr int M      = HEAD_DIM <= 128 ? 2 : 1; // times 16 tokens of a warp
+    static constexpr int M      = HEAD_DIM <= 128 ? 2 : 1; // a warp has 16 M tokens
     static constexpr int TOKENS = GROUP_THREADS / WARP * 16 * M;
-    static constexpr int CHUNKS = HEAD_DIM / 8; // of 16 bytes, in a row
-    // Rows in shared memory, so that eight chunks in a column lie in different banks: chunks change places within
-    // eight neighbours (exclusive or with the row's number), or a row has an odd number of chunks.
+    static constexpr int CHUNKS = HEAD_DIM / 8; // 16-byte chunks in a row
+    // Layout of rows in shared memory: eight chunks in a column lie in different banks. Either the chunks are permuted
+    // within groups of eight (exclusive or with the row number), or a row has an odd number of chunks.
     static constexpr bool SWIZZLED = CHUNKS % 8 == 0;
     static constexpr int  STRIDE   = (SWIZZLED ? CHUNKS : CHUNKS | 1) * 8;
-    static constexpr bool KEEPS_Q  = HEAD_DIM <= 80; // in registers
+    static constexpr bool KEEPS_Q  = HEAD_DIM <= 80; // registers hold Q
 
     __device__ __forceinline__ static int place(int row, int chunk) {
         return row * STRIDE + (SWIZZLED ? chunk ^ (row & 7) : chunk) * 8;
     }
-    // The address of a place in two steps, chunk = even + odd: what differs from lane to lane, and what is constant.
+    // Computes the address of a place in two steps, chunk = even + odd: a part that depends on the lane, and a
+    // constant.
     __device__ __forceinline__ static uint32_t lane_address(const __half * tile, int row, int odd) {
         return shared_address(tile + place(row, odd));
     }
@@ -76,8 +77,8 @@ __device__ __forceinline__ void sync_group(int group) { // barrier 0 is __syncth
     }
 }
 
-// A group of threads copies rows of K or V to shared memory, each thread a chunk of every so many rows; complete after
-// a wait for copies and a barrier. Rows behind the last position are zeros.
+// A group of threads copies rows of K or V to shared memory; each thread copies one chunk of every ROWS-th row.
+// Complete after a wait for copies and a barrier. Rows behind the last position are zeros.
 template <int HEAD_DIM>
 __device__ __forceinline__ void load_tile(__half * tile, const char * base, int64_t nb1, int first, int n) {
     using config         = tile_config<HEAD_DIM>;
@@ -102,7 +103,7 @@ __device__ __forceinline__ void load_tile(__half * tile, const char * base, int6
     }
 }
 
-// classes[mask][tile of tokens][tile of positions]
+// Writes classes[mask][tile of tokens][tile of positions].
 __global__ void __launch_bounds__(CLASS_THREADS)
     mask_classes_kernel(const __grid_constant__ op_tensor mask, unsigned char * classes, int tile_tokens, int n_tokens,
                         int n_kv) {
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(CLASS_THREADS)
     const char *        base   = mask.data + i2 * mask.nb[2] + i3 * mask.nb[3];
     const bool          whole  = pos + 8 <= n_kv && (reinterpret_cast<uintptr_t>(base) | mask.nb[1]) % 16 == 0;
     constexpr unsigned  HIDDEN = 0xfc00; // -INFINITY
-    unsigned            bits   = 0;      // of all values
+    unsigned            bits   = 0;      // OR of all values
     bool                sees   = false;
 #pragma unroll 4
     for (int token = token0 + warp; token < min(token0 + tile_tokens, n_tokens); token += WARPS) {
@@ -158,8 +159,8 @@ __global__ void __launch_bounds__(CLASS_THREADS)
     }
 }
 
-// Combines the splits of a block's rows in their order, in the block that comes last. is_last: in shared memory; memory
-// that is declared here would not fit beside the tiles where a block has 64 KB.
+// Combines the splits of a block's rows in order, in the block that finishes last. is_last: in shared memory of the
+// caller; a declaration here would not fit beside the tiles if a block has 64 KB.
 template <int HEAD_DIM, int THREADS>
 __device__ __forceinline__ void combine_tile_splits(const attention_args & p, int token0, int n_rows, int head,
                                                     int64_t first_row, unsigned * counter, bool * is_last) {
@@ -188,10 +189,23 @@ __device__ __forceinline__ void combine_tile_splits(const attention_args & p, in
     }
 }
 
-// GROUPS 1 where shared memory is short
-template <int HEAD_DIM, int GROUPS>
+template <int HEAD_DIM, // elements of a head
+          int GROUPS>   // groups of four warps: 2, or 1 if there is too little shared memory
 __global__ void __launch_bounds__(GROUPS * GROUP_THREADS)
-    attention_tile_kernel(const __grid_constant__ attention_args p) {
+    attention_tile_kernel(const __grid_constant__ attention_args p) { // operands, shapes, classes and results
+    // How the block divides its work (lane = 4 g + t):
+    //
+    //   grid            x: tiles of tokens; y: query heads; z: streams and splits
+    //
+    //                   tiles of 64 positions
+    //                   | group 0 | group 1 | group 0 | group 1 | ...        hidden tiles are skipped
+    //   16 M tokens       warp 0    warp 0    warp 0    warp 0
+    //   16 M tokens       warp 1    warp 1    warp 1    warp 1               lane: tokens g and g + 8 of each 16
+    //   16 M tokens       warp 2    warp 2    warp 2    warp 2
+    //   16 M tokens       warp 3    warp 3    warp 3    warp 3
+    //
+    // Phases: load Q and the first K; for each tile load V, multiply Q by K, load the next K, compute weights, multiply
+    // them by V; reduce over the groups; write the result and combine the splits.
     wait_for_previous();
     using config        = tile_config<HEAD_DIM>;
     constexpr int     M = config::M, TOKENS = config::TOKENS;
@@ -200,13 +214,13 @@ __global__ void __launch_bounds__(GROUPS * GROUP_THREADS)
     const int lane = static_cast<int>(threadIdx.x % WARP), g = static_cast<int>(threadIdx.x / 4 % 8),
               t       = static_cast<int>(threadIdx.x % 4);
     __half * q_tile   = shared_tiles;
-    __half * kv_tiles = shared_tiles + TOKENS * config::STRIDE; // K and V of each group; in the end sums
+    __half * kv_tiles = shared_tiles + TOKENS * config::STRIDE; // K and V of each group; sums in the end
     __half * k_tile   = kv_tiles + group * 2 * TILE * config::STRIDE;
     __half * v_tile   = k_tile + TILE * config::STRIDE;
 
     const int n_tokens = static_cast<int>(p.q.ne[1]), n_heads = static_cast<int>(p.q.ne[2]),
               n_kv = static_cast<int>(p.k.ne[1]);
-    // the last tokens see the most positions: start them first
+    // the last tokens see the most positions, so start them first
     const int    token_tile = static_cast<int>(gridDim.x) - 1 - static_cast<int>(blockIdx.x);
     const int    token0 = token_tile * TOKENS, head = static_cast<int>(blockIdx.y);
     const int    stream = static_cast<int>(blockIdx.z) / p.n_splits, split = static_cast<int>(blockIdx.z) % p.n_splits;
@@ -214,14 +228,14 @@ __global__ void __launch_bounds__(GROUPS * GROUP_THREADS)
     const char * v_base = p.v.data + head / p.group * p.v.nb[2] + stream / p.v_streams * p.v.nb[3];
     const char * q_base = p.q.data + head * p.q.nb[2] + stream * p.q.nb[3];
 
-    const int row0 = warp * 16 * M; // of the warp
+    const int row0 = warp * 16 * M; // first token of the warp
     // this lane's tokens: rows g and g + 8 of each 16
     const auto mask_row = [&](int m, int h) {
         const int token = min(token0 + row0 + m * 16 + g + h * 8, n_tokens - 1);
         return reinterpret_cast<const __half *>(p.mask.data + token * p.mask.nb[1] + head * p.mask_nb2 +
                                                 stream * p.mask_nb3);
     };
-    // positions pos (even) and pos + 1 of a row of the mask, if there is one
+    // mask values of positions pos (even) and pos + 1, if there is a mask
     const auto bias_of = [&](const __half * row, int pos) {
         if (p.has_mask && pos < n_kv) {
             return __half22float2(*reinterpret_cast<const __half2 *>(row + pos));
@@ -229,7 +243,7 @@ __global__ void __launch_bounds__(GROUPS * GROUP_THREADS)
         return make_float2(pos < n_kv ? 0 : -INFINITY, pos + 1 < n_kv ? 0 : -INFINITY);
     };
 
-    // Tiles of positions of this block, of which the group has every GROUPS-th.
+    // Tiles of positions of this block; each group processes every GROUPS-th tile.
     const int n_tiles = (n_kv + TILE - 1) / TILE, begin = split * (p.split_size / TILE),
               end                 = min(n_tiles, begin + p.split_size / TILE);
     const unsigned char * classes = nullptr;
@@ -237,7 +251,7 @@ __global__ void __launch_bounds__(GROUPS * GROUP_THREADS)
         const int64_t of_mask = (p.mask.ne[3] == 1 ? 0 : stream) * p.mask.ne[2] + (p.mask.ne[2] == 1 ? 0 : head);
         classes               = p.classes + (of_mask * gridDim.x + token_tile) * n_tiles;
     }
-    // the group's first tile from `first` on that any token sees, and its class; `end` or more if there is none
+    // the group's first tile from `first` on that is not hidden, and its class; `end` or more if there is none
     const auto next_tile = [&](int first, int & tile_class) {
         for (; first < end; first += GROUPS * WARP) {
             const int      tile = first + GROUPS * lane;
@@ -256,12 +270,13 @@ __global__ void __launch_bounds__(GROUPS * GROUP_THREADS)
     };
 
     int current_class = TILE_HIDDEN, current = next_tile(begin + group, current_class);
+    // ---- load the first K, and Q as F16 ----
     if (current < end) {
         load_tile<HEAD_DIM>(k_tile, k_base, p.k.nb[1], current * TILE, n_kv);
     }
     commit_copies();
 
-    // several rows at a time; those of tokens that are not there are read again from the last one, and are not used
+    // several rows at a time; missing tokens repeat the last row, which is not used
 #pragma unroll 4
     for (int i = static_cast<int>(threadIdx.x); i < TOKENS * config::CHUNKS; i += GROUPS * GROUP_THREADS) {
         const int row = i / config::CHUNKS, chunk = i % config::CHUNKS;
@@ -294,15 +309,17 @@ __global__ void __launch_bounds__(GROUPS * GROUP_THREADS)
     for (int m = 0; m < M; m++) {
         max[m][0] = max[m][1] = -INFINITY;
     }
+    // ---- for each tile: load V, multiply Q by K, compute weights, multiply by V ----
     while (current < end) {
         wait_for_committed_copies<0>();
-        sync_group(group); // K is here, and V of the tile before is not needed any more
+        sync_group(group); // K has arrived, and V of the previous tile is free
         load_tile<HEAD_DIM>(v_tile, v_base, p.v.nb[1], current * TILE, n_kv);
         commit_copies();
         int       next_class = TILE_HIDDEN;
         const int next       = next_tile(current + GROUPS, next_class);
 
         float s[M][TILE / 8][4] = {}; // products, then scores, then weights
+        // multiply Q by K
         if (has_tokens) {
 #pragma unroll
             for (int e = 0; e < HEAD_DIM; e += 16) {
@@ -326,14 +343,15 @@ __global__ void __launch_bounds__(GROUPS * GROUP_THREADS)
                 }
             }
         }
-        sync_group(group); // K is not needed any more
+        sync_group(group); // K is free
         if (next < end) {
             load_tile<HEAD_DIM>(k_tile, k_base, p.k.nb[1], next * TILE, n_kv);
         }
         commit_copies();
 
+        // compute scores: scale, softcap and mask
         if (has_tokens) {
-            float scale = 1; // of s, into the exponent of 2
+            float scale = 1; // factor of s, into the exponent of 2
             if (current_class == TILE_PLAIN && p.softcap == 0 && p.scale > 0) {
                 scale = p.scale;
             } else {
@@ -359,11 +377,12 @@ __global__ void __launch_bounds__(GROUPS * GROUP_THREADS)
                             pair[0]           = bias.x == -INFINITY ? -INFINITY : pair[0] + slope * bias.x;
                             pair[1]           = bias.y == -INFINITY ? -INFINITY : pair[1] + slope * bias.y;
                         }
-                        __syncwarp(); // the compiler would request all of the mask at once, which takes registers
+                        __syncwarp(); // otherwise the compiler requests all of the mask at once, which needs registers
                     }
                 }
             }
-            // All rows together, and several sums and maxima of each, so that instructions do not wait for each other.
+            // Find the new maximum, rescale the sums, and compute the weights. All rows are processed together, with
+            // several sums and maxima each, so that instructions do not wait for each other.
             float part[M][4], old[M][2], base[M][2];
 #pragma unroll
             for (int j = 0; j < TILE / 8; j++) {
@@ -374,7 +393,7 @@ __global__ void __launch_bounds__(GROUPS * GROUP_THREADS)
             }
             bool same = true;
 #pragma unroll
-            for (int i = 0; i < M * 2; i++) { // a row lies in four neighbouring lanes
+            for (int i = 0; i < M * 2; i++) { // four neighboring lanes share a row
                 const int m = i / 2, h = i % 2;
                 float     new_max = fmaxf(part[m][2 * h], part[m][2 * h + 1]);
                 new_max           = fmaxf(new_max, __shfl_xor_sync(FULL_WARP, new_max, 1));
@@ -410,7 +429,8 @@ __global__ void __launch_bounds__(GROUPS * GROUP_THREADS)
             }
         }
         wait_for_committed_copies<1>();
-        sync_group(group); // V is here
+        sync_group(group); // V has arrived
+        // multiply the weights by V
         if (has_tokens) {
             const auto pair_of = [](float low, float high) { // weights are at most 1
                 const __half2 h = __floats2half2_rn(low, high);
@@ -441,6 +461,7 @@ __global__ void __launch_bounds__(GROUPS * GROUP_THREADS)
         }
         current = next, current_class = next_class;
     }
+    // ---- reduce over the lanes of a row, then over the groups ----
 #pragma unroll
     for (int m = 0; m < M; m++) {
 #pragma unroll
@@ -491,7 +512,8 @@ __global__ void __launch_bounds__(GROUPS * GROUP_THREADS)
             }
         }
     }
-    const int64_t first_row = static_cast<int64_t>(stream) * n_tokens * n_heads + head; // of dst, of token 0
+    const int64_t first_row = static_cast<int64_t>(stream) * n_tokens * n_heads + head; // row of dst of token 0
+    // ---- write the result, or the partial sums of this split ----
     if (group == 0) {
 #pragma unroll
         for (int m = 0; m < M; m++) {
@@ -526,6 +548,7 @@ __global__ void __launch_bounds__(GROUPS * GROUP_THREADS)
             }
         }
     }
+    // ---- combine the splits ----
     if (p.n_splits > 1) {
         unsigned * counter =
             p.counters + (static_cast<unsigned>(stream) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
@@ -534,7 +557,7 @@ __global__ void __launch_bounds__(GROUPS * GROUP_THREADS)
     }
 }
 
-// calls f with the configuration of heads of this size, if there is one
+// Calls f with the configuration of this head size, if there is one.
 template <typename F, typename R> R with_tile_config(int64_t head_dim, F && f, R otherwise) {
     switch (head_dim) {
         case 64:  return f(std::integral_constant<int, 64>());
@@ -547,7 +570,7 @@ template <typename F, typename R> R with_tile_config(int64_t head_dim, F && f, R
     }
 }
 
-// tokens of a tile; 0: no kernel has heads of this size
+// Tokens of a tile; 0: no kernel supports this head size.
 int tile_tokens(int64_t head_dim) {
     return with_tile_config(head_dim, [](auto dim) { return tile_config<dim.value>::TOKENS; }, 0);
 }
@@ -568,7 +591,7 @@ template <int HEAD_DIM, int GROUPS> cudaError_t launch_tiles(const op_context & 
     return launch(ctx, attention_tile_kernel<HEAD_DIM, GROUPS>, grid, GROUPS * GROUP_THREADS, nbytes, a);
 }
 
-// to = from, n elements each of K (blockIdx.y = 0) and V; a thread has 8
+// to = from, for n elements each of K (blockIdx.y = 0) and V; 8 per thread.
 template <typename T>
 __global__ void __launch_bounds__(CONVERT_THREADS)
     cache_to_f16_kernel(const __grid_constant__ cache_pair from, const __grid_constant__ cache_pair to, int64_t n) {

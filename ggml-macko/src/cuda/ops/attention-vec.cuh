@@ -1,15 +1,16 @@
-// Attention of few tokens in float32 arithmetic, for every type and head size that attention-decode.cu is not for.
+// Attention of few tokens in float32 arithmetic, for every type and head size that attention-decode.cu does not
+// support.
 //
-// A block takes a split of the positions of one KV head, for up to MAX_HEADS query heads that share it. LANES lanes
-// hold a row of K or V, 8 elements each; the block's lane groups take positions in turn. The last block of a head to
-// finish combines the splits in their order. With ROPE the kernel also rotates the query and the new key of one token
-// and writes the new key and value to the cache.
+// A block processes a split of the positions of one KV head, for up to MAX_HEADS query heads that share it. LANES lanes
+// hold a row of K or V, 8 elements each; the lane groups of the block process positions in turn. The last block of a
+// head to finish combines the splits in order. With ROPE the kernel also rotates the query and the new key of one
+// token, and writes the new key and value to the cache.
 //
-// The code of this kernel runs once per launch, cold. On an H200 its time at short contexts is that of fetching
-// instructions: 16 us with 8 rows unrolled, 9 us with 4. So loops are short, and there is neither a 64-bit division nor
-// the library's tanh.
+// The code of this kernel runs once per launch, with cold caches. On an H200 its time at short contexts is that of
+// fetching instructions: 16 us with 8 rows unrolled, 9 us with 4. So loops are short, and there is neither a 64-bit
+// division nor the library's tanh.
 //
-// Included by attention-vec-*.cu only, which divide the types among translation units.
+// Only attention-vec-*.cu include this file; they divide the types among translation units.
 #pragma once
 
 #include "cuda/ops/attention.cuh"
@@ -21,12 +22,12 @@ namespace macko::cuda {
 namespace {
 
 template <int LANES> constexpr int vec_warps() { return LANES == 32 ? 8 : 16; }
-constexpr int                      VEC_ROWS = 4; // positions that a lane group has in flight
+constexpr int                      VEC_ROWS = 4; // positions that a lane group loads at a time
 
-// Rotates elements e0 ... e0 + 7 of a head, which lies across the lanes of a group, by `angle` of each pair.
+// Rotates elements e0 ... e0 + 7 of a head, which is distributed over the lanes of a group, by `angle` of each pair.
 template <int LANES>
 __device__ __forceinline__ void rotate_row(const rope_params & p, const rotation * angle, int e0, float x[8]) {
-    if (p.mode == 0) { // pairs of neighbours
+    if (p.mode == 0) { // pairs of neighbors
 #pragma unroll
         for (int i = 0; i < 8; i += 2) {
             const rotation r = angle[min(e0, p.n_dims - 8) / 2 + i / 2];
@@ -47,12 +48,27 @@ __device__ __forceinline__ void rotate_row(const rope_params & p, const rotation
     }
 }
 
-// LANES lanes hold a row of K or V, 8 elements each; G query heads
-template <typename TK, typename TV, int LANES, int G, bool ROPE>
+template <typename TK, // value_type of K
+          typename TV, // value_type of V
+          int  LANES,  // lanes that hold a row of K or V, 8 elements each
+          int  G,      // query heads of the block
+          bool ROPE>   // first rotate q and the new k, and write the new rows of K and V to the cache
 __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
-    attention_vec_kernel(const __grid_constant__ attention_args p, const __grid_constant__ new_row_args n) {
+    attention_vec_kernel(const __grid_constant__ attention_args p, // cache, mask, shapes and results
+                         const __grid_constant__ new_row_args   n) { // ROPE: q, k and v of the new token
+    // How the block divides its work:
+    //
+    //   grid            x: splits of the positions; y: KV heads and chunks of their query heads; z: streams and tokens
+    //
+    //   positions       0  1  2  ...                     of the split
+    //   lane group 0    0, GROUPS, 2 GROUPS ...          VEC_ROWS positions per round
+    //   lane group 1    1, GROUPS + 1, ...
+    //   lane i          elements 8 i ... 8 i + 7 of q, K and V
+    //
+    // Phases: request mask, K and V; load and rotate q; for each round multiply q by K, reduce over the lane group,
+    // update the maximum, add weight * V; reduce over the groups and warps; write the result and combine the splits.
     constexpr int       WARPS = vec_warps<LANES>(), THREADS = WARPS * WARP;
-    constexpr int       GROUPS = THREADS / LANES; // lane groups of the block: each takes every GROUPS-th position
+    constexpr int       GROUPS = THREADS / LANES; // lane groups of the block; each processes every GROUPS-th position
     __shared__ float    shared_sums[WARPS * G * LANES * 8];
     __shared__ float    shared_max[WARPS][G], shared_weight[WARPS][G];
     __shared__ rotation angle[ROPE ? LANES * 4 : 1];
@@ -72,12 +88,12 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
     const char * k_base = p.k.data + kv_head * p.k.nb[2] + stream / p.k_streams * p.k.nb[3];
     const char * v_base = p.v.data + kv_head * p.v.nb[2] + stream / p.v_streams * p.v.nb[3];
     const int    end    = min(n_kv, (split + 1) * p.split_size);
-    // F16 rows of one head: those of the next round are loaded while this one is multiplied. More heads do not leave
-    // enough registers.
+    // F16 rows of one head: the rows of the next round are loaded while this round is multiplied. With more heads there
+    // are too few registers.
     constexpr bool RAW   = std::is_same_v<TK, value_type<TYPE_F16>> && std::is_same_v<TV, value_type<TYPE_F16>>;
     constexpr bool AHEAD = RAW && G == 1;
     constexpr int  ROUND = GROUPS * VEC_ROWS; // positions
-    // most of the cache was written long ago: bring it to L2 while the previous kernel ends
+    // most of the cache was written long ago: prefetch it to L2 while the previous kernel ends
     if (!AHEAD || end > split * p.split_size + 2 * ROUND) {
         for (int pos = split * p.split_size + static_cast<int>(threadIdx.x); pos < end; pos += THREADS) {
             prefetch_row(k_base + pos * p.k.nb[1],
@@ -86,7 +102,7 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
                          static_cast<int>(p.v.ne[0] / TV::BLOCK * static_cast<int>(sizeof(typename TV::block))));
         }
     }
-    // With ROPE the previous kernel is a matrix product: the rows of the first round are fetched before it ends
+    // With ROPE the previous kernel is a matrix product, so the rows of the first round are loaded before it ends.
     uint4      k_raw[RAW ? VEC_ROWS : 1], v_raw[RAW ? VEC_ROWS : 1];
     const auto fetch = [&](int first) {
 #pragma unroll
@@ -101,7 +117,7 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
             }
         }
     };
-    // the mask of a round of positions, and the slope by which it is multiplied
+    // the mask of a round of positions, and its slope
     const __half * mask[G] = {};
     float          slope[G];
 #pragma unroll
@@ -128,7 +144,7 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
         }
         return r;
     };
-    const auto is_seen = [&](const round_mask & r) { // by any lane of the warp
+    const auto is_seen = [&](const round_mask & r) { // for any lane of the warp
         bool any = false;
 #pragma unroll
         for (int i = 0; i < VEC_ROWS; i++) {
@@ -154,6 +170,7 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
         next_mask = mask_of(split * p.split_size + ROUND);
     }
 
+    // ---- load q; rotate it and the new key, and write the new rows to the cache ----
     float q[G][8], sums[G][8] = {}, max[G], weight[G] = {};
 #pragma unroll
     for (int g = 0; g < G; g++) {
@@ -170,7 +187,7 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
             }
         }
     }
-    float new_k[8] = {}, new_v[8] = {}; // as they will be in the cache
+    float new_k[8] = {}, new_v[8] = {}; // rounded like the cache
     int   k_row = -1, v_row = -1;
     if constexpr (ROPE) {
         k_row = new_k_row(n);
@@ -197,6 +214,7 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
         value_type<TYPE_F16>::unpack8(v16, new_v);
     }
 
+    // ---- for each round: load, multiply, update the maximum, add ----
     bool seen = is_seen(now_mask);
     for (int first = split * p.split_size; first < end; first += ROUND) { // the same trip count in all lanes of a warp
         if (!AHEAD && first != split * p.split_size) { // the first round's rows do not wait for the mask
@@ -233,6 +251,7 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
         if (!here) {
             continue;
         }
+        // multiply q by K
         float v[VEC_ROWS][8];
 #pragma unroll
         for (int r = 0; r < VEC_ROWS; r++) {
@@ -253,7 +272,7 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
                     TV::load8(v_base + pos * p.v.nb[1], e0, v[r]);
                 }
             }
-            if constexpr (ROPE) { // another block may be about to write them
+            if constexpr (ROPE) { // another block may not have written these rows yet
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
                     k[i]    = pos == k_row ? new_k[i] : k[i];
@@ -269,7 +288,7 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
                 }
                 score[r][g] = s;
             }
-            bool is_hidden = true; // from all heads: a weight of 0 times what lies there may be NaN
+            bool is_hidden = true; // hidden from all heads: a weight of 0 times such a row may be NaN
 #pragma unroll
             for (int g = 0; g < G; g++) {
                 is_hidden = is_hidden && bias[r][g] == -INFINITY;
@@ -279,12 +298,13 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
                 v[r][i] = is_hidden ? 0 : v[r][i];
             }
         }
+        // reduce over the lane group, update the maximum, and add weight * V
 #pragma unroll
         for (int g = 0; g < G; g++) {
             float new_max = max[g];
 #pragma unroll
             for (int r = 0; r < VEC_ROWS; r++) {
-                const float s = warp_sum<LANES>(score[r][g]); // by all lanes, also for hidden positions
+                const float s = warp_sum<LANES>(score[r][g]); // by all lanes, even for hidden positions
                 score[r][g]   = bias[r][g] == -INFINITY ? -INFINITY : score_of(p, s) + bias[r][g];
                 new_max       = fmaxf(new_max, score[r][g]);
             }
@@ -307,7 +327,7 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
         }
     }
 
-    // the lane groups of a warp, then the warps, in order
+    // ---- reduce over the lane groups of a warp, then over the warps, in order ----
 #pragma unroll
     for (int offset = LANES; offset < WARP; offset *= 2) {
 #pragma unroll
@@ -339,7 +359,9 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
         }
     }
     __syncthreads();
-    const int64_t row0 = (static_cast<int64_t>(stream) * n_tokens + token) * n_heads + head0; // of dst, and of partial
+    const int64_t row0 =
+        (static_cast<int64_t>(stream) * n_tokens + token) * n_heads + head0; // row of dst and of partial
+    // write the result, or the partial sums of this split
     for (int i = static_cast<int>(threadIdx.x); i < n_mine * head_dim_v; i += THREADS) {
         const int g = i / head_dim_v, e = i % head_dim_v;
         float     m = -INFINITY;

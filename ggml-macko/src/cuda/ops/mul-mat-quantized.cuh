@@ -1,14 +1,14 @@
 // Products of up to 8 columns with quantized weights, on tensor cores (cc 8.0) and without rounding x.
 //
-// The quants of a block are integers that BF16 holds exactly, and a float32 value of x is the sum of three BF16 values
-// of 8 bits each. So an MMA of 16 rows of w with three columns for each column of x makes exact products and float32
-// sums; scales are applied to the sums over the 16 or 32 weights that share one. mul_mat_vec_kernel needs an operation
-// per weight and column, which at less than a byte per weight is slower than memory.
+// The quants of a block are integers that BF16 represents exactly, and a float32 value of x is the sum of three BF16
+// values with 8 bits each. So an MMA of 16 rows of w, with three columns for each column of x, computes exact products
+// and float32 sums; scales are applied to the sums over the 16 or 32 weights that share one. mul_mat_vec_kernel needs
+// an operation per weight and column, which is slower than memory at less than a byte per weight.
 //
-// A block owns ROWS rows, and its warps take chunks of CHUNK weights of all rows in turn. Blocks of most types are
-// aligned to 2 bytes only, so a warp copies the 16-byte words that its chunks lie in to shared memory and reads words
+// A block owns ROWS rows, and its warps process chunks of CHUNK weights of all rows in turn. Blocks of most types are
+// aligned to only 2 bytes, so a warp copies the 16-byte words that contain its chunks to shared memory and reads words
 // at even addresses there; if w is a constant, the first copy is made before the previous kernel ends. In the end the
-// sums of the warps are added in their order. Each warp splits its own x into parts, so the warps meet only once.
+// sums of the warps are added in order. Each warp splits its own x into parts, so the warps synchronize only once.
 // Sharing x among warps, or several tiles of rows per block, was not faster.
 #pragma once
 
@@ -24,18 +24,18 @@ struct quantized_args {
     uint32_t     w_nb1;
     int          m, n, k;
     int          row_nbytes;
-    bool         constant; // w may be read before the kernel ahead has ended
+    bool         constant; // w may be read before the preceding kernel has ended
 };
 
-constexpr int QUANTIZED_THREADS = 512; // of a block, at most
+constexpr int QUANTIZED_THREADS = 512; // maximum threads of a block
 constexpr int ROWS              = 16;
-constexpr int CHUNK             = 256; // weights of a row that a warp takes at a time: a super-block, or 8 blocks
-constexpr int STAGES            = 2;   // chunks in shared memory: one on its way, one in use
+constexpr int CHUNK             = 256; // weights of a row that a warp processes at a time: a super-block, or 8 blocks
+constexpr int STAGES            = 2;   // chunks in shared memory: one in flight, one in use
 constexpr int X_PARTS           = 3;
 // bytes from column to column: four columns are read at once, from different banks
 constexpr int X_STRIDE = CHUNK * 2 + 32;
 
-// ---- reading quants: the chunk of a row at any even address of shared memory, for one of the 4 lanes of the row ----
+// ---- reading quants: a chunk of a row at any even address of shared memory, for one of the 4 lanes of the row ----
 
 // ALIGNED: chunks begin at multiples of 4
 template <bool ALIGNED> struct chunk_words {
@@ -45,7 +45,7 @@ template <bool ALIGNED> struct chunk_words {
     __device__ __forceinline__ float    half(int i) const {
         return __half2float(*reinterpret_cast<const __half *>(at + i));
     }
-    // 4 bytes; i: even, a constant but for multiples of 4
+    // 4 bytes at i, which is even, and constant except for multiples of 4
     __device__ __forceinline__ uint32_t u32(int i) const {
         if constexpr (ALIGNED) {
             return *reinterpret_cast<const uint32_t *>(at + i);
@@ -57,7 +57,7 @@ template <bool ALIGNED> struct chunk_words {
     }
 };
 
-// bytes as floats: 0x4b000000 is 2^23, and its last bit counts 1
+// Bytes as floats: 0x4b000000 is 2^23, and its last bit has the value 1.
 static __device__ __forceinline__ float byte_of(uint32_t word, int i) {
     return __uint_as_float(__byte_perm(word, 0x4b000000, 0x7440 + i)) - 8388608.0f;
 }
@@ -71,19 +71,20 @@ static __device__ __forceinline__ uint32_t subtract_bf16(uint32_t a, uint32_t b)
     return *reinterpret_cast<const uint32_t *>(&d);
 }
 
-// Four bytes in 0 ... 127, minus OFFSET, as BF16: bytes 0 and 2, then 1 and 3. 0x4300 is 128, its last bit counts 1.
+// Four bytes in 0 ... 127, minus OFFSET, as BF16: bytes 0 and 2, then 1 and 3. 0x4300 is 128; its last bit has the
+// value 1.
 template <int OFFSET> static __device__ __forceinline__ uint2 to_bf16(uint32_t q) {
     constexpr uint32_t ZERO = 0x43004300 + OFFSET * 0x00010001;
     return make_uint2(subtract_bf16(__byte_perm(q, 0x43434343, 0x4240), ZERO),
                       subtract_bf16(__byte_perm(q, 0x43434343, 0x4341), ZERO));
 }
 
-// For each type: GROUP weights share a scale. quad(step): the four quants from 16 * step + 4 * t on, as BF16.
-// scales(t, s, m): of the CHUNK / GROUP / 4 groups from there times t on; a weight is s * quant - m, where there are
-// minima. t: lane of the four that share the row; its own bytes are at `mine`.
+// For each type: GROUP weights share a scale. quad(step): the four quants from 16 * step + 4 * t on, as BF16. scales(t,
+// s, m): writes the scales (and minima, if any) of CHUNK / GROUP / 4 groups, starting at t times that number; a weight
+// is s * quant - m. t: lane of the four that share the row; its own bytes are at `mine`.
 template <tensor_type TYPE> struct chunk_reader;
 
-// blocks of 32 weights behind their scale
+// Blocks of 32 weights after their scale.
 template <int NBYTES> struct reader_of_blocks {
     static constexpr int            GROUP   = 32;
     static constexpr bool           ALIGNED = false, HAS_MINIMUM = false;
@@ -100,7 +101,7 @@ template <> struct chunk_reader<TYPE_Q4_0> : reader_of_blocks<18> {
     }
 };
 
-// the four bits of a word from bit i on, as bit 4 of four bytes
+// The four bits of a word from bit i on, as bit 4 of four bytes.
 static __device__ __forceinline__ uint32_t spread_bits(uint32_t word, int i) {
     return ((word >> i & 15) * 0x02040810) & 0x10101010;
 }
@@ -114,7 +115,7 @@ template <> struct chunk_reader<TYPE_Q5_0> : reader_of_blocks<22> {
 };
 
 template <> struct chunk_reader<TYPE_Q8_0> : reader_of_blocks<34> {
-    // a negative byte is its lower 7 bits less 128: 0x4380 is 256
+    // a negative byte is its lower 7 bits minus 128: 0x4380 is 256
     __device__ __forceinline__ uint2 quad(int step) const {
         const uint32_t q = mine.u32(step / 2 * 34 + 2 + step % 2 * 16), low = q & 0x7f7f7f7f, sign = q & 0x80808080;
         return make_uint2(subtract_bf16(__byte_perm(low, 0x43434343, 0x4240), __byte_perm(sign, 0x43434343, 0x4240)),
@@ -185,21 +186,21 @@ template <tensor_type TYPE, int COLS> struct quantized_shape {
     using reader = chunk_reader<TYPE>;
     static constexpr int NBYTES =
         CHUNK / value_type<TYPE>::BLOCK * static_cast<int>(sizeof(typename value_type<TYPE>::block));
-    static constexpr int UNITS = (NBYTES + 14 + 15) / 16; // 16-byte words that a chunk touches at most
-    // from row to row: odd, so that 8 rows are in different banks
+    static constexpr int UNITS = (NBYTES + 14 + 15) / 16; // maximum number of 16-byte words that contain a chunk
+    // bytes from row to row: an odd multiple of 16, so that 8 rows are in different banks
     static constexpr int STRIDE = (UNITS | 1) * 16;
-    // floats from row to row, 8 rows in different banks
+    // floats from row to row, so that 8 rows are in different banks
     static constexpr int SCALES      = CHUNK / reader::GROUP * (reader::HAS_MINIMUM ? 2 : 1) + 4;
     static constexpr int COLUMNS     = X_PARTS * COLS;
-    static constexpr int N_TILES     = (COLUMNS + 7) / 8; // of 8 columns of the MMA
+    static constexpr int N_TILES     = (COLUMNS + 7) / 8; // tiles of 8 columns of the MMA
     static constexpr int X_NBYTES    = COLUMNS * X_STRIDE;
     static constexpr int SUM_NBYTES  = reader::HAS_MINIMUM ? CHUNK / 32 * N_TILES * 8 * 4 : 0;
     static constexpr int WARP_NBYTES = ROWS * (STAGES * STRIDE + SCALES * 4) + X_NBYTES + SUM_NBYTES;
     static_assert(X_NBYTES >= ROWS * COLUMNS * 4, "a warp's sums take the place of x");
 };
 
-// 8 values of x in three parts of 8 bits: the upper 16 bits of a float are a BF16. Four values are in the order of
-// to_bf16().
+// Splits 8 values of x into three parts of 8 bits: the upper 16 bits of a float are a BF16. Groups of four values are
+// in the order of to_bf16().
 static __device__ __forceinline__ void store_parts(char * to, float v[8]) {
 #pragma unroll
     for (int part = 0; part < X_PARTS; part++) {
@@ -219,14 +220,14 @@ static __device__ __forceinline__ void store_parts(char * to, float v[8]) {
 
 template <tensor_type TYPE, int COLS>
 __global__ void __launch_bounds__(QUANTIZED_THREADS, 1) quantized_kernel(const __grid_constant__ quantized_args p) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800 // the host never launches it before
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800 // the host never launches it on older GPUs
     using S              = quantized_shape<TYPE, COLS>;
     using R              = chunk_reader<TYPE>;
     constexpr int     NT = S::N_TILES;
     extern __shared__ __align__(16) char shared[];
     const int lane = static_cast<int>(threadIdx.x % WARP), warp = static_cast<int>(threadIdx.x / WARP),
               n_warps = static_cast<int>(blockDim.x / WARP);
-    const int  g = lane / 4, t = lane % 4; // of an MMA: rows g and g + 8
+    const int  g = lane / 4, t = lane % 4; // lane of an MMA: rows g and g + 8
     char *     stages   = shared + warp * S::WARP_NBYTES;
     float *    scales   = reinterpret_cast<float *>(stages + STAGES * ROWS * S::STRIDE);
     char *     x_parts  = reinterpret_cast<char *>(scales + ROWS * S::SCALES);
@@ -237,7 +238,7 @@ __global__ void __launch_bounds__(QUANTIZED_THREADS, 1) quantized_kernel(const _
                static_cast<uint64_t>(static_cast<uint32_t>(min(row0 + r, p.m - 1))) * p.w_nb1;
     };
 
-    // eight lanes to a row, so that their 128 bytes are in different banks
+    // eight lanes copy a row, so that their 128 bytes are in different banks
     const auto copy_chunk = [&](int chunk, int stage) {
         if (chunk < n_chunks) {
             const int copy_at = lane % 8 * 16;
@@ -262,12 +263,13 @@ __global__ void __launch_bounds__(QUANTIZED_THREADS, 1) quantized_kernel(const _
 #pragma unroll
                 for (int r = 0; r < ROWS / 4; r++) {
                     from[r] &= ~uint64_t(15);
-                    // one pair of registers for all copies: they are read late, and a copy of them would wait for that
+                    // use one pair of registers for all copies: they are read late, and a copy of the registers would
+                    // wait for that
                     asm volatile("" : "+l"(from[r]));
                 }
                 each_unit(
                     [&](int r, char * unit, int at) { copy_16(unit, reinterpret_cast<const char *>(from[r]) + at); });
-            } else { // nothing behind the row's end: who knows what is there
+            } else { // the memory behind the end of the row may not exist
                 const int left = p.row_nbytes - chunk * S::NBYTES - copy_at;
                 each_unit([&](int r, char * unit, int at) {
                     const int before = static_cast<int>(from[r] & 15);
@@ -294,18 +296,19 @@ __global__ void __launch_bounds__(QUANTIZED_THREADS, 1) quantized_kernel(const _
         wait_for_previous();
     }
 
-    uint32_t low[2]; // of the rows' addresses
+    uint32_t low[2]; // low bits of the rows' addresses
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         low[r] = static_cast<uint32_t>(row_at(g + 8 * r));
     }
-    const char * x_mine[NT]; // columns that are not there may hold anything: they do not meet the others
+    const char * x_mine[NT]; // missing columns may have any content, because columns do not mix
 #pragma unroll
     for (int j = 0; j < NT; j++) {
         x_mine[j] = x_parts + min(j * 8 + g, X_PARTS * p.n - 1) * X_STRIDE + t * 8;
     }
     float acc[NT][4] = {};
     int   stage      = 0;
+    // for each chunk: load and split x, copy the next chunk, multiply, apply the scales
     for (int chunk = warp; chunk < n_chunks; chunk += n_warps) {
         float     x[COLS][8] = {};
         const int k          = chunk * CHUNK + lane * 8;
@@ -315,7 +318,7 @@ __global__ void __launch_bounds__(QUANTIZED_THREADS, 1) quantized_kernel(const _
                 value_type<TYPE_F32>::load8(p.x + c * p.x_nb1 + static_cast<int64_t>(k) * 4, 0, x[c]);
             }
         }
-        __syncwarp(); // x_parts and the stage before have been read
+        __syncwarp(); // all lanes have read x_parts and the previous stage
         copy_chunk(chunk + (STAGES - 1) * n_warps, (stage + STAGES - 1) % STAGES);
 #pragma unroll
         for (int c = 0; c < COLS; c++) {
@@ -342,7 +345,7 @@ __global__ void __launch_bounds__(QUANTIZED_THREADS, 1) quantized_kernel(const _
             rows[r].scales(t, row_scales[r], row_minima[r]);
         }
 #pragma unroll
-        for (int r = 0; r < 2; r++) { // a lane's scales for all four
+        for (int r = 0; r < 2; r++) { // share a lane's scales with all four lanes
             float * to = scales + (g + 8 * r) * S::SCALES;
             if constexpr (R::GROUP == 16) {
                 reinterpret_cast<float4 *>(to)[t] =
@@ -398,7 +401,7 @@ __global__ void __launch_bounds__(QUANTIZED_THREADS, 1) quantized_kernel(const _
         stage = (stage + 1) % STAGES;
     }
 
-    __syncwarp(); // x_parts have been read
+    __syncwarp(); // all lanes have read x_parts
     float * mine = reinterpret_cast<float *>(x_parts);
 #pragma unroll
     for (int j = 0; j < NT; j++) {
@@ -410,6 +413,7 @@ __global__ void __launch_bounds__(QUANTIZED_THREADS, 1) quantized_kernel(const _
             }
         }
     }
+    // reduce over the warps and write y
     __syncthreads();
     for (int i = static_cast<int>(threadIdx.x); i < ROWS * p.n; i += static_cast<int>(blockDim.x)) {
         const int    r = i % ROWS, c = i / ROWS;

@@ -2,17 +2,18 @@
 // attention is off.
 //
 //   columns <= 8   mul_mat_vec_kernel: one or four warps per row of w, or a warp for two rows; float32 throughout. Most
-//                  quantized weights go to tensor cores instead, which are as exact (mul-mat-quantized.cuh);
-//                  mul_mat_vec_kernel is for what that does not take: other types, several matrices, cc 7.5. With
-//                  cuBLAS, 3 columns and more of one F16 or BF16 matrix are multiplied as more columns are
-//   more columns   tensor cores in 16 bits: x is rounded to F16 for F16 weights, else to BF16; sums in float32. With
-//                  cuBLAS where it is installed, on panels of w in 16 bits that stay in the L2 cache; else gemm_kernel,
-//                  which converts tiles of w itself. Tensor cores of cc 7.5 take F16 only: there, BF16 products are
-//                  made of rows that are scaled into the range of F16 (scale_rows_kernel)
+//                  quantized weights use tensor cores instead, which are as exact (mul-mat-quantized.cuh);
+//                  mul_mat_vec_kernel handles the other cases: other types, several matrices, cc 7.5. With cuBLAS, a
+//                  single F16 or BF16 matrix is multiplied by 3 or more columns like by many columns
+//   more columns   tensor cores in 16 bits: x is rounded to F16 for F16 weights, else to BF16; sums in float32. Uses
+//                  cuBLAS if it is installed, on panels of w in 16 bits that stay in the L2 cache; otherwise
+//                  gemm_kernel, which converts tiles of w itself. Tensor cores of cc 7.5 support only F16; there,
+//                  BF16 products scale the rows into the range of F16 (scale_rows_kernel)
 //   F32 weights    mul_mat_vec_kernel for any number of columns: these are routers and other small matrices, for which
 //                  ggml's CPU backend is exact, too
 //
-// The same two kernels serve MUL_MAT_ID: the first reads the id of the expert, the second a list of tokens per expert.
+// The same two kernels compute MUL_MAT_ID: the first reads the id of the expert, the second a list of tokens per
+// expert.
 #include "cuda/lib/cublas.h"
 #include "cuda/lib/mma.cuh"
 
@@ -37,21 +38,37 @@ struct mul_mat_args {
     int64_t      y_nb1, y_nb2, y_nb3;
     int          m, n, k;
     int          ne2;            // of x and y: batches are z = i3 * ne2 + i2
-    int          ratio2, ratio3; // consecutive batches of x that share a w
+    int          ratio2, ratio3; // consecutive batches of x with the same w
     // experts: w_nb2 is the distance between two experts
     const char * ids;
     int64_t      ids_nb0, ids_nb1;
     int          n_used, n_experts;
     int          x_ne1; // rows of x per token: 1 or n_used
-    // gemm_kernel with experts: the lists that sort_experts_kernel makes
+    // gemm_kernel with experts: the lists made by sort_experts_kernel
     const int * expert_begin;   // n_experts + 1
     const int * expert_entries; // token * n_used + u
 };
 
-// ROW_WARPS warps share a row of w, or a warp has OWN rows: half the loads of x, and more weights in flight. VECTOR:
-// rows of w and x allow loads of 8 elements, and k is a multiple of 8.
-template <typename T, int COLS, int ROW_WARPS, int OWN, bool VECTOR, bool EXPERTS>
-__global__ void __launch_bounds__(VEC_WARPS * WARP) mul_mat_vec_kernel(const __grid_constant__ mul_mat_args p) {
+template <typename T,     // value_type of w
+          int  COLS,      // columns of x
+          int  ROW_WARPS, // warps that share a row of w: 1 or 4
+          int  OWN,       // rows of w of one warp: 1, or 2, which halves the loads of x and has more weights in flight
+          bool VECTOR,    // rows of w and x allow loads of 8 elements, and k is a multiple of 8
+          bool EXPERTS>   // MUL_MAT_ID: the weight is that of an expert, and there is one column
+__global__ void __launch_bounds__(VEC_WARPS * WARP)
+    mul_mat_vec_kernel(const __grid_constant__ mul_mat_args p) { // operands, strides and shapes
+    // How a block of 4 warps divides its work:
+    //
+    //   grid                      x: rows of w; y: columns, COLS at a time; z: batches, or pairs (token, expert)
+    //
+    //   ROW_WARPS = 1, OWN = 1    | row 0: warp 0 | row 1: warp 1 | row 2: warp 2 | row 3: warp 3 |
+    //   ROW_WARPS = 1, OWN = 2    | rows 0, 1: warp 0 | rows 2, 3: warp 1 | rows 4, 5: warp 2 | rows 6, 7: warp 3 |
+    //   ROW_WARPS = 4, OWN = 1    | row 0: all warps |
+    //
+    //   lane i of a row           elements 8 i ... 8 i + 7 of each 256 * ROW_WARPS (without VECTOR: element i of
+    //                             each 32 * ROW_WARPS)
+    //
+    // Phases: find the operands; multiply and add; reduce over the lanes, then over the warps of a row; write y.
     constexpr int ROWS = VEC_WARPS / ROW_WARPS * OWN; // per block
     const int     lane = static_cast<int>(threadIdx.x) % (ROW_WARPS * WARP);
     const int     row  = static_cast<int>(blockIdx.x) * ROWS + static_cast<int>(threadIdx.x) / (ROW_WARPS * WARP) * OWN;
@@ -78,6 +95,7 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) mul_mat_vec_kernel(const __g
     for (int r = 0; r < OWN; r++) {
         w_row[r] = w + min(row + r, p.m - 1) * p.w_nb1;
     }
+    // multiply a piece of each row of w by the same piece of each column of x, and add
     float sum[OWN][COLS] = {};
     if constexpr (VECTOR) {
         const int step = ROW_WARPS * WARP * 8;
@@ -113,6 +131,7 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) mul_mat_vec_kernel(const __g
             }
         }
     }
+    // reduce over the lanes of a warp
 #pragma unroll
     for (int r = 0; r < OWN; r++) {
 #pragma unroll
@@ -120,6 +139,7 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) mul_mat_vec_kernel(const __g
             sum[r][c] = warp_sum(sum[r][c]);
         }
     }
+    // reduce over the warps of a row, in order
     if constexpr (ROW_WARPS > 1) {
         __shared__ float partial[VEC_WARPS][COLS];
         const int        warp = static_cast<int>(threadIdx.x) / WARP;
@@ -138,6 +158,7 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) mul_mat_vec_kernel(const __g
             }
         }
     }
+    // write y
 #pragma unroll
     for (int r = 0; r < OWN; r++) {
 #pragma unroll
@@ -158,7 +179,7 @@ constexpr int TILE_LD      = BLOCK_K + 8; // 80-byte rows: the 8 rows of an ldma
 constexpr int CHUNKS = BLOCK_M * BLOCK_K / 8 / GEMM_THREADS;
 static_assert(BLOCK_M == BLOCK_N && CHUNKS == 2, "one loading scheme for both tiles");
 
-// 8 of the k elements of a row, i < k; zeros beyond its end
+// Loads 8 of the k elements of a row, i < k; zeros beyond its end.
 template <typename T, bool VECTOR>
 __device__ __forceinline__ void load_floats(const char * row, int i, int k, float v[8]) {
     if constexpr (VECTOR) {
@@ -174,7 +195,7 @@ __device__ __forceinline__ void load_floats(const char * row, int i, int k, floa
     }
 }
 
-// the same as 16-bit values, for any i and for rows that are not there
+// The same as 16-bit values, for any i and for missing rows.
 template <typename T, typename H, bool VECTOR>
 __device__ __forceinline__ uint4 load_chunk(const char * row, int i, int k) {
     if (!row || i >= k) {
@@ -226,7 +247,7 @@ __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
             return x + col * p.x_nb1;
         }
     };
-    // the pieces of this thread: rows r and r + 64 of both tiles, elements 8 * (threadIdx.x % 4) ... + 7
+    // this thread's pieces: rows r and r + 64 of both tiles, elements 8 * (threadIdx.x % 4) ... + 7
     const int    r = static_cast<int>(threadIdx.x) / 4, c = static_cast<int>(threadIdx.x) % 4 * 8;
     const char * w_rows[CHUNKS];
     const char * x_rows[CHUNKS];
@@ -309,8 +330,8 @@ __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
     }
 }
 
-// Sorts tokens by expert: expert_begin (n_experts + 1) and expert_entries, in token order. One block. An id that no
-// expert has is in no list.
+// Sorts tokens by expert: writes expert_begin (n_experts + 1) and expert_entries, in token order. One block. An entry
+// with an invalid expert id is in no list.
 constexpr int   SORT_THREADS = 1024;
 __global__ void __launch_bounds__(SORT_THREADS)
     sort_experts_kernel(mul_mat_args p, int n_tokens, int * expert_begin, int * expert_entries) {
@@ -319,7 +340,7 @@ __global__ void __launch_bounds__(SORT_THREADS)
     const auto id_of = [&](int e) {
         return *reinterpret_cast<const int *>(p.ids + e % p.n_used * p.ids_nb0 + e / p.n_used * p.ids_nb1);
     };
-    // each warp counts, then lists, the entries of its own experts: no atomics, a fixed order
+    // each warp counts, then lists, the entries of its own experts: no atomics, and a fixed order
     const int warp = static_cast<int>(threadIdx.x) / WARP, lane = static_cast<int>(threadIdx.x) % WARP,
               n_warps = SORT_THREADS / WARP;
     for (int expert = warp; expert < p.n_experts; expert += n_warps) {
@@ -352,7 +373,7 @@ __global__ void __launch_bounds__(SORT_THREADS)
     }
 }
 
-// converts rows from T to H, for cuBLAS: one row per block along x
+// Converts rows from T to H, for cuBLAS: one row per block along x.
 template <typename T, typename H, bool VECTOR>
 __global__ void convert_rows_kernel(const char * src, int64_t src_nb1, H * dst, int64_t dst_ld, int k) {
     wait_for_previous();
@@ -366,12 +387,12 @@ __global__ void convert_rows_kernel(const char * src, int64_t src_nb1, H * dst, 
 // ---------------------------------------------------------------------------------------------- scaled rows
 //
 // BF16 products without tensor cores for BF16: y[i][j] = (w[i] 2^-a[i]) . (x[j] 2^-b[j]) 2^(a[i] + b[j]), where the
-// powers of two bring the largest finite value of each row of w and x close to the largest F16. What is then too small
-// for F16 is less than 2^-39 of that value. Infinities and NaN stay what they are.
+// powers of two move the largest finite value of each row of w and x close to the largest F16. Values that are then too
+// small for F16 are below 2^-39 of that value. Infinities and NaN are unchanged.
 
 constexpr int SCALE_THREADS = 256;
 
-// dst and the exponents of all rows of src: a block per row. dst may be src if its values have 16 bits.
+// Writes dst and the exponents of all rows of src, one block per row. dst may be src if its values have 16 bits.
 template <typename T, bool VECTOR>
 __global__ void __launch_bounds__(SCALE_THREADS)
     scale_rows_kernel(const char * src, int64_t src_nb1, __half * dst, int64_t dst_ld, int k, int * exponents) {
@@ -396,14 +417,14 @@ __global__ void __launch_bounds__(SCALE_THREADS)
         load_floats<T, VECTOR>(row, i, k, v);
         __half2 h[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) { // no saturation: infinities stay
+        for (int j = 0; j < 4; j++) { // no saturation: infinities stay infinite
             h[j] = __floats2half2_rn(scalbnf(v[2 * j], -exponent), scalbnf(v[2 * j + 1], -exponent));
         }
         *reinterpret_cast<uint4 *>(dst + blockIdx.x * dst_ld + i) = *reinterpret_cast<const uint4 *>(h);
     }
 }
 
-// y times 2^(a[i] + b[j]); blocks along x: columns
+// Multiplies y by 2^(a[i] + b[j]); blocks along x: columns.
 __global__ void __launch_bounds__(SCALE_THREADS)
     unscale_kernel(float * y, int64_t y_ld, int m, const int * w_exponents, const int * x_exponents) {
     wait_for_previous();
@@ -416,13 +437,14 @@ __global__ void __launch_bounds__(SCALE_THREADS)
 
 // ---------------------------------------------------------------------------------------------- choice
 
-// Size of w in 16 bits that is made and multiplied at a time. Small panels stay in the L2 cache, but panels of few rows
-// leave multiprocessors idle: 4096 rows and 512 columns are one wave of 128 x 128 tiles on an H200.
+// Size of a panel of w that is converted to 16 bits and multiplied at a time. Small panels stay in the L2 cache, but
+// panels of few rows leave multiprocessors idle: 4096 rows and 512 columns are one wave of 128 x 128 tiles on an H200.
 constexpr int64_t PANEL_NBYTES = int64_t(48) << 20;
 constexpr int     GEMM_MIN_N   = VEC_MAX_COLS + 1;
-// Weights in 16 bits need no conversion, and from 3 or 5 columns on mul_mat_vec_kernel is bound by its instructions,
-// where a matrix has at least so many elements: in smaller ones cuBLAS has more to do before and behind the product
-// than it saves (lab/device-gpu.md).
+// From this many columns on, cuBLAS multiplies weights in 16 bits, which need no conversion: mul_mat_vec_kernel is
+// limited by its instructions there. The first number is for matrices of at least LARGE_MATRIX elements, the second for
+// at least MIDDLE_MATRIX. For smaller matrices, cuBLAS has more overhead before and after the product than it saves
+// (lab/device-gpu.md).
 constexpr int CUBLAS_MIN_N_16 = 3, CUBLAS_MIN_N_MIDDLE = 5;
 
 constexpr int64_t LARGE_MATRIX = int64_t(1) << 24, MIDDLE_MATRIX = int64_t(1) << 22;
@@ -446,7 +468,7 @@ mul_mat_args make_args(const op_tensor & w, const op_tensor & x, const op_tensor
     return p;
 }
 
-// Can the kernels read 8 elements at once?
+// Whether the kernels can read 8 elements at once.
 bool is_vector(const op_tensor & w, const op_tensor & x) {
     return w.ne[0] % 8 == 0 && is_aligned(x, 16) && (type_block_size(w.type) > 1 || is_aligned(w, 16));
 }
@@ -466,7 +488,7 @@ cudaError_t launch_vec(const op_context & ctx, const mul_mat_args & p, bool vect
         if (rows < 8 * ctx.n_sm && p.k >= 1024) {
             return launch_vec_rows<T, COLS, VEC_WARPS, 1, true, EXPERTS>(ctx, p, n_batches);
         }
-        // two rows: the output matrix of a model, and where more of x than of w is read
+        // two rows per warp: for the output matrix of a model, and if more of x than of w is read
         if constexpr (COLS < VEC_MAX_COLS && !EXPERTS) {
             if (rows < 128 * ctx.n_sm) {
                 return launch_vec_rows<T, COLS, 1, 1, true, EXPERTS>(ctx, p, n_batches);
@@ -492,8 +514,7 @@ cudaError_t mul_mat_vec(const op_context & ctx, const mul_mat_args & p, bool vec
     }
 }
 
-// The 16-bit type in which products of this weight type are made. Weights that are not F16 go with BF16, for the range
-// of x.
+// The 16-bit type for products with weights of type T. Weights other than F16 use BF16, for the range of x.
 template <typename T>
 using half_of = std::conditional_t<std::is_same_v<typename T::block, __half>, __half, __nv_bfloat16>;
 template <typename H> constexpr tensor_type type_of_half = std::is_same_v<H, __half> ? TYPE_F16 : TYPE_BF16;
@@ -528,7 +549,7 @@ cudaError_t convert_rows(const op_context & ctx, const char * src, int64_t src_n
     }
 }
 
-// rows of a panel of at most nbytes, or BLOCK_M rows if those are larger; all panels of a matrix are of equal size
+// Rows of a panel of at most nbytes, but at least BLOCK_M; all panels of a matrix have equal size.
 int64_t panel_rows(int64_t rows, int64_t ld, int64_t nbytes) {
     const int64_t most = nbytes / (ld * 2) / BLOCK_M * BLOCK_M;
     if (rows <= std::max<int64_t>(most, nbytes / (ld * 2))) {
@@ -545,7 +566,7 @@ cudaError_t scale_rows(const op_context & ctx, const char * src, int64_t src_nb1
                   SCALE_THREADS, 0, src, src_nb1, reinterpret_cast<__half *>(dst), ld, static_cast<int>(k), exponents);
 }
 
-// x in 16 bits, and without units for them the exponents of its rows behind it
+// x in 16 bits; without tensor cores for the type, the exponents of its rows follow.
 int64_t x16_ld(const op_tensor & x) { return align_up(x.ne[0], 8); }
 int *   x_exponents(const op_tensor & x, char * x16) { return reinterpret_cast<int *>(x16 + x.ne[1] * x16_ld(x) * 2); }
 
@@ -559,7 +580,7 @@ template <typename H> cudaError_t convert_x(const op_context & ctx, const op_ten
                                                  reinterpret_cast<H *>(x16), x16_ld(x));
 }
 
-// m rows of w in 16 bits, ldw elements apart
+// Multiplies m rows of w in 16 bits, ldw elements apart.
 template <typename H>
 cudaError_t mul_mat_16(const op_context & ctx, const void * w, int64_t ldw, int64_t m, const op_tensor & x,
                        const char * x16, const op_tensor & dst, int64_t first_row) {
@@ -583,8 +604,8 @@ cudaError_t mul_mat_16(const op_context & ctx, const void * w, int64_t ldw, int6
     return launch_gemm<value_type<type>, false>(ctx, p, is_vector(rows, x), grid);
 }
 
-// The same with rows of w in BF16 where there are no units for it: they become F16 in place, and x16 is F16, scaled.
-// exponents: one per row, to be written.
+// Multiplies rows of w in BF16 without tensor cores for BF16: they are converted to F16 in place, and x16 is scaled
+// F16. exponents: output, one per row.
 cudaError_t mul_mat_scaled(const op_context & ctx, char * w, int64_t ldw, int64_t m, const op_tensor & x,
                            const char * x16, const op_tensor & dst, int64_t first_row, int * exponents) {
     CUDA_TRY(scale_rows<value_type<TYPE_BF16>>(ctx, w, ldw * 2, m, x.ne[0], ldw % 8 == 0 && x.ne[0] % 8 == 0, w, ldw,
@@ -598,12 +619,12 @@ cudaError_t mul_mat_scaled(const op_context & ctx, char * w, int64_t ldw, int64_
                   dst.nb[1] / 4, static_cast<int>(m), exponents, x_exponents(x, const_cast<char *>(x16)));
 }
 
-// where op_mul_mat_16 leaves the exponents of rows of w
+// Address at which op_mul_mat_16 leaves the exponents of rows of w.
 int * w_exponents(const op_tensor & x, char * scratch) {
     return reinterpret_cast<int *>(scratch + op_mul_mat_x16_nbytes(x));
 }
 
-// converts w to H, a panel at a time, behind x16 in scratch
+// Converts w to H, one panel at a time, behind x16 in scratch.
 template <typename T, typename H>
 cudaError_t mul_mat_panels(const op_context & ctx, const op_tensor & w, const op_tensor & x, const char * x16,
                            const op_tensor & dst, bool vector, char * scratch) {
@@ -618,7 +639,7 @@ cudaError_t mul_mat_panels(const op_context & ctx, const op_tensor & w, const op
     return cudaSuccess;
 }
 
-// one matrix in 16 bits
+// Multiplies one matrix in 16 bits.
 template <typename T, typename H>
 cudaError_t mul_mat_converted(const op_context & ctx, const op_tensor & w, const op_tensor & x, const char * x16,
                               const op_tensor & dst, bool vector, char * scratch) {
@@ -636,13 +657,13 @@ cudaError_t mul_mat_converted(const op_context & ctx, const op_tensor & w, const
 
 bool is_16_bits(tensor_type type) { return type == TYPE_F16 || type == TYPE_BF16; }
 
-// Is the product one of fewer columns than GEMM_MIN_N that cuBLAS may take, by type and shape?
+// Whether the product has fewer columns than GEMM_MIN_N and cuBLAS supports its type and shape.
 bool is_narrow_16(const op_tensor & w, const op_tensor & x) {
     const int64_t size = w.ne[0] * w.ne[1], least = size >= LARGE_MATRIX ? CUBLAS_MIN_N_16 : CUBLAS_MIN_N_MIDDLE;
     return is_16_bits(w.type) && size >= MIDDLE_MATRIX && x.ne[1] >= least && x.ne[1] < GEMM_MIN_N;
 }
 
-// Does cuBLAS pay off? Only where the product is one large matrix, and for few columns only if w can be used as it is.
+// Whether cuBLAS is faster: only for a product of one large matrix, and for few columns only if w needs no conversion.
 bool use_cublas(const op_context & ctx, const op_tensor & w, const op_tensor & x) {
     const bool columns_ok =
         x.ne[1] >= GEMM_MIN_N || (is_narrow_16(w, x) && is_vector(w, x) && op_mul_mat_has_units(ctx, w.type));
@@ -666,7 +687,7 @@ bool op_mul_mat_supported(const op_tensor & w, const op_tensor & x, const op_ten
     if (!is_shape(w, x) || !repeats || dst.type != TYPE_F32 || !is_contiguous_rows(dst)) {
         return false;
     }
-    // quantized rows are read 8 elements at a time, so rows of x have to be aligned; data pointers always are
+    // quantized rows are read 8 elements at a time, so rows of x must be aligned; data pointers always are
     const bool aligned = x.nb[1] % 16 == 0 && x.nb[2] % 16 == 0 && x.nb[3] % 16 == 0;
     if (type_block_size(w.type) > 1 && !aligned) {
         return false;
@@ -759,7 +780,7 @@ size_t op_mul_mat_id_scratch_nbytes(const op_tensor & w, const op_tensor &, cons
     return static_cast<size_t>(align_up((w.ne[2] + 1 + ids.ne[0] * ids.ne[1]) * 4, 256));
 }
 
-// w: all n_experts experts, or some of them
+// w: all n_experts experts, or some of them.
 static mul_mat_args make_expert_args(const op_tensor & w, const op_tensor & x, const op_tensor & ids,
                                      const op_tensor & dst, int64_t n_experts) {
     mul_mat_args p = make_args(w, x, dst);
@@ -784,14 +805,14 @@ cudaError_t op_mul_mat_id_sort(const op_context & ctx, int64_t n_experts, const 
                   begin + n_experts + 1);
 }
 
-// the products of some experts, after op_mul_mat_id_sort
+// Products of some experts, after op_mul_mat_id_sort.
 template <typename T>
 static cudaError_t mul_mat_sorted(const op_context & ctx, mul_mat_args p, bool vector, int64_t first_expert,
                                   int64_t some_experts, int64_t n_tokens, const char * scratch) {
     const int * begin = reinterpret_cast<const int *>(scratch);
     p.expert_begin    = begin + first_expert;
     p.expert_entries  = begin + p.n_experts + 1;
-    // the host does not know how many tokens an expert has: blocks without work return
+    // the host cannot tell how many tokens an expert has, so blocks without work return
     const int64_t n_most = n_tokens * p.n_used;
     const dim3    grid(static_cast<unsigned>((p.m + BLOCK_M - 1) / BLOCK_M),
                        static_cast<unsigned>((n_most + BLOCK_N - 1) / BLOCK_N), static_cast<unsigned>(some_experts));

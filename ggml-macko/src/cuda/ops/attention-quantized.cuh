@@ -1,9 +1,9 @@
-// Rows of a quantized cache as attention_decode_kernel reads them. They wait in shared memory as they lie in the cache;
-// a lane takes pieces of a block of 32, of which it makes integers in F16, exactly. The scales stay outside: those of K
-// multiply the sums of a block, those of V the weights of the positions.
+// Reads rows of a quantized cache for attention_decode_kernel. The rows are copied to shared memory unchanged. A lane
+// reads pieces of a block of 32 and converts them exactly to integers in F16. The scales are applied separately: those
+// of K multiply the sums of a block, those of V the weights of the positions.
 //
-// A type states where its pieces are. load_8 (piece t of 4) and load_4 (piece g of 8) give values + OFFSET as bytes,
-// the first value in the lowest byte. The values of a piece need not be neighbours: element e of a block is value
+// Each type defines its pieces. load_8 (piece t of 4) and load_4 (piece g of 8) return values + OFFSET as bytes, the
+// first value in the lowest byte. The values of a piece need not be adjacent: element e of a block is value
 // key_place(e) % 8 of piece key_place(e) / 8, and value p % 4 of the smaller piece p / 4 is element value_element(p).
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace macko::cuda {
 
-// 4 bytes at p + at; p is a multiple of 4, `at` of 2 and a constant
+// Loads 4 bytes at p + at; p is a multiple of 4; `at` is a constant multiple of 2.
 static __device__ __forceinline__ uint32_t load_bytes(const char * p, int at) {
     const uint32_t * w = reinterpret_cast<const uint32_t *>(p) + at / 4;
     return at % 4 == 0 ? w[0] : __byte_perm(w[0], w[1], 0x5432);
@@ -63,7 +63,7 @@ template <> struct packed_block<TYPE_Q4_0> : nibble_block {
 template <> struct packed_block<TYPE_Q5_0> : nibble_block {
     using block                 = block_q5_0;
     static constexpr int OFFSET = 16;
-    // bits 0 ... 3 to bit 4 of the bytes
+    // moves bits 0 ... 3 to bit 4 of the bytes
     static __device__ __forceinline__ uint32_t spread(uint32_t bits) {
         return ((bits & 15) * 0x00204081u & 0x01010101u) << 4;
     }
@@ -81,7 +81,7 @@ template <> struct packed_block<TYPE_Q5_0> : nibble_block {
 template <> struct packed_block<TYPE_IQ4_NL> : nibble_block {
     using block                 = block_q4_0;
     static constexpr int OFFSET = 128;
-    // values + 128 of the four nibbles of two bytes
+    // looks up values + 128 for the four nibbles of two bytes
     static __device__ __forceinline__ uint32_t look_up(uint32_t nibbles) {
         const uint32_t which = nibbles & 0x7777u;
         return __byte_perm(__byte_perm(0x3f2d1801u, 0x766a5d4fu, which), __byte_perm(0xa6998d81u, 0xf1d9c5b5u, which),
@@ -96,24 +96,24 @@ template <> struct packed_block<TYPE_IQ4_NL> : nibble_block {
     }
 };
 
-// Rows of 16 positions of K and of V in shared memory, for each warp and stage
+// Rows of 16 positions of K and V in shared memory, for each warp and stage.
 template <tensor_type TYPE, int HEAD_DIM> struct packed_rows : packed_block<TYPE> {
     using typename packed_block<TYPE>::block;
     using packed_block<TYPE>::OFFSET;
     static constexpr bool PACKED = true;
     static constexpr int  BLOCKS = HEAD_DIM / 32, NBYTES = BLOCKS * static_cast<int>(sizeof(block));
     static constexpr int  ALIGNMENT = NBYTES % 8 == 0 ? 8 : 4; // of the rows in the cache
-    // Copies are of 16 bytes and begin at multiples of 16. With an odd pitch (in pieces) the rows of V that a warp
-    // reads at once lie in different banks.
+    // Copies have 16 bytes and begin at multiples of 16. With an odd pitch (in pieces), the rows of V that a warp reads
+    // together lie in different banks.
     static constexpr int PIECES = (16 - ALIGNMENT + NBYTES + 15) / 16, PITCH = (PIECES | 1) * 16;
-    static constexpr int STAGE_NBYTES = 2 * 16 * PITCH; // of a warp
-    // Of the rings of 16 warps, 144 KB at most; 57 KB or more of them are on their way to an SM.
+    static constexpr int STAGE_NBYTES = 2 * 16 * PITCH; // per warp
+    // The rings of 16 warps have at most 144 KB, of which at least 57 KB are in flight.
     static constexpr int STAGES = STAGE_NBYTES * 4 <= 9216 ? 4 : 9216 / STAGE_NBYTES;
 
     static __device__ __forceinline__ int offset_in_piece(const char * row) {
         return static_cast<int>(reinterpret_cast<uintptr_t>(row) & 15);
     }
-    // Lane t of 4 copies its part of a row to `to`, to which the row comes with its offset
+    // Lane t of 4 copies its part of a row to `to`, where the row has the same offset within 16 bytes
     static __device__ __forceinline__ void copy(char * to, const char * row, int t) {
         const int offset = offset_in_piece(row), n = offset + NBYTES;
 #pragma unroll
@@ -133,7 +133,7 @@ template <tensor_type TYPE, int HEAD_DIM> struct packed_rows : packed_block<TYPE
             to[b] = scale(row, b);
         }
     }
-    // the lower two or the upper two of four bytes
+    // converts the lower two or the upper two of four bytes
     static __device__ __forceinline__ uint32_t to_f16(uint32_t bytes, int upper) {
         const uint32_t biased = __byte_perm(bytes, 0x64646464u, upper ? 0x4342 : 0x4140); // 1024 + byte
         const __half2  bias   = __half2half2(__ushort_as_half(0x6400 | OFFSET));
@@ -141,8 +141,8 @@ template <tensor_type TYPE, int HEAD_DIM> struct packed_rows : packed_block<TYPE
         return *reinterpret_cast<const uint32_t *>(&h);
     }
 
-    // scores of rows g and g + 8 for the head whose q has its high and low parts in columns 2t and 2t + 1. q: column g,
-    // from 8t on
+    // Scores of rows g and g + 8, for the head whose high and low parts of q are in columns 2t and 2t + 1. q: column g,
+    // from element 8t on.
     static __device__ __forceinline__ void multiply_keys(float score[2], const char * const rows[2], const __half * q,
                                                          int t) {
         score[0] = score[1] = 0;
@@ -163,9 +163,8 @@ template <tensor_type TYPE, int HEAD_DIM> struct packed_rows : packed_block<TYPE
         }
     }
 
-    // out[2b + i]: sums for columns 2t and 2t + 1 at the places 32b + 4g + 2i and, behind them, 32b + 4g + 2i + 1.
-    // rows: of positions 2t, 2t + 1, 2t + 8, 2t + 9; weights and scales: of positions g and g + 8. A scale times a
-    // weight is below 65520.
+    // out[2b + i]: sums for columns 2t and 2t + 1, at place 32b + 4g + 2i and at the next place. rows: of positions 2t,
+    // 2t + 1, 2t + 8, 2t + 9; weights and scales: of positions g and g + 8. A scale times a weight is below 65520.
     static __device__ __forceinline__ void multiply_values(float out[][4], const char * const rows[4],
                                                            const float weight[2], const float scales[2][BLOCKS],
                                                            int g) {
@@ -173,7 +172,7 @@ template <tensor_type TYPE, int HEAD_DIM> struct packed_rows : packed_block<TYPE
         for (int b = 0; b < BLOCKS; b++) {
             uint32_t w[2], x[4];
 #pragma unroll
-            for (int i = 0; i < 2; i++) { // a weight of 0 times what lies there may be NaN
+            for (int i = 0; i < 2; i++) { // a weight of 0 times a hidden row may be NaN
                 w[i] = transposed(split_f16(weight[i] == 0 ? 0 : weight[i] * scales[i][b]));
             }
 #pragma unroll
@@ -181,7 +180,7 @@ template <tensor_type TYPE, int HEAD_DIM> struct packed_rows : packed_block<TYPE
                 x[i] = packed_block<TYPE>::load_4(rows[i], b * static_cast<int>(sizeof(block)), g);
             }
 #pragma unroll
-            for (int i = 0; i < 2; i++) { // two of the four values, of positions side by side
+            for (int i = 0; i < 2; i++) { // two of the four values, of adjacent positions
                 const int      which = i == 0 ? 0x5140 : 0x7362;
                 const uint32_t low = __byte_perm(x[0], x[1], which), high = __byte_perm(x[2], x[3], which);
                 const uint32_t a[4] = { to_f16(low, 0), to_f16(low, 1), to_f16(high, 0), to_f16(high, 1) };
@@ -190,8 +189,8 @@ template <tensor_type TYPE, int HEAD_DIM> struct packed_rows : packed_block<TYPE
         }
     }
 
-    // where element e of q belongs, so that lane t finds what it multiplies by its keys in 8 neighbours; and which
-    // element of the result `place` is, of which lane g has 4 neighbours
+    // place_of(e): place of element e of q, where lane t finds the 8 adjacent factors of its keys. element_at(place):
+    // element of the result at a place; lane g has 4 adjacent places.
     static __device__ __forceinline__ int place_of(int e) {
         return e / 32 * 32 + packed_block<TYPE>::key_place(e % 32);
     }
@@ -200,7 +199,7 @@ template <tensor_type TYPE, int HEAD_DIM> struct packed_rows : packed_block<TYPE
     }
 };
 
-// Rows of F16 go to registers.
+// Rows of F16 are loaded to registers.
 struct f16_rows {
     static constexpr bool                 PACKED = false;
     static constexpr int                  STAGES = 1;

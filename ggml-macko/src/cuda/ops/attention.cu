@@ -1,12 +1,12 @@
-// Attention over the KV cache: softmax(scale * K q + mask) V per head, one pass, online softmax (as in FlashAttention);
-// nothing but the result is written. This file chooses the kernel and how it divides the work:
+// Attention over the KV cache: softmax(scale * K q + mask) V per head, in one pass with online softmax (as in
+// FlashAttention); only the result is written. This file chooses the kernel and divides the work:
 //
 //   attention-decode.cu   few tokens, heads of 64 or 128 elements, most caches: tensor cores
 //   attention-vec-*.cu    few tokens, any other cache: float32 arithmetic
 //   attention-tile.cu     many tokens, F16 or quantized cache: tensor cores
 //
-// With few tokens the positions of a KV head are divided into splits, a block each. The last block of a head to finish
-// combines the splits in their order, so the result does not depend on timing.
+// With few tokens, the positions of a KV head are divided into splits, one block each. The last block of a head to
+// finish combines the splits in order, so the result does not depend on timing.
 #include "cuda/ops/attention.cuh"
 
 #include <algorithm>
@@ -18,27 +18,27 @@ namespace {
 
 constexpr int MAX_HEAD_DIM  = 256;
 constexpr int VEC_BLOCKS    = 512; // enough for any GPU; a constant, so that results do not depend on the GPU's size
-constexpr int DECODE_BLOCKS = 128; // of attention_decode_kernel: an SM has room for one
+constexpr int DECODE_BLOCKS = 128; // for attention_decode_kernel: an SM has room for one
 
-// Query heads of a block, which share what it reads of K and V. Short contexts and few rows of q are limited by
-// latency: then more blocks.
+// Query heads of a block, which share the rows of K and V that it reads. Short contexts and few rows of q are limited
+// by latency, so they use more blocks.
 int heads_per_block(const attention_params & p) {
     const int64_t group = p.q.ne[2] / p.k.ne[2];
     return p.k.ne[1] <= 1024 && p.q.n_rows() <= 256 ? 1 : group >= 3 ? 4 : group == 2 ? 2 : 1;
 }
 
-// blocks per KV head, of one split
+// Blocks per KV head and split.
 int chunk_count(const attention_params & p) {
     const int64_t group = p.q.ne[2] / p.k.ne[2], g = heads_per_block(p);
     return static_cast<int>((group + g - 1) / g);
 }
 
-// of one split
+// Blocks of one split.
 int64_t block_count(const attention_params & p) { return p.k.ne[2] * chunk_count(p) * p.q.ne[1] * p.q.ne[3]; }
 
-// Blocks of a cluster, which share the positions of a short context. Without a cluster one block, which fills an SM,
-// reads all of a head's K and V, and that is most of the time. A GPU of 132 SMs has room for 66 clusters of two. Longer
-// contexts keep all SMs busy without clusters.
+// Blocks of a cluster, which share the positions of a short context. Without a cluster, one block, which fills an SM,
+// reads all of a head's K and V, and that takes most of the time. A GPU of 132 SMs has room for 66 clusters of two.
+// Longer contexts keep all SMs busy without clusters.
 int cluster_size(const op_context & ctx, const attention_params & p) {
     return ctx.cc >= 90 && p.k.type == TYPE_F16 && attention_decode_supported(p) && heads_per_block(p) == 1 &&
                    block_count(p) <= DECODE_BLOCKS / 2 && p.k.ne[1] * p.k.ne[0] <= 2 * DECODE_ROUND * 128
@@ -46,7 +46,7 @@ int cluster_size(const op_context & ctx, const attention_params & p) {
                : 1;
 }
 
-// positions of a split of attention_decode_kernel, or of attention_vec_kernel
+// Positions of a split of attention_decode_kernel or attention_vec_kernel.
 int split_size(const attention_params & p, bool decode) {
     const int64_t n_kv = p.k.ne[1], blocks = block_count(p);
     // two rounds of short rows cost less than combining splits
@@ -72,15 +72,15 @@ bool can_read(tensor_type type) {
            type == TYPE_Q4_1 || type == TYPE_Q5_0 || type == TYPE_Q5_1 || type == TYPE_IQ4_NL;
 }
 
-op_tensor as_f16(const op_tensor & t, char * data) { // in the order of a cache: a position's heads side by side
+op_tensor as_f16(const op_tensor & t, char * data) { // in cache order: the heads of a position are adjacent
     op_tensor f16 = t;
     f16.data = data, f16.type = TYPE_F16;
     f16.nb[0] = 2, f16.nb[2] = t.ne[0] * 2, f16.nb[1] = f16.nb[2] * t.ne[2], f16.nb[3] = f16.nb[1] * t.ne[1];
     return f16;
 }
 
-// What attention_tile_kernel needs in scratch memory, in bytes from its start: sums of splits, K and V of a quantized
-// cache in F16, classes of the mask's tiles.
+// Scratch memory of attention_tile_kernel, in bytes from its start: sums of splits, K and V of a quantized cache in
+// F16, classes of the mask's tiles.
 struct tile_scratch {
     size_t k, v, classes, nbytes;
 };
@@ -102,7 +102,7 @@ tile_scratch tile_scratch_of(const attention_params & p) {
 
 bool op_attention_supported(const attention_params & p) {
     const op_tensor &q = p.q, &k = p.k, &v = p.v;
-    const auto       is_rows = [](const op_tensor & t) { // read 8 elements at a time
+    const auto       is_rows = [](const op_tensor & t) { // rows that can be read 8 elements at a time
         const bool is_plain = type_block_size(t.type) == 1;
         const bool aligned  = t.nb[1] % 16 == 0 && t.nb[2] % 16 == 0 && t.nb[3] % 16 == 0;
         return is_contiguous_rows(t) && t.ne[0] % std::max<int64_t>(8, type_block_size(t.type)) == 0 &&
@@ -139,7 +139,7 @@ size_t op_attention_scratch_nbytes(const attention_params & p) {
         return 0;
     }
     const bool decode   = attention_decode_supported(p);
-    const int  n_splits = decode && p.k.type != TYPE_F16 // it may not fit the GPU
+    const int  n_splits = decode && p.k.type != TYPE_F16 // the kernel may not fit the GPU
                               ? std::max(split_count(p, split_size(p, true)), split_count(p, split_size(p, false)))
                               : split_count(p, split_size(p, decode));
     return std::max(partial_nbytes(p, n_splits), tile_scratch_of(p).nbytes);
@@ -203,7 +203,7 @@ bool op_rope_attention_supported(const rope_params & r, const op_tensor & pos, c
         return false;
     }
     const int64_t head_dim = p.q.ne[0];
-    const auto    is_view  = [&](const op_tensor & t, const op_tensor & cache) { // the heads of the cache's rows
+    const auto    is_view  = [&](const op_tensor & t, const op_tensor & cache) { // t has the heads of the cache's rows
         return t.type == TYPE_F16 && t.data == cache.data && t.nb[1] == cache.nb[1] && t.nb[2] == head_dim * 2 &&
                t.ne[0] == head_dim && cache.ne[0] == head_dim * t.ne[2];
     };

@@ -1,7 +1,7 @@
-// What the kernels of cuda/ops share: launching, reductions, index arithmetic.
+// Shared by the kernels of cuda/ops: launching, reductions, index arithmetic.
 //
-// Kernels may be longer than host functions: their state is arrays in registers, which stay there only if every loop
-// over them is unrolled where they are declared.
+// Kernels may be longer than host functions: their state is in register arrays, which stay in registers only if every
+// loop over them is unrolled where they are declared.
 #pragma once
 
 #include "cuda/lib/common.cuh"
@@ -11,10 +11,10 @@ namespace macko::cuda {
 
 constexpr int WARP = 32;
 
-// Programmatic dependent launch: with ctx.overlap a kernel may start while the previous one in the stream still runs.
-// So every kernel that goes through launch() calls wait_for_previous() before it touches memory that a kernel may have
-// written. Every thread calls it, exactly once, even those without work: a kernel passes on to the next one the
-// guarantee that all earlier kernels are complete.
+// Programmatic dependent launch: with ctx.overlap, a kernel may start while the previous one in the stream still runs.
+// So every kernel launched by launch() calls wait_for_previous() before it accesses memory that a kernel may have
+// written. Every thread calls it exactly once, even threads without work: through it, a kernel guarantees to the next
+// one that all earlier kernels are complete.
 static __device__ __forceinline__ void wait_for_previous() {
     cuda_wait_for_previous();
     cuda_allow_next();
@@ -29,15 +29,15 @@ cudaError_t launch(const op_context & ctx, void (*kernel)(PARAMS...), dim3 grid,
     return cuda_launch(kernel, grid, block, shared_nbytes, ctx.overlap, ctx.stream, args...);
 }
 
-// Over all threads of the block (a multiple of 32, at most 1024); every thread gets the result. partial: 32 floats of
-// shared memory.
+// Reduction over all threads of the block (a multiple of 32, at most 1024); every thread gets the result. partial: 32
+// floats of shared memory.
 template <typename F>
 static __device__ __forceinline__ float block_reduce(float x, float * partial, F && warp_reduce, float neutral) {
     x = warp_reduce(x);
     if (blockDim.x == WARP) {
         return x;
     }
-    __syncthreads(); // the previous reduction may still read partial
+    __syncthreads(); // other threads may still read partial for the previous reduction
     if (threadIdx.x % WARP == 0) {
         partial[threadIdx.x / WARP] = x;
     }
@@ -49,8 +49,8 @@ struct row_index {
     int64_t i1, i2, i3;
 };
 
-// A row number that a tensor holds, so that whoever wrote it (a client, say) cannot make a kernel leave its operands:
-// one outside the n rows there are becomes the nearest.
+// Clamps a row number from a tensor to the n existing rows, so that its writer (for example a client) cannot make a
+// kernel access memory outside its operands.
 static __device__ __forceinline__ int64_t existing_row(int64_t row, int64_t n) {
     return max(min(row, n - 1), int64_t(0));
 }
@@ -64,7 +64,7 @@ static __device__ __forceinline__ row_index split_row(int64_t row, int64_t ne1, 
     return { row % ne1, row / ne1 % ne2, row / (ne1 * ne2) };
 }
 
-// start of row (i1, i2, i3), each index modulo the size of the tensor: broadcasting as ggml does it
+// Start of row (i1, i2, i3), each index modulo the size of the tensor: ggml's broadcasting.
 static __device__ __forceinline__ char * broadcast_row(const op_tensor & t, row_index i) {
     const int64_t i1 = t.ne[1] == 1 ? 0 : i.i1 % t.ne[1];
     const int64_t i2 = t.ne[2] == 1 ? 0 : i.i2 % t.ne[2];
@@ -75,13 +75,13 @@ static __device__ __forceinline__ char * row_of(const op_tensor & t, row_index i
     return t.data + i.i1 * t.nb[1] + i.i2 * t.nb[2] + i.i3 * t.nb[3];
 }
 
-// threads for a row of n elements: whole warps, at most `max`
+// Threads for a row of n elements: whole warps, at most `max`.
 inline int row_threads(int64_t n, int max) {
     const int64_t warps = (n + WARP - 1) / WARP;
     return static_cast<int>(warps * WARP < max ? warps * WARP : max);
 }
 
-// Are the data pointer and every stride of the tensor multiples of n bytes?
+// Whether the data pointer and every stride of the tensor are multiples of n bytes.
 inline bool is_aligned(const op_tensor & t, int64_t n) {
     return reinterpret_cast<uintptr_t>(t.data) % static_cast<uintptr_t>(n) == 0 && t.nb[1] % n == 0 &&
            t.nb[2] % n == 0 && t.nb[3] % n == 0;

@@ -1,5 +1,5 @@
 // Elementwise operations: two tensors with broadcasting, one tensor, gated units, bias by expert. A block has one row
-// of dst (blockIdx.x) or, of a long row, one piece (blockIdx.y). No __restrict__, because dst is often one of the
+// of dst (blockIdx.x), or one piece of a long row (blockIdx.y). No __restrict__, because dst is often one of the
 // sources.
 #include "cuda/ops/common.cuh"
 
@@ -14,7 +14,7 @@ dim3 grid_of(const op_tensor & t) {
     return dim3(static_cast<unsigned>(t.n_rows()), static_cast<unsigned>((t.ne[0] + PIECE - 1) / PIECE));
 }
 
-// f(i, row) for the elements of dst's row that the block has
+// Calls f(i, row) for the block's elements of a row of dst.
 template <typename F> __device__ __forceinline__ void for_row_elements(int64_t ne0, F && f) {
     const int64_t end = min(ne0, static_cast<int64_t>(blockIdx.y + 1) * PIECE);
     for (int64_t i = static_cast<int64_t>(blockIdx.y) * PIECE + threadIdx.x; i < end; i += blockDim.x) {

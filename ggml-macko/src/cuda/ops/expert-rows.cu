@@ -1,5 +1,5 @@
-// Rows of x and of results by expert, so that the product of an expert is one of an ordinary matrix with as many
-// columns as tokens use it. The lists of op_mul_mat_id_sort say which rows an expert has.
+// Groups rows of x and of results by expert, so that each expert's product is an ordinary matrix product with one
+// column per token that uses the expert. The lists of op_mul_mat_id_sort give the rows of an expert.
 #include "cuda/lib/mma.cuh"
 
 namespace macko::cuda {
@@ -9,7 +9,7 @@ namespace {
 constexpr int ROW_THREADS = 256;
 
 struct expert_rows_args {
-    const int * begin;   // of each expert and behind the last: entries
+    const int * begin;   // first entry of each expert, and the end
     const int * entries; // token * n_used + slot
     const char *ids, *x;
     char *      rows;
@@ -17,7 +17,7 @@ struct expert_rows_args {
     int         n_experts, n_used, x_ne1, width, ld, max_f32;
 };
 
-// a block per row
+// One block per row.
 template <typename H> __global__ void __launch_bounds__(ROW_THREADS) gather_expert_rows_kernel(expert_rows_args p) {
     wait_for_previous();
     const int j = static_cast<int>(blockIdx.x);

@@ -1,5 +1,6 @@
-// Products with a Hadamard matrix (Sylvester's, divided by the root of its size) as fast Walsh-Hadamard transforms: the
-// matrix is not read. llama.cpp turns q, k, v and the result of attention this way where the cache is quantized.
+// Products with a Hadamard matrix (Sylvester's, divided by the square root of its size) as fast Walsh-Hadamard
+// transforms, without reading the matrix. llama.cpp rotates q, k, v and the result of attention this way if the cache
+// is quantized.
 #include "cuda/ops/hadamard.cuh"
 
 namespace macko::cuda {

@@ -5,7 +5,7 @@
 
 namespace macko::cuda {
 
-// A row of N elements in LANES neighbouring lanes of a warp: element(k, lane) is the first of the four in v[k].
+// A row of N elements in LANES adjacent lanes of a warp: element(k, lane) is the first of the four in v[k].
 template <int N> struct hadamard_row {
     static constexpr int LANES = N / 4 < WARP ? N / 4 : WARP, PIECES = N / 4 / LANES;
 
@@ -21,8 +21,8 @@ template <int N> struct hadamard_row {
         }
     }
 
-    // Multiplies each n elements by Sylvester's Hadamard matrix of that size, divided by the root of n. n: a power of
-    // two, 4 to N. Called by whole warps.
+    // Multiplies each n elements by Sylvester's Hadamard matrix of that size, divided by the square root of n. n: a
+    // power of two, 4 to N. Called by whole warps.
     __device__ __forceinline__ void transform(int lane, int n = N) {
 #pragma unroll
         for (int k = 0; k < PIECES; k++) {
@@ -77,7 +77,7 @@ private:
     }
 };
 
-// f(size) with the size as a value of an empty type; `otherwise` for sizes without a kernel
+// Calls f(size) with the size as a value of an empty type; returns `otherwise` for sizes without a kernel.
 template <typename R, typename F> R with_hadamard_size(int64_t n, R otherwise, F && f) {
     switch (n) {
         case 64:  return f(std::integral_constant<int, 64>());

@@ -1,5 +1,5 @@
-// Products of few columns with quantized weights (mul-mat-quantized.cuh): which matrices they take, and how many warps
-// share a row.
+// Products of few columns with quantized weights (mul-mat-quantized.cuh): the supported matrices, and the number of
+// warps that share a row.
 #include "cuda/ops/mul-mat-quantized.cuh"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ constexpr int MAX_COLS = 8;
 
 template <tensor_type TYPE> using type_constant = std::integral_constant<tensor_type, TYPE>;
 
-// f(type_constant<...>()) for types that have a chunk_reader; `other` for the rest
+// Returns f(type_constant<...>()) for types with a chunk_reader; `other` for other types.
 template <typename R, typename F> R with_reader(tensor_type type, R other, F && f) {
     switch (type) {
         case TYPE_Q4_0: return f(type_constant<TYPE_Q4_0>());
@@ -29,8 +29,8 @@ template <typename R, typename F> R with_reader(tensor_type type, R other, F && 
 template <tensor_type TYPE, int COLS> cudaError_t launch_quantized(const op_context & ctx, const quantized_args & p) {
     constexpr int nbytes = quantized_shape<TYPE, COLS>::WARP_NBYTES;
     const int     blocks = (p.m + ROWS - 1) / ROWS, n_chunks = (p.k + CHUNK - 1) / CHUNK;
-    // 16 warps or more per SM, in two blocks where there are enough rows; then no more than are needed to take all
-    // chunks in the same number of rounds
+    // 16 warps or more per SM, in two blocks if there are enough rows; then no more warps than necessary for the same
+    // number of rounds
     const int wanted = blocks >= 4 * ctx.n_sm ? 4 : blocks >= ctx.n_sm ? 8 : QUANTIZED_THREADS / WARP;
     const int most =
         std::max(1, std::min({ wanted, n_chunks, ctx.shared_nbytes / nbytes / (blocks > ctx.n_sm ? 2 : 1) }));

@@ -1,5 +1,5 @@
-// Reductions along rows: RMS norm with the sum in front of it and the scale behind it, soft-max, sums, sorting. One row
-// per block. Sums are made in a fixed order.
+// Reductions along rows: RMS norm with the sum before it and the scale after it, soft-max, sums, sorting. One row per
+// block. Sums have a fixed order.
 #include "cuda/ops/common.cuh"
 
 #include <cfloat>
@@ -17,7 +17,7 @@ struct rms_norm_args {
     float     eps;
 };
 
-// V: float, or float4 where everything is aligned and ne[0] % 4 == 0
+// V: float, or float4 if everything is aligned and ne[0] % 4 == 0.
 template <bool HAS_SCALE, bool HAS_ADD, typename V>
 __global__ void __launch_bounds__(MAX_THREADS) rms_norm_kernel(rms_norm_args p) {
     wait_for_previous();
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(MAX_THREADS) rms_norm_kernel(rms_norm_args p) 
     }
     squares            = block_reduce(squares, partial, warp_sum<>, 0);
     const float factor = 1 / sqrtf(squares / static_cast<float>(p.dst.ne[0]) + p.eps);
-    const V *   in     = HAS_ADD ? sum : x; // each thread reads back what it wrote itself
+    const V *   in     = HAS_ADD ? sum : x; // each thread reads its own writes
     const V *   s      = HAS_SCALE ? reinterpret_cast<const V *>(broadcast_row(p.scale, row)) : nullptr;
     V *         dst    = reinterpret_cast<V *>(row_of(p.dst, row));
     for (int i = static_cast<int>(threadIdx.x); i < n; i += static_cast<int>(blockDim.x)) {
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(MAX_THREADS) soft_max_kernel(soft_max_args p) 
     float sum = 0;
     for (int64_t i = threadIdx.x; i < n; i += blockDim.x) {
         const float e = max == -INFINITY ? 0.0f : expf(value(i) - max);
-        dst[i]        = e; // x may be dst: element i is read for the last time above
+        dst[i]        = e; // x may be dst: the last read of element i is above
         sum += e;
     }
     sum = block_reduce(sum, partial, warp_sum<>, 0);
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(MAX_THREADS) sum_rows_kernel(op_tensor x, op_t
     }
 }
 
-// Bitonic sorting network over n (a power of two) indices in shared memory. Padding entries sort behind all others, and
+// Bitonic sorting network over n (a power of two) indices in shared memory. Padding entries sort after all others, and
 // equal values keep their order.
 __global__ void __launch_bounds__(MAX_THREADS) argsort_kernel(op_tensor x, op_tensor dst, int n, bool descending) {
     wait_for_previous();
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(MAX_THREADS) argsort_kernel(op_tensor x, op_te
     const row_index       row    = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
     const float *         v      = reinterpret_cast<const float *>(row_of(x, row));
     const int             ne0    = static_cast<int>(x.ne[0]);
-    const auto            before = [&](int a, int b) { // Does a stand before b?
+    const auto            before = [&](int a, int b) { // whether a precedes b
         if (a >= ne0 || b >= ne0) {
             return a < b;
         }

@@ -1,9 +1,9 @@
-// The operations of a ggml graph on the GPU, as plain functions over strided tensors. Host header: no ggml, no device
-// code.
+// The operations of a ggml graph on the GPU, as plain functions of strided tensors. A host header without ggml and
+// device code.
 //
 // Every function queues its work on the context's stream and returns the CUDA status of the launches. It allocates
-// nothing and synchronizes with nothing, so all of it can be captured in a CUDA graph. The *_supported predicate beside
-// a function says what it accepts; it is pure and looks at types and shapes only.
+// nothing and does not synchronize, so a CUDA graph can capture it. The *_supported predicate of a function tells which
+// operands it accepts; it is pure and depends only on types and shapes.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -34,7 +34,7 @@ enum tensor_type : int32_t {
     TYPE_MXFP4  = 39,
 };
 
-// A tensor as in ggml: ne[0] is the row length, nb are strides in bytes. data may be null in the *_supported
+// A tensor like ggml's: ne[0] is the row length, nb are strides in bytes. data may be null in the *_supported
 // predicates.
 struct op_tensor {
     char *      data;
@@ -54,25 +54,25 @@ struct op_context {
     cudaStream_t     stream        = nullptr;
     int              cc            = 0; // op_compute_capability()
     int              n_sm          = 0;
-    int              shared_nbytes = 0;       // at most, of one block
+    int              shared_nbytes = 0;       // maximum for one block
     unsigned *       counters      = nullptr; // N_COUNTERS zeros on the GPU; kernels leave zeros behind
     bool             overlap       = false;   // programmatic dependent launch (cc >= 90): see ops/common.cuh
-    cublas_library * cublas        = nullptr; // null where it is not installed
-    // CUBLAS_WORKSPACE_NBYTES: cuBLAS's own workspace cannot be captured
+    cublas_library * cublas        = nullptr; // null if cuBLAS is not installed
+    // CUBLAS_WORKSPACE_NBYTES bytes; cuBLAS's own workspace cannot be captured
     void * cublas_workspace = nullptr;
-    // cuda/graph/graph.h; null: sparse weights are never made dense, however many columns there are
+    // see cuda/graph/graph.h; null: sparse weights are never made dense, for any number of columns
     const struct panel_buffers * panels = nullptr;
-    // of any node, one after the other; null: each node has its own, behind its result
+    // shared by all nodes, one after the other; null: each node has its own behind its result
     char * scratch = nullptr;
 };
 
-// What kernels may use on the current device: its compute capability * 10 (90 = Hopper), or less where they come from
-// PTX of an older architecture.
+// Compute capability * 10 of the code for the current device (90 = Hopper). It is less than the device's if the code
+// comes from PTX of an older architecture.
 cudaError_t op_compute_capability(int * cc);
 
 int64_t type_block_size(tensor_type type); // elements per block: 1, 32 or 256
 int64_t type_block_nbytes(tensor_type type);
-bool    type_is_weight(tensor_type type); // dense matrices, get_rows and copies can read it
+bool    type_is_weight(tensor_type type); // matrix products, get_rows and copies can read it
 
 inline bool is_contiguous_rows(const op_tensor & t) { return t.nb[0] == type_block_nbytes(t.type); }
 bool        is_contiguous(const op_tensor & t);
@@ -82,10 +82,10 @@ inline bool same_shape(const op_tensor & a, const op_tensor & b) {
 
 // ---- small writes from host memory (writes.cu) ----
 
-// The inputs of a token go to the GPU in one launch; their bytes are among its parameters.
+// Copies the inputs of a token to the GPU in one launch, whose parameters contain the bytes.
 struct small_writes {
     static constexpr int    MAX        = 16;
-    static constexpr size_t MAX_NBYTES = 3584; // of all writes: every GPU takes 4 KiB of parameters
+    static constexpr size_t MAX_NBYTES = 3584; // of all writes; every GPU accepts 4 KiB of parameters
     struct write {
         char *   dst;
         uint32_t at, nbytes;
@@ -94,17 +94,17 @@ struct small_writes {
     uint32_t n = 0, nbytes = 0;
     uint32_t data[MAX_NBYTES / 4];
 
-    // false: it does not fit
+    // returns false if the write does not fit
     bool add(void * dst, const void * src, size_t size);
 };
-// where they overlap, later ones win
+// If writes overlap, later ones win.
 cudaError_t op_small_writes(const small_writes & w, cudaStream_t stream);
 
 // ---- elementwise (elementwise.cu); dst may be one of the sources ----
 
 enum class binary_op : int { ADD, SUB, MUL, DIV };
 bool op_binary_supported(binary_op op, const op_tensor & a, const op_tensor & b, const op_tensor & dst);
-// a op b, b repeated to the shape of a
+// a op b, with b repeated to the shape of a.
 cudaError_t op_binary(const op_context & ctx, binary_op op, const op_tensor & a, const op_tensor & b,
                       const op_tensor & dst);
 
@@ -150,7 +150,7 @@ struct glu_params {
     float  alpha;   // SWIGLU_OAI
     float  limit;
 };
-// up == nullptr: gate and up are the halves of x's rows
+// up == nullptr: gate and up are the halves of x's rows.
 bool        op_glu_supported(const op_tensor & x, const op_tensor * up, const op_tensor & dst);
 cudaError_t op_glu(const op_context & ctx, const glu_params & p, const op_tensor & x, const op_tensor * up,
                    const op_tensor & dst);
@@ -162,7 +162,7 @@ cudaError_t op_add_id(const op_context & ctx, const op_tensor & x, const op_tens
 
 // ---- rows of tables, copies and casts (rows.cu) ----
 
-// as many elements, any strides; one type, or f32 to or from a type that a KV cache can have
+// Equal number of elements, any strides; one type, or f32 to or from a type that a KV cache can have.
 bool        op_copy_supported(const op_tensor & src, const op_tensor & dst);
 cudaError_t op_copy(const op_context & ctx, const op_tensor & src, const op_tensor & dst);
 bool        op_get_rows_supported(const op_tensor & src, const op_tensor & ids, const op_tensor & dst);
@@ -172,7 +172,7 @@ cudaError_t op_set_rows(const op_context & ctx, const op_tensor & src, const op_
 
 // ---- reductions along rows (norm.cu) ----
 
-// dst = x / sqrt(mean(x^2) + eps) * scale, scale (null: 1) repeated as in op_binary. With add, x is x + add, and this
+// dst = x / sqrt(mean(x^2) + eps) * scale; scale (null: 1) is repeated as in op_binary. With add, x is x + add, and the
 // sum is also stored to `sum`.
 struct rms_norm_params {
     op_tensor         x;
@@ -196,7 +196,7 @@ cudaError_t op_argsort(const op_context & ctx, bool descending, const op_tensor 
 
 struct rope_params {
     int   n_dims;
-    int   mode; // as in ggml: 0 neighbours are a pair, 2 halves (NEOX), 8 MROPE, 40 IMROPE, 24 VISION
+    int   mode; // like ggml: 0 neighbors are a pair, 2 halves (NEOX), 8 MROPE, 40 IMROPE, 24 VISION
     int   sections[4];
     int   n_ctx_orig;
     float freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow;
@@ -207,8 +207,8 @@ bool op_rope_supported(const rope_params & p, const op_tensor & x, const op_tens
 cudaError_t op_rope(const op_context & ctx, const rope_params & p, const op_tensor & x, const op_tensor & pos,
                     const op_tensor * factors, const op_tensor & dst);
 
-// Three operations of a decoder layer in one launch, for F16 caches: q is rotated into q_dst, k is rotated into row
-// k_ids[t] of k_cache, v is copied to row v_ids[t] of v_cache. The heads of k fill a row of the cache without gaps.
+// Three operations of a decoder layer in one launch, for F16 caches: rotates q into q_dst, rotates k into row k_ids[t]
+// of k_cache, and copies v to row v_ids[t] of v_cache. The heads of k fill a row of the cache without gaps.
 struct rope_cache_params {
     op_tensor       q, q_dst; // [head_dim, heads, tokens]
     op_tensor       k, k_cache;
@@ -220,9 +220,9 @@ bool        op_rope_cache_supported(const rope_params & r, const op_tensor & pos
                                     const rope_cache_params & p);
 cudaError_t op_rope_cache(const op_context & ctx, const rope_params & r, const op_tensor & pos,
                           const op_tensor * factors, const rope_cache_params & p);
-// The same for quantized caches, with products with Hadamard matrices (op_hadamard): of each head of q and k, rotated,
-// and of each v_size elements of v. q is stored, k and v are quantized. v: [head_dim, heads, tokens], heads as large as
-// k's. No kernel on the stream writes pos or factors.
+// The same for quantized caches, with Hadamard products (op_hadamard) of each rotated head of q and k, and of each
+// v_size elements of v. q is stored; k and v are quantized. v: [head_dim, heads, tokens], with heads as large as k's.
+// No kernel on the stream may write pos or factors.
 bool        op_rope_hadamard_cache_supported(const rope_params & r, const op_tensor & pos, const op_tensor * factors,
                                              const rope_cache_params & p, int64_t v_size);
 cudaError_t op_rope_hadamard_cache(const op_context & ctx, const rope_params & r, const op_tensor & pos,
@@ -230,7 +230,7 @@ cudaError_t op_rope_hadamard_cache(const op_context & ctx, const rope_params & r
 
 // ---- products with a Hadamard matrix (hadamard.cu) ----
 
-// dst[:, r] = H x[:, r]: Sylvester's Hadamard matrix, divided by the root of its size
+// dst[:, r] = H x[:, r], where H is Sylvester's Hadamard matrix divided by the square root of its size.
 bool        op_hadamard_supported(const op_tensor & x, const op_tensor & dst);
 cudaError_t op_hadamard(const op_context & ctx, const op_tensor & x, const op_tensor & dst);
 
@@ -238,21 +238,22 @@ cudaError_t op_hadamard(const op_context & ctx, const op_tensor & x, const op_te
 
 // dst[n, m] = w[m, :] . x[n, :], w broadcast over dimensions 2 and 3
 bool op_mul_mat_supported(const op_tensor & w, const op_tensor & x, const op_tensor & dst);
-// x16: x as op_mul_mat_x16 made it; null: if the product needs it, it is made in scratch. constant: no earlier kernel
-// on the stream writes w, so w may be read while they run.
+// x16: the result of op_mul_mat_x16; null: made in scratch if the product needs it. constant: no earlier kernel on the
+// stream writes w, so w may be read while these kernels run.
 cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst,
                        char * scratch, const char * x16 = nullptr, bool constant = false);
 size_t      op_mul_mat_scratch_nbytes(const op_tensor & w, const op_tensor & x);
-// up to 8 columns with quantized weights (mul-mat-quantized.cu), for op_mul_mat; the operands fit op_mul_mat_supported
+// Up to 8 columns with quantized weights (mul-mat-quantized.cu), for op_mul_mat. The operands meet
+// op_mul_mat_supported.
 bool        op_mul_mat_quantized_supported(const op_context & ctx, const op_tensor & w, const op_tensor & x);
 cudaError_t op_mul_mat_quantized(const op_context & ctx, const op_tensor & w, const op_tensor & x,
                                  const op_tensor & dst, bool constant);
 // Products in two steps, for several matrices with one x, and for matrices that are made dense panel by panel:
-//   op_mul_mat_16_type   the 16-bit type in which products of many columns with such weights are made
+//   op_mul_mat_16_type   the 16-bit type for products of many columns with such weights
 //   op_mul_mat_x16       converts x to it (op_mul_mat_x16_nbytes)
-//   op_mul_mat_16        computes rows [first_row, first_row + rows) of dst from rows of w of that type, ldw elements
-//                        apart. scratch: op_mul_mat_16_scratch_nbytes, of which x16 may be the first part. Without
-//                        units for that type it overwrites w.
+//   op_mul_mat_16        computes rows [first_row, first_row + rows) of dst from rows of w in that type, ldw elements
+//                        apart. scratch: op_mul_mat_16_scratch_nbytes; x16 may be its first part. Without tensor cores
+//                        for that type it overwrites w.
 tensor_type op_mul_mat_16_type(tensor_type weights);
 size_t      op_mul_mat_x16_nbytes(const op_tensor & x);
 size_t      op_mul_mat_16_scratch_nbytes(const op_tensor & w, const op_tensor & x);
@@ -260,35 +261,35 @@ cudaError_t op_mul_mat_x16(const op_context & ctx, tensor_type type, const op_te
 cudaError_t op_mul_mat_16(const op_context & ctx, tensor_type type, char * w, int64_t ldw, int64_t rows,
                           const op_tensor & x, const char * x16, const op_tensor & dst, int64_t first_row,
                           char * scratch);
-// Does this GPU multiply 16-bit values of the type on tensor cores? From cc 8.0 on both, before F16 only.
+// Whether this GPU multiplies 16-bit values of the type on tensor cores: from cc 8.0 on both types, before only F16.
 bool op_mul_mat_has_units(const op_context & ctx, tensor_type type);
-// Does op_mul_mat read x16?
+// Whether op_mul_mat reads x16.
 bool op_mul_mat_wants_x16(const op_context & ctx, const op_tensor & w, const op_tensor & x);
-// The most bytes of a panel on a GPU with so many bytes of memory: whole matrices of common models, so that their
-// product's tiles fill the GPU as they do for dense weights; and at most 1/512 of the memory.
+// Maximum bytes of a panel on a GPU with memory_nbytes bytes of memory: whole matrices of common models, so that the
+// tiles of their product fill the GPU like those of dense weights; at most 1/512 of the memory.
 constexpr size_t op_mul_mat_max_panel_nbytes(size_t memory_nbytes) {
     constexpr size_t MOST = size_t(96) << 20, SHARE = 512;
     return memory_nbytes / SHARE < MOST ? memory_nbytes / SHARE : MOST;
 }
-// rows of a panel of at most panel_nbytes; all panels of a matrix are of equal size
+// Rows of a panel of at most panel_nbytes; all panels of a matrix have equal size.
 int64_t op_mul_mat_panel_rows(int64_t rows, int64_t cols, int64_t panel_nbytes);
 // dst[:, u, t] = w[ids[u, t]] x[:, u % x.ne[1], t]
 bool op_mul_mat_id_supported(const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst);
 cudaError_t op_mul_mat_id(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & ids,
                           const op_tensor & dst, char * scratch);
 size_t      op_mul_mat_id_scratch_nbytes(const op_tensor & w, const op_tensor & x, const op_tensor & ids);
-// The same in two steps, for experts that are made dense panel by panel. First the list of tokens per expert goes to
-// scratch. Then rows of consecutive experts are multiplied: w has the type of op_mul_mat_16_type, for which there are
-// units, and holds w.ne[1] rows, from first_row on, of each of w.ne[2] experts, from first_expert on.
+// The same in two steps, for experts that are made dense panel by panel. First the list of tokens per expert is written
+// to scratch. Then rows of consecutive experts are multiplied: w has the type of op_mul_mat_16_type, which tensor cores
+// must support, and holds w.ne[1] rows, from first_row on, of each of w.ne[2] experts, from first_expert on.
 cudaError_t op_mul_mat_id_sort(const op_context & ctx, int64_t n_experts, const op_tensor & ids, char * scratch);
 cudaError_t op_mul_mat_id_16(const op_context & ctx, const op_tensor & w, int64_t first_expert, int64_t n_experts,
                              const op_tensor & x, const op_tensor & ids, const op_tensor & dst, int64_t first_row,
                              const char * scratch);
-// The same expert by expert (expert-rows.cu), for whoever knows how many tokens each has, which are the first n_experts
-// + 1 numbers (int) that op_mul_mat_id_sort leaves in scratch, summed up (`lists`). gather: rows of x, those of an
-// expert side by side, op_expert_rows_ld(width) elements apart, the first at 4 bytes for each element in front of it.
-// They stay float32 where an expert has at most max_f32 of them, or else become `type` (F16, BF16). scatter: dst from
-// results in that order, dst.ne[0] floats each.
+// The same for each expert separately (expert-rows.cu), for callers with the number of tokens of each expert: the first
+// n_experts + 1 numbers (int) that op_mul_mat_id_sort leaves in scratch, as running sums (`lists`). gather: rows of x,
+// grouped by expert, op_expert_rows_ld(width) elements apart; the first row of an expert is 4 bytes per preceding
+// element from the start. They stay float32 if an expert has at most max_f32 rows, and otherwise become `type` (F16,
+// BF16). scatter: dst from results in the same order, dst.ne[0] floats each.
 int64_t     op_expert_rows_ld(int64_t width);
 cudaError_t op_gather_expert_rows(const op_context & ctx, tensor_type type, const op_tensor & x, const op_tensor & ids,
                                   int64_t n_experts, const char * lists, int64_t max_f32, char * rows);
@@ -308,7 +309,7 @@ bool        op_attention_supported(const attention_params & p);
 cudaError_t op_attention(const op_context & ctx, const attention_params & p, char * scratch);
 size_t      op_attention_scratch_nbytes(const attention_params & p);
 // op_rope_cache for one token and the attention that reads its result, in one launch. c.q_dst is not written. No kernel
-// on the stream writes pos, factors, the mask or the row numbers. dst overlaps none of c.q, c.k, c.v.
+// on the stream may write pos, factors, the mask or the row numbers. dst must not overlap c.q, c.k or c.v.
 bool        op_rope_attention_supported(const rope_params & r, const op_tensor & pos, const op_tensor * factors,
                                         const rope_cache_params & c, const attention_params & p);
 cudaError_t op_rope_attention(const op_context & ctx, const rope_params & r, const op_tensor & pos,

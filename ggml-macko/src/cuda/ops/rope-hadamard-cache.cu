@@ -1,8 +1,8 @@
-// What lies between the projections and attention where the cache is quantized, in one launch: q and k are rotated; q,
-// k and v are multiplied by Hadamard matrices; q is stored, k and v are quantized into their rows of the caches.
+// All operations between the projections and attention for a quantized cache, in one launch: q and k are rotated; q, k
+// and v are multiplied by Hadamard matrices; q is stored; k and v are quantized into their rows of the caches.
 //
-// A row of a head lies in the registers of 16 or 32 lanes (hadamard.cuh), which load it with the elements that it is
-// rotated with.
+// A row of a head is in the registers of 16 or 32 lanes (hadamard.cuh), which load it together with the elements for
+// its rotation.
 #include "cuda/ops/hadamard.cuh"
 #include "cuda/ops/rope.cuh"
 
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// Angles for the elements of a row that a lane has. They are the same for all heads of a token.
+// Angles for a lane's elements of a row. All heads of a token have the same angles.
 template <int N> struct lane_rotation {
     using hadamard = hadamard_row<N>;
 
@@ -49,7 +49,7 @@ template <int N> struct lane_rotation {
     }
 };
 
-// four elements of a block, in a row of a cache
+// Stores four elements of a block in a row of a cache.
 __device__ __forceinline__ void store_in_cache(tensor_type type, char * row, int64_t element, const float * x) {
     const block_lanes lanes;
     const auto        store = [&](auto t) {
@@ -71,7 +71,7 @@ bool is_stored_in_cache(tensor_type type) {
            type == TYPE_Q8_0;
 }
 
-// Blocks along x: tokens; along y: the heads of q, then those of k, then those of v, by turns. v_size: of v's matrix.
+// Blocks along x: tokens; along y: groups of heads (of q, then k, then v), by turns. v_size: size of v's matrix.
 template <int N>
 __global__ void __launch_bounds__(THREADS) rope_hadamard_cache_kernel(rope_args a, rope_cache_params p, int v_size) {
     using hadamard       = hadamard_row<N>;
@@ -140,7 +140,7 @@ cudaError_t op_rope_hadamard_cache(const op_context & ctx, const rope_params & r
     const int64_t   n_tokens = p.q.ne[2], n_rows = p.q.ne[1] + p.k.ne[1] + p.v.ne[1];
     return with_hadamard_size(p.k.ne[0], cudaErrorInvalidValue, [&](auto size) {
         constexpr int N = decltype(size)::value, GROUPS = THREADS / hadamard_row<N>::LANES;
-        // many tokens fill the GPU by themselves; then the heads of a token share its angles
+        // many tokens fill the GPU; then the heads of a token share its angles
         const int64_t blocks = n_tokens >= 64 ? 1 : (n_rows + GROUPS - 1) / GROUPS;
         return launch(ctx, rope_hadamard_cache_kernel<N>,
                       dim3(static_cast<unsigned>(n_tokens), static_cast<unsigned>(blocks)), THREADS, 0, a, p,

@@ -1,5 +1,5 @@
-// Rotary position embedding, alone and fused with the write into the KV cache. A thread owns one rotated pair of one
-// token and walks over the heads, so an angle is computed once for several of them.
+// Rotary position embedding, alone and fused with the write to the KV cache. A thread has one rotated pair of one token
+// and loops over the heads, so an angle is computed once for several heads.
 #include "cuda/ops/rope.cuh"
 
 namespace macko::cuda {
@@ -7,9 +7,9 @@ namespace macko::cuda {
 namespace {
 
 constexpr int MAX_PAIRS = 256; // threads along a row; a thread of a longer row loops
-constexpr int HEAD_ROWS = 4;   // heads side by side in a block
+constexpr int HEAD_ROWS = 4;   // heads of a block
 
-// the two elements of a pair
+// Positions of the two elements of a pair.
 __device__ __forceinline__ void pair_place(const rope_params & p, int pair, int * first, int * second) {
     if (p.mode == 0) {
         *first  = p.offset + 2 * pair;
@@ -23,7 +23,7 @@ __device__ __forceinline__ void pair_place(const rope_params & p, int pair, int 
     }
 }
 
-// rotates heads h0, h0 + step, ... of one token: x(head) and y(head) give the rows
+// Rotates heads h0, h0 + step, ... of one token; x(head) and y(head) return the rows.
 template <typename T, typename D, typename X, typename Y>
 __device__ __forceinline__ void rotate_heads(const rope_args & a, int64_t ne0, int64_t t, int64_t h0, int64_t n_heads,
                                              int64_t step, X && x_row, Y && y_row) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void rotate_heads(const rope_args & a, int64_t ne0, i
             y[second] = D::from_float(x0 * r.sine + x1 * r.cosine);
         }
     }
-    // elements that are not rotated
+    // copy the elements that are not rotated
     const int rotated = 2 * n_pairs;
     for (int64_t k = threadIdx.x; k < ne0 - rotated; k += blockDim.x) {
         const int64_t i = k < a.p.offset ? k : k + rotated;
@@ -67,8 +67,8 @@ __device__ __forceinline__ __half * cache_row(const op_tensor & cache, int64_t i
     return reinterpret_cast<__half *>(cache.data + existing_row(id, cache.ne[1]) * cache.nb[1]);
 }
 
-// q is rotated into dst, k into its row of the cache, v is copied into its row. Blocks along y: first the heads of q,
-// then those of k, then those of v.
+// Rotates q into dst, rotates k into its row of the cache, and copies v to its row. Blocks along y: first the heads of
+// q, then those of k, then those of v.
 __global__ void __launch_bounds__(MAX_PAIRS * HEAD_ROWS)
     rope_cache_kernel(rope_args a, rope_cache_params p, int q_blocks, int k_blocks) {
     wait_for_previous();
@@ -107,7 +107,7 @@ dim3 block_of(const rope_params & p) {
                 HEAD_ROWS);
 }
 
-// Blocks along the heads. Many tokens fill the GPU by themselves; then the heads of a token share its angles.
+// Number of blocks along the heads. Many tokens fill the GPU; then the heads of a token share its angles.
 int head_blocks(int64_t n_heads, int64_t n_tokens) {
     return n_tokens >= 64 ? 1 : static_cast<int>((n_heads + HEAD_ROWS - 1) / HEAD_ROWS);
 }

@@ -14,7 +14,7 @@ struct rope_args {
     const int32_t * pos;
     int64_t         n_pos; // tokens: stride between the position streams of MROPE
     const float *   factors;
-    // log2_step: step of the logarithms of the frequencies, as the sum of two floats
+    // log2_step: step of the logarithms of the frequencies, as a sum of two floats
     float log2_step, log2_step_low, corr_low, corr_high;
 };
 
@@ -44,9 +44,9 @@ static __device__ __forceinline__ rotation rotation_at(const rope_args & a, floa
     return r;
 }
 
-// the rotation of pair `pair` (0 ... n_dims / 2 - 1; more for VISION) of token t
+// The rotation of pair `pair` (0 ... n_dims / 2 - 1; more for VISION) of token t.
 static __device__ __forceinline__ rotation rotation_of(const rope_args & a, int pair, int64_t t) {
-    int stream = 0; // which of MROPE's four positions, and the exponent of its frequency
+    int stream = 0; // index among MROPE's four positions, and the exponent of its frequency
     int power  = pair;
     if (a.p.mode & MODE_MROPE) {
         const int * s      = a.p.sections;
@@ -61,7 +61,7 @@ static __device__ __forceinline__ rotation rotation_of(const rope_args & a, int 
         } else {
             stream = at < s[0] ? 0 : at < second ? 1 : at < third ? 2 : 3;
         }
-        if (a.p.mode == MODE_VISION) { // frequencies start again in each section
+        if (a.p.mode == MODE_VISION) { // the frequencies restart in each section
             power = at - (stream == 0 ? 0 : stream == 1 ? s[0] : stream == 2 ? second : third);
         }
     }

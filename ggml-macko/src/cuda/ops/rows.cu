@@ -1,6 +1,6 @@
-// Rows of tables, copies and casts. A thread has one piece: a value of a plain type, a block of a quantized type that
-// it reads, or an eighth of a block that it writes with seven others. It reads the elements as floats and writes them
-// in the other type.
+// Rows of tables, copies and casts. A thread has one piece: a value of a plain type, a block of a quantized source
+// type, or an eighth of a block that it writes together with seven other threads. It reads the elements as floats and
+// writes them in the other type.
 #include "cuda/ops/common.cuh"
 
 namespace macko::cuda {
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// elements [i, i + n_per_piece) of a row
+// Reads elements [i, i + n_per_piece) of a row.
 template <typename T, int N>
 __device__ __forceinline__ void read_piece(const char * row, int64_t i, int64_t nb0, float * x) {
     if constexpr (T::IS_PLAIN) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void write_piece(char * row, int64_t i, int64_t nb0, 
 
 template <typename S, typename D> constexpr int piece_size() { return D::IS_PLAIN ? S::BLOCK : D::BLOCK / 8; }
 
-// element e of a tensor with rows of ne0: the address of its row, and its index in the row
+// Finds element e of a tensor with rows of ne0: returns the address of its row, and sets its index in the row.
 __device__ __forceinline__ char * find_row(const op_tensor & t, int64_t e, int64_t * i0) {
     const int64_t row = e <= INT32_MAX && t.ne[0] <= INT32_MAX
                             ? static_cast<uint32_t>(e) / static_cast<uint32_t>(t.ne[0])
@@ -60,7 +60,7 @@ template <typename S, typename D> __global__ void copy_kernel(op_tensor src, op_
     write_piece<D, N>(d, id, dst.nb[0], x);
 }
 
-// one type: moves whole elements or blocks of NBYTES each between tensors of any strides
+// For equal types: moves whole elements or blocks of NBYTES each between tensors with any strides.
 template <int NBYTES> __global__ void move_kernel(op_tensor src, op_tensor dst, int64_t n, int64_t block) {
     wait_for_previous();
     const int64_t e = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * block;
@@ -103,13 +103,13 @@ __global__ void convert_int_kernel(op_tensor src, op_tensor dst, int64_t n, bool
     }
 }
 
-// ids[i, j, k] of GET_ROWS
+// The row ids[i, j, k] of GET_ROWS.
 __device__ __forceinline__ int64_t chosen_row(const op_tensor & src, const op_tensor & ids, const row_index & row) {
     const char * id = ids.data + row.i1 * ids.nb[0] + row.i2 * ids.nb[1] + row.i3 * ids.nb[2];
     return existing_row(*reinterpret_cast<const int32_t *>(id), src.ne[1]);
 }
 
-// dst[:, i, j, k] = src[:, ids[i, j, k], j, k]; dst f32
+// dst[:, i, j, k] = src[:, ids[i, j, k], j, k]; dst is f32.
 template <typename T> __global__ void get_rows_kernel(op_tensor src, op_tensor ids, op_tensor dst) {
     wait_for_previous();
     const row_index row = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
@@ -186,7 +186,7 @@ bool op_copy_supported(const op_tensor & src, const op_tensor & dst) {
         return false;
     }
     if (src.type == dst.type) {
-        // whole blocks are moved: the rows of both must consist of whole blocks
+        // whole blocks are moved, so the rows of both tensors must consist of whole blocks
         return src.ne[0] % type_block_size(src.type) == 0 && dst.ne[0] % type_block_size(src.type) == 0;
     }
     if ((src.type == TYPE_F32 && dst.type == TYPE_I32) || (src.type == TYPE_I32 && dst.type == TYPE_F32)) {

@@ -1,4 +1,4 @@
-// Sizes of the tensor types, and the questions about memory layout that the *_supported predicates ask.
+// Sizes of the tensor types, and tests of memory layouts for the *_supported predicates.
 #include "cuda/ops/types.cuh"
 
 namespace macko::cuda {
@@ -34,7 +34,7 @@ bool is_contiguous(const op_tensor & t) {
     int64_t       expected = type_block_nbytes(t.type);
     const int64_t block    = type_block_size(t.type);
     for (int k = 0; k < 4; k++) {
-        if (t.ne[k] != (k == 0 ? block : 1) && t.nb[k] != expected) { // a stride that is never taken does not matter
+        if (t.ne[k] != (k == 0 ? block : 1) && t.nb[k] != expected) { // a stride that is never used does not matter
             return false;
         }
         expected *= k == 0 ? t.ne[0] / block : t.ne[k];

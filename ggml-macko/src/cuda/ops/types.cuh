@@ -1,7 +1,6 @@
-// The value types of dense tensors on the GPU. Each type states its block and how 8 neighbouring elements are read as
-// floats (load8, at a multiple of 8: every kernel that reads weights reads 8 elements at a time). Types that a KV cache
-// can have also state how a block is written (store, by eight lanes together). Layouts are those of ggml-common.h of
-// llama.cpp.
+// The value types of dense tensors on the GPU. Each type defines its block and load8, which reads 8 adjacent elements
+// at a multiple of 8 as floats; every kernel that reads weights reads 8 elements at a time. Types for KV caches also
+// define store, with which eight lanes write a block together. Layouts are those of llama.cpp's ggml-common.h.
 #pragma once
 
 #include "cuda/ops/ops.h"
@@ -79,7 +78,7 @@ static __constant__ int8_t mxfp4_values[16]  = { 0, 1, 2, 3, 4, 6, 8, 12, 0, -1,
 
 template <tensor_type TYPE> struct value_type;
 
-// Loads elements of a matrix that are read once: not into L1, where the other operand is read again and again.
+// Loads elements of a matrix that are read once. Bypasses L1, which serves the repeated reads of the other operand.
 static __device__ __forceinline__ uint4 load_once(const uint4 * p) {
     uint4 v;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -146,8 +145,8 @@ template <> struct value_type<TYPE_BF16> : plain_type<__nv_bfloat16> {
 
 // ---- writing blocks of 32 ----
 
-// Eight lanes of a warp that write a block together: lane i has elements 4i ... 4i + 3. They are neighbours and the
-// first one's threadIdx.x is a multiple of 8; other lanes of the warp may be elsewhere.
+// Eight lanes of a warp that write a block together: lane i has elements 4i ... 4i + 3. The lanes are adjacent and the
+// first one's threadIdx.x is a multiple of 8; other lanes of the warp may run different code.
 struct block_lanes {
     int      lane = static_cast<int>(threadIdx.x % 8);
     unsigned mask = 0xffu << (threadIdx.x & 24);
@@ -183,7 +182,7 @@ struct block_lanes {
         }
         return extreme;
     }
-    // the low four bits of q[k] as nibbles of the block; the others are ignored
+    // stores the low four bits of q[k] as nibbles of the block, and ignores the other bits
     __device__ __forceinline__ void store_nibbles(uint8_t * qs, const int * q) const {
         const uint32_t mine = (q[0] & 15) | (q[1] & 15) << 8 | (q[2] & 15) << 16 | (q[3] & 15) << 24,
                        high = __shfl_xor_sync(mask, mine, 4);
@@ -191,7 +190,7 @@ struct block_lanes {
             store_u32(qs + 4 * lane, mine | high << 4);
         }
     }
-    // bit 4 of q[k] as a bit of the block
+    // stores bit 4 of q[k] as a bit of the block
     __device__ __forceinline__ void store_fifth_bits(uint8_t * qh, const int * q) const {
         uint32_t bits = 0;
 #pragma unroll
@@ -219,7 +218,7 @@ template <typename B> struct block_type {
     }
 };
 
-// nibbles of elements i % 32 ... i % 32 + 7
+// Loads the nibbles of elements i % 32 ... i % 32 + 7.
 static __device__ __forceinline__ void load_nibbles(const uint8_t * qs, int64_t i, int * q) {
     const int j     = static_cast<int>(i) & 8;
     const int shift = (static_cast<int>(i) & 16) >> 2;
@@ -358,7 +357,7 @@ template <> struct value_type<TYPE_Q8_0> : block_type<block_q8_0> {
     static __device__ void load8(const char * row, int64_t i, float * out) {
         const block & b = at(row, i, BLOCK);
         const float   d = __half2float(b.d);
-        // blocks are 34 bytes: 2-byte loads are all that is aligned
+        // blocks have 34 bytes, so only 2-byte loads are aligned
         const uint16_t * q = reinterpret_cast<const uint16_t *>(b.qs + (i & 31));
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -534,7 +533,7 @@ template <> struct value_type<TYPE_Q6_K> : block_type<block_q6_k> {
     static __device__ void load8(const char * row, int64_t i, float * out) {
         const block &   b    = at(row, i, BLOCK);
         const int       e    = static_cast<int>(i) & 255;
-        const int       part = (e % 128) / 32; // of the half of 128: 0, 1 low nibbles of ql, 2, 3 high ones
+        const int       part = (e % 128) / 32; // quarter of the half of 128: 0, 1 low nibbles of ql, 2, 3 high nibbles
         const float     d    = __half2float(b.d) * b.scales[e / 16];
         const uint8_t * ql   = b.ql + e / 128 * 64 + (part & 1) * 32 + e % 32;
         const uint8_t * qh   = b.qh + e / 128 * 32 + e % 32;
@@ -545,7 +544,7 @@ template <> struct value_type<TYPE_Q6_K> : block_type<block_q6_k> {
     }
 };
 
-// The result of f(value_type<...>{}) for a type known at run time; cudaErrorInvalidValue for types without kernels.
+// Returns f(value_type<...>{}) for a type known at run time; cudaErrorInvalidValue for types without kernels.
 template <typename F> cudaError_t with_type(tensor_type type, F && f) {
     switch (type) {
         case TYPE_F32:    return f(value_type<TYPE_F32>{});

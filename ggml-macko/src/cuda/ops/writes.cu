@@ -1,5 +1,5 @@
-// Several small writes from host memory in one launch. Also op_compute_capability(), which asks for what the kernels
-// were compiled.
+// Several small writes from host memory in one launch. Also op_compute_capability(), which returns the architecture
+// that the kernels were compiled for.
 #include "cuda/lib/common.cuh"
 #include "cuda/ops/ops.h"
 

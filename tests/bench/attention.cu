@@ -1,7 +1,7 @@
-// The attention of few tokens over deep caches, and of prompts, per layer: attention alone, and for one token with
-// everything between the projections and the product of its result: rotary embedding, cache writes and, where the cache
-// is quantized, the products with Hadamard matrices that llama.cpp adds. Bytes are those of the used rows of K and V;
-// the percentage is that of the bandwidth of a kernel that only reads, for attention alone.
+// Attention of few tokens over deep caches, and of prompts, per layer. Measures attention alone, and for one token also
+// all operations between the projections and the product of its result: rotary embedding, cache writes and, with a
+// quantized cache, llama.cpp's products with Hadamard matrices. Bytes are those of the used rows of K and V; the
+// percentage compares attention alone with the bandwidth of a kernel that only reads.
 #include "bench.h"
 
 #include "cuda/lib/common.cuh"
@@ -18,7 +18,7 @@ namespace {
 
 op_context ctx;
 
-// memory of small finite values in every type
+// Memory with small finite values in every type.
 char * allocate(size_t nbytes) {
     void * p = nullptr;
     CHECKED(cudaMalloc(&p, nbytes));
@@ -135,7 +135,7 @@ layer_times time_of_layers(const shape & s) {
     return times;
 }
 
-// a product of rows with the Hadamard matrix of n, and the transform that replaces it
+// A product of rows with the Hadamard matrix of size n, and the transform that replaces it.
 void time_hadamard(const std::string & name, int64_t n, int64_t rows) {
     const op_tensor h      = tensor(allocate(static_cast<size_t>(n * n * 4)), TYPE_F32, n, n),
                     x      = tensor(allocate(static_cast<size_t>(n * rows * 4)), TYPE_F32, n, rows),

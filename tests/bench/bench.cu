@@ -1,4 +1,4 @@
-// The GPU benchmarks: options, and what bench.h declares.
+// The GPU benchmarks: options, and the functions declared in bench.h.
 #include "bench.h"
 
 #include "codec/registry.h"
@@ -149,7 +149,7 @@ const char * const PAPER = // MACKO paper, appendix H
 struct bench_mode {
     const char * name;
     void (*run)(const bench_options & options, cudaStream_t stream);
-    const char *shapes, *densities, *columns, *values; // where no option says otherwise
+    const char *shapes, *densities, *columns, *values; // defaults of the options
 };
 const bench_mode MODES[] = {
     { "products", bench_products, "36864x12288,8192x28672,11008x4096,4096x11008,4096x4096", ".5,.3,.1", "1", "f16" },
@@ -169,7 +169,7 @@ std::vector<std::string> split(const std::string & text) {
     return parts;
 }
 
-// false: the arguments behind the mode are not those of HELP
+// Returns false if the arguments after the mode do not match HELP.
 bool parse(int argc, char ** argv, const bench_mode & mode, bench_options * o) {
     o->shapes = split(mode.shapes), o->densities = split(mode.densities);
     o->columns = split(mode.columns), o->values = split(mode.values);

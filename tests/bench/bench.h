@@ -1,4 +1,4 @@
-// What the GPU benchmarks share: checked calls, the filter, and times of CUDA graphs.
+// Shared by the GPU benchmarks: checked calls, the filter, and times of CUDA graphs.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +10,7 @@
 
 namespace macko::cuda {
 
-// Both print the error and end the program.
+// Both functions print the error and end the program.
 void check(cudaError_t error, const char * what);
 void check_status(int status); // a ggml_macko_status
 #define CHECKED(call) check((call), #call)
@@ -26,12 +26,13 @@ struct bench_options {
     bool wants(const std::string & name) const;
 };
 
-// Median microseconds of one call of run(i), which enqueues work on the stream: over replays of a graph that calls it
-// with i = 0 ... n-1 in turn.
+// Median microseconds of one call of run(i), which queues work on the stream. Measured over replays of a graph that
+// calls run() with i = 0 ... n-1 in turn.
 double time_us(cudaStream_t stream, int n, const std::function<void(int)> & run);
-// so many things of these bytes that the L2 cache holds none when its turn comes
+// Number of copies of nbytes bytes that evict each other from the L2 cache when they are used in turn.
 int n_copies(int64_t nbytes);
-// Fills n words with pairs of F16 values of both signs, magnitudes 1/2 ... 1: zeros would flatter dense products.
+// Fills n words with pairs of F16 values of both signs and magnitudes 1/2 ... 1; zeros would make dense products
+// faster.
 void   fill(cudaStream_t stream, void * memory, int64_t n);
 double read_bandwidth(cudaStream_t stream); // bytes per microsecond
 

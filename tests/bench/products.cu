@@ -1,5 +1,5 @@
-// Sparse products of random matrices, checked against float64: alone, as a layer, and in every layout and way to
-// multiply that the plugin chooses from.
+// Sparse products of random matrices, checked against float64: alone, as a layer, and with every layout and kernel that
+// the plugin can choose.
 #include "bench.h"
 
 #include "codec/macko/encode.h"
@@ -48,7 +48,7 @@ struct value_kind {
     const char * name;
     const char * format;
     int32_t      type;       // of the dense matrix
-    int32_t      value_type; // that packed stores; 0: none is asked for
+    int32_t      value_type; // value_type of packed; 0: not packed
     bool         pruned;     // by magnitude
     int          significant_bits;
 };
@@ -80,8 +80,8 @@ uint64_t xorshift(uint64_t & s) {
     return s;
 }
 
-// Bits of a normal number of deviation 1/64, as weights are, of at least that magnitude and with so many significant
-// bits; never 0.
+// Bits of a normal random number with deviation 1/64, like weights, with a minimum magnitude and a number of
+// significant bits; never 0.
 uint16_t normal_f16(uint64_t & random, double least, int significant_bits) {
     const int dropped = 11 - significant_bits;
     for (;;) {
@@ -96,7 +96,7 @@ uint16_t normal_f16(uint64_t & random, double least, int significant_bits) {
     }
 }
 
-// the magnitude that this share of normal numbers of deviation 1/64 exceeds
+// The magnitude that a given share of normal numbers with deviation 1/64 exceeds.
 double magnitude_of(double share) {
     double low = 0, high = 1;
     for (int i = 0; i < 60; i++) {
@@ -111,13 +111,13 @@ float element(const void * dense, int32_t type, int64_t i) {
                                        : static_cast<const float *>(dense)[i];
 }
 
-// a layout that is asked for, and its lanes per row
+// A requested layout, and its lanes per row.
 struct layout_choice {
     std::string layout;
     int32_t     lanes;
 };
 
-// A matrix in device memory, as the device keeps it.
+// A matrix in the device's layout.
 struct device_matrix {
     gpu_layout     w = {};
     layout_verdict verdict;
@@ -129,12 +129,12 @@ struct device_matrix {
     }
 };
 
-// A random matrix as a file has it.
+// A random matrix in a file's format.
 struct file_matrix {
     shape                           s;
     const value_kind &              kind;
     std::string                     name;
-    std::vector<uint8_t>            dense; // what the file's values decode to
+    std::vector<uint8_t>            dense; // the decoded values of the file
     std::unique_ptr<encoded_matrix> encoded;
     std::unique_ptr<codec_view>     view;
     gpu_matrix                      header = {};
@@ -160,8 +160,8 @@ struct file_matrix {
         return std::to_string(s.rows) + "x" + std::to_string(s.cols) + " " + kind.name + " " + density;
     }
 
-    // Makes the matrix on the device, in the layout that the plugin chooses or in another (choice; of MACKO's rows).
-    // false: the matrix cannot have that choice.
+    // Makes the matrix on the device, in the plugin's layout or in another one (choice; from MACKO's rows). Returns
+    // false if the matrix cannot have that layout.
     bool upload(cuda_sparse_uploader & uploader, device_matrix * out, const layout_choice * choice = nullptr) const {
         const gpu_device gpu = gpu_device_of(shared_nbytes());
         gpu_matrix       m   = header;
@@ -191,7 +191,7 @@ struct file_matrix {
         return true;
     }
 
-    // enough of them that none is in the L2 cache when its turn comes; none if the matrix cannot have that choice
+    // enough copies that none is in the L2 cache when it is used; none if the matrix cannot have that layout
     std::vector<device_matrix> upload_copies(cuda_sparse_uploader & uploader,
                                              const layout_choice *  choice = nullptr) const {
         std::vector<device_matrix> copies(1);
@@ -232,13 +232,13 @@ private:
 
 // ---- products ----
 
-// n columns of x and of y on the device, and what the last column of the product of a matrix is
+// n columns of x and y on the device, and the expected last column of the product of a matrix.
 struct operands {
     const file_matrix & file;
     int64_t             n;
     float *             x = nullptr, *y = nullptr;
     void *              x16 = nullptr;
-    std::vector<double> want, bound; // per row: the product, and how far sums in float32, in any order, may be off
+    std::vector<double> want, bound; // per row: the product, and the error bound of float32 sums in any order
 
     operands(const file_matrix & f, int64_t n)
         : file(f), n(n), want(static_cast<size_t>(f.s.rows)), bound(static_cast<size_t>(f.s.rows)) {
@@ -267,7 +267,7 @@ struct operands {
         p.x16                        = x16;
         return p;
     }
-    // Ends the program if the product that multiply() enqueues has an error of more than the bound times `slack`.
+    // Ends the program if the product queued by multiply() has an error above the bound times `slack`.
     template <typename F> void check_product(cudaStream_t stream, F && multiply, double slack = 1) const {
         CHECKED(cudaMemset(y, 0xff, static_cast<size_t>(file.s.rows * n * 4)));
         multiply();
@@ -306,11 +306,11 @@ private:
     }
 };
 
-// Sums of tensor cores, which multiply more than eight columns, are not rounded to nearest, each generation in its own
-// way: so many times the error of float32 sums is right. One wrong weight is more than that.
+// Tensor cores, which multiply more than eight columns, do not round sums to nearest, and each generation behaves
+// differently: this multiple of the error of float32 sums is acceptable. One wrong weight exceeds it.
 constexpr double TENSOR_CORES = 8;
 
-// each launch may start before the one ahead of it has ended, as in the device's token graph, unless `alone`
+// Each launch may start before the previous one has ended, as in the device's token graph, unless `alone`.
 double time_product(cudaStream_t stream, const std::vector<device_matrix> & copies, cuda_sparse_mul_mat_params p,
                     bool alone = false) {
     p.programmatic = !alone;
@@ -320,7 +320,7 @@ double time_product(cudaStream_t stream, const std::vector<device_matrix> & copi
     });
 }
 
-// microseconds of the best of cuBLAS's ways to multiply n columns by a dense matrix of F16 or F32 values
+// Microseconds of cuBLAS's fastest way to multiply n columns by a dense matrix of F16 or F32 values.
 double dense_us(cudaStream_t stream, shape s, int64_t n, bool f32) {
     static cublasHandle_t handle = nullptr;
     const cudaDataType    type   = f32 ? CUDA_R_32F : CUDA_R_16F;
@@ -376,7 +376,7 @@ std::unique_ptr<cuda_sparse_uploader> make_uploader() {
     return uploader;
 }
 
-// f(matrix) for all that are asked for
+// Calls f(matrix) for all requested matrices.
 template <typename F> void for_each_matrix(const bench_options & options, F && f) {
     for (const std::string & of : options.shapes) {
         for (const std::string & density : options.densities) {
@@ -442,7 +442,7 @@ void bench_products(const bench_options & options, cudaStream_t stream) {
     }
 }
 
-// a panel at a time, as for products with many columns
+// One panel at a time, as for products with many columns.
 void bench_densify(const bench_options & options, cudaStream_t stream) {
     const auto uploader = make_uploader();
     for_each_matrix(options, [&](const file_matrix & file) {
@@ -542,9 +542,9 @@ struct alternative {
     double      us;
 };
 
-// how good the choices of one kind were
+// Quality of the choices of one kind.
 struct choice_summary {
-    static constexpr double CLOSE = 0.05; // times of two runs differ by as much
+    static constexpr double CLOSE = 0.05; // two runs differ by this much
 
     const char * what;
     int          n = 0, n_close = 0;
@@ -601,7 +601,8 @@ struct tune_bench {
         return time_product(stream, copies, p);
     }
 
-    // x to 16 bits, and a panel of rows at a time made dense and multiplied; the device makes the next panel meanwhile
+    // converts x to 16 bits, then makes one panel of rows at a time dense and multiplies it; the device fills the next
+    // panel at the same time
     double time_dense_rows(const std::vector<device_matrix> & copies, const operands & o) const {
         const int64_t rows = o.file.s.rows, cols = o.file.s.cols, n = o.n, panel = panel_rows(o.file.s),
                       ld  = (cols + 7) & ~int64_t(7);

@@ -1,5 +1,6 @@
-// The registry of formats: what each row of it promises, and a format of this test's own, "toy", which a program adds
-// through register_codec(). It loads, validates, decodes and encodes through the loader and the C API as they are.
+// The registry of formats: the properties of each row, and a format of this test, "toy", added through register_codec()
+// like in a user's program. It must load, validate, decode and encode through the loader and the C API without changes
+// to them.
 #include "codec/macko/encode.h"
 #include "codec/quants.h"
 #include "codec/registry.h"
@@ -166,7 +167,7 @@ static std::vector<uint16_t> sample_matrix() {
     return dense;
 }
 
-// a file with that matrix alone; change may edit it before it is written
+// A file with that matrix alone; change may edit it before it is written.
 static bytes toy_file(const std::vector<uint16_t> & dense, const std::function<void(builder::file &)> & change) {
     std::unique_ptr<macko::encoded_matrix> encoded;
     CHECK(macko::encode_matrix(toy_codec(), dense.data(), { ROWS, COLS, GGML_MACKO_TYPE_F16, 4, 0 }, nullptr, 0, 1,
@@ -212,7 +213,7 @@ static int open_header(const bytes & b, macko::model_file * file) {
     return status ? status : macko::check_sparse_tensors(file);
 }
 
-// rows that a device without toy kernels gets
+// The rows that a device without toy kernels gets.
 struct decoder : macko::payload_consumer {
     std::vector<uint16_t> dense = std::vector<uint16_t>(ROWS * COLS, 0xffff);
     int                   consume(const macko::macko_view & view, int64_t) override {
@@ -221,7 +222,7 @@ struct decoder : macko::payload_consumer {
     }
 };
 
-// a device that has kernels of its own for the format
+// A device with kernels of its own for the format.
 struct toy_device : macko::payload_consumer {
     std::vector<uint16_t> dense = std::vector<uint16_t>(ROWS * COLS, 0xffff);
     int                   consume(const macko::macko_view &, int64_t) override {
@@ -353,7 +354,7 @@ TEST(c_api_serves_a_registered_format) {
     ggml_macko_encoded_free(e);
 }
 
-// each built-in format encodes with its defaults, describes its arrays by its own rules, and gives the matrix back
+// Each built-in format encodes with its defaults, describes its arrays by its own rules, and returns the same matrix.
 TEST(every_format_keeps_its_promises) {
     const std::vector<uint16_t> dense = sample_matrix();
     for (const macko::codec * format : macko::all_codecs()) {

@@ -1,5 +1,5 @@
 // The MACKO codec against FORMAT.md: literal bytes, a slow independent encoder, round trips by bit pattern, every
-// refusal. `test-codec --bench` prints speeds instead (GB of dense F16 per second); `--one-thread`: see test.h.
+// refusal. `test-codec --bench` prints speeds instead (GB of dense F16 per second).
 #include "codec/macko/encode.h"
 #include "ggml-macko.h"
 #include "test.h"
@@ -73,7 +73,7 @@ static encoded encode(const void * dense, int32_t type, int64_t rows, int64_t co
     return e;
 }
 
-// FORMAT.md section 3, one element at a time; shares no code with the library
+// FORMAT.md section 3, one element at a time; shares no code with the library.
 template <typename T>
 static encoded encode_slow(const std::vector<T> & dense, int32_t type, int64_t rows, int64_t cols, int bits) {
     std::vector<T>   values;
@@ -114,7 +114,7 @@ static encoded encode_slow(const std::vector<T> & dense, int32_t type, int64_t r
     return e;
 }
 
-// finite random bits with subnormals, -0.0, the largest and the smallest value among them
+// Finite random bits, including subnormals, -0.0, and the largest and smallest values.
 template <typename T> static T random_value(rng & r, int32_t type) {
     const int kind = (int)r.range(0, 19);
     const T   sign = (T)((T)r.range(0, 1) << (8 * sizeof(T) - 1));
@@ -179,7 +179,7 @@ template <typename T> static void check_round_trips(int32_t type, uint64_t seed)
             }
         }
     }
-    // gaps around what a code spans
+    // gaps around the largest gap of a code
     for (const int64_t gap : { 1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33, 255, 256, 257, 511, 512, 513, 5000 }) {
         std::vector<T> dense((size_t)(2 * gap + 3), 0);
         dense[(size_t)gap] = dense[(size_t)(2 * gap + 1)] = 7;
@@ -204,8 +204,8 @@ TEST(paper_example) {
           "bytes of the paper's example");
 }
 
-// 3 x 600 values: rows 0 and 2 have five values each, with wide gaps, row 2 one more, row 1 none. n_stored is no
-// multiple of 8 for any delta_bits, so that there is padding to change.
+// 3 x 600 values: rows 0 and 2 have five values each, with wide gaps; row 2 has one more; row 1 has none. n_stored is
+// not a multiple of 8 for any delta_bits, so there is padding to change.
 static std::vector<uint16_t> matrix_with_padding() {
     std::vector<uint16_t> dense(3 * 600, 0);
     for (const int64_t c : { 3, 19, 36, 90, 599 }) {

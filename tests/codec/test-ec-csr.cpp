@@ -1,6 +1,5 @@
-// EC-CSR: extraction, arrays, refusals (FORMAT.md section 6), and mutated arrays: a mutant is refused, or it is a
-// matrix that an independent
-// decoder reads alike and that gives the same bytes when it is taken apart and put together again.
+// EC-CSR: extraction, arrays, refusals (FORMAT.md section 6), and mutated arrays. A mutant must either be refused, or
+// an independent decoder must decode it to the same matrix, which must give the same bytes when it is encoded again.
 //
 //     test-ec-csr [mutants = 60000] [seed = 1]
 //     test-ec-csr --bench [ROWSxCOLS [threads = 2]]   times and memory by shape
@@ -63,7 +62,7 @@ static uint32_t random_value(rng & r, int32_t type) {
     }
 }
 
-// n_patterns = 0: independent places; else rows follow one of so many patterns, and some of them half of one
+// n_patterns = 0: independent positions; otherwise each row follows one of n_patterns patterns, some only in part.
 static dense_matrix random_matrix(rng & r, int64_t rows, int64_t cols, int32_t type, double density,
                                   int64_t n_patterns) {
     dense_matrix                   m = zeros(rows, cols, type);
@@ -119,7 +118,7 @@ static bool same_arrays(const ec_csr_matrix & a, const ec_csr_matrix & b) {
 
 // ---- the other decoder: FORMAT.md section 6 word for word ----
 
-// dense elements, and the blocks as rows and columns of non-zeros. What it assumes was checked by the library.
+// Decodes to dense elements, and to the blocks as rows and columns of non-zeros. Relies on the library's checks.
 static bytes take_apart(const ec_csr_matrix & m, ec_csr_blocks * blocks) {
     const int64_t nb = value_nbytes(m.desc.type);
     bytes         dense(static_cast<size_t>(m.desc.rows * m.desc.cols * nb), 0);
@@ -129,7 +128,7 @@ static bytes take_apart(const ec_csr_matrix & m, ec_csr_blocks * blocks) {
         for (int32_t b = 0; b < s.n_blocks; b++, block++, row += g) {
             const size_t n = static_cast<size_t>(m.blk_ptr[ptr + 1 + static_cast<size_t>(b)] -
                                                  m.blk_ptr[ptr + static_cast<size_t>(b)]);
-            std::vector<std::pair<int64_t, size_t>> columns(n); // of the list: column, place in the arrays
+            std::vector<std::pair<int64_t, size_t>> columns(n); // in the list: column, position in the arrays
             for (size_t chunk = 0; chunk < n / (32 * v); chunk++) {
                 for (size_t lane = 0; lane < 32; lane++) {
                     for (size_t j = 0; j < v; j++) {
@@ -224,7 +223,7 @@ TEST(example_of_the_specification) {
           "bases or values");
 }
 
-// a block with two rows and 256 columns: where each delta and value stands
+// A block with two rows and 256 columns: the position of each delta and value.
 TEST(order_in_memory) {
     dense_matrix d = zeros(3, 600, GGML_MACKO_TYPE_F16);
     for (int64_t c = 0; c < 256; c++) {
@@ -307,7 +306,7 @@ TEST(wide_matrix) {
     }
 }
 
-// gaps around what a delta holds, with cuts and padding near them
+// Gaps around the largest delta, with cuts and padding near them.
 TEST(gaps) {
     for (const int32_t bits : { 4, 8 }) {
         for (const int64_t n_before : { 0, 1, 31, 32, 95, 96, 126, 127, 128, 129, 255 }) {
@@ -343,7 +342,7 @@ TEST(options) {
         CHECK(encode(d, 8, bad, 1, &m) == GGML_MACKO_STATUS_BAD_ARGUMENT, "g %d, min %d", bad.max_granularity,
               bad.min_columns);
     }
-    // a seed changes the blocks, and nothing else changes them
+    // a seed changes only the blocks
     ec_csr_matrix a, b, c;
     CHECK(encode(d, 8, { 16, 128, true, 1 }, 2, &a) == 0 && encode(d, 8, { 16, 128, true, 2 }, 2, &b) == 0 &&
               encode(d, 8, { 16, 128, true, 1 }, 1, &c) == 0,
@@ -516,7 +515,7 @@ TEST(malformed_row_of_a_block_is_refused) {
     fault("negative row", BLOCK, [](ec_csr_matrix & m) { m.rows[0] = -1; });
     fault("row twice in a block", BLOCK, [](ec_csr_matrix & m) { m.rows[1] = m.rows[0]; });
     fault("rows unordered", BLOCK, [](ec_csr_matrix & m) { std::swap(m.rows[0], m.rows[1]); });
-    fault("blocks unordered", CANONICAL, [](ec_csr_matrix & m) { // two neighbours of one length change places
+    fault("blocks unordered", CANONICAL, [](ec_csr_matrix & m) { // swaps two adjacent blocks of equal length
         const size_t p = ptr_of(3), n = static_cast<size_t>(m.sets[3].n_blocks);
         for (size_t b = 1; b < n; b++) {
             if (m.blk_ptr[p + b + 1] - m.blk_ptr[p + b] == m.blk_ptr[p + b] - m.blk_ptr[p + b - 1]) {
@@ -715,7 +714,7 @@ static void bench_one(int64_t rows, int64_t cols, int32_t bits, int n_threads) {
     fflush(stdout);
 }
 
-// shape: ROWSxCOLS, or null for the shapes of the notes. Each in a process of its own: the peak of its memory
+// shape: ROWSxCOLS, or null for the shapes of the lab notes. Each shape runs in its own process, for its peak memory.
 static void bench(const char * shape, int n_threads) {
     std::vector<std::array<long long, 2>> shapes = { { 1024, 4096 }, { 2048, 4096 }, { 4096, 4096 }, { 8192, 4096 },
                                                      { 4096, 1024 }, { 4096, 2048 }, { 4096, 8192 }, { 4096, 11008 } };

@@ -1,6 +1,5 @@
-// The packed codec: encoded arrays against a slow decoder written from FORMAT.md sections 7 and 8 alone, bounds of the
-// quantization, every refusal, and mutated arrays, which are refused or decode as the slow decoder says.
-// `--one-thread`: see test.h.
+// The packed codec: encoded arrays against a slow decoder written only from FORMAT.md sections 7 and 8, bounds of the
+// quantization, every refusal, and mutated arrays, which must be refused or decode to the result of the slow decoder.
 #include "codec/macko/encode.h"
 #include "codec/packed/packed.h"
 #include "test.h"
@@ -71,7 +70,7 @@ struct slow_entry {
     double  d;     // 0 if not quantized
 };
 
-// the places of a bitmap or of gap codes; false if they cannot be what row_ptr says
+// Decodes the positions of a bitmap or of gap codes; returns false if they contradict row_ptr.
 static bool slow_places(const packed_arrays & a, std::vector<slow_entry> * out) {
     const macko_desc & d   = a.desc.dense;
     const auto         bit = [&](int64_t i) { return (a.index[i / 8] >> (i % 8)) & 1; };
@@ -158,7 +157,7 @@ static void slow_values(const packed_arrays & a, std::vector<slow_entry> * entri
 
 static double largest_of(int32_t type) { return type == GGML_MACKO_TYPE_F16 ? 65504 : 3.38953139e38; }
 
-// the fast decoder's rows against the slow entries
+// Compares the fast decoder's rows with the slow entries.
 static void check_decoded(const packed_view & view) {
     const packed_arrays &   a           = view.arrays();
     const macko_desc &      d           = a.desc.dense;
@@ -322,7 +321,7 @@ TEST(reference_rounding) {
 using P = packed_matrix;
 using A = packed_arrays;
 
-// Changes one thing in a valid matrix of 9 x 61 F16 values; check_packed must return the status.
+// Changes one part of a valid matrix of 9 x 61 F16 values; check_packed must return the status.
 static void fault(const char * what, int want, int32_t value_type, int32_t index_bits, void (*change)(P &, A &)) {
     static const dense_matrix m = [] {
         rng          r(3);
@@ -469,7 +468,7 @@ TEST(smallest_widths_are_chosen) {
     }
 }
 
-// the bytes that FORMAT.md section 8 says, for F16 values of 1, -1.5, 2 + 2^-9, 4 and 2^-24
+// The bytes of FORMAT.md section 8, for F16 values of 1, -1.5, 2 + 2^-9, 4 and 2^-24.
 TEST(coded_bytes) {
     const uint16_t       f16[] = { 0x3c00, 0xbe00, 0x4001, 0x4400, 0x0001 };
     std::vector<uint8_t> want(8 + 4 * 10 + 4, 0);
@@ -508,7 +507,7 @@ TEST(coded_bytes) {
     CHECK(check_packed(out.arrays(), 1, &view) == GGML_MACKO_STATUS_NOT_CANONICAL, "base 13 is as good");
 }
 
-// where a block begins, counted from behind the last
+// Where a block begins, counted from the end of the last block.
 static size_t coded_block(const P & p, int64_t i) {
     const int64_t n_blocks = packed_n_values(p.desc.dense.nnz) / 32;
     return static_cast<size_t>(8 + (n_blocks + i) * 4 * (p.values[0] + p.values[1] + 1));
@@ -545,7 +544,7 @@ TEST(malformed_coded_values_are_refused) {
           [](P & p, A &) { p.values[coded_block(p, 0)] = p.values[coded_block(p, 0) + 1] = 0; });
 }
 
-// bytes, lengths and numbers changed at random: refused, or decoded like the slow decoder does it
+// Random changes of bytes, lengths and numbers: refused, or decoded to the result of the slow decoder.
 TEST(mutants_are_refused_or_round_trip) {
     rng     r(static_cast<uint64_t>(4));
     int64_t n_accepted = 0, n_all = 60000;

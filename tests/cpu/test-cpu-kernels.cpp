@@ -1,7 +1,7 @@
-// Compares the CPU kernels with float64, element by element: each kernel set that this CPU supports, value type and
-// layout of x, with odd shapes and extreme values. All memory ends at a page without access, so that a kernel that
-// reads or writes past its arrays crashes. `test-cpu-kernels --bench` prints speeds instead, beside those of a dense
-// F16 kernel, and `--bench-columns` those of rows and columns where x has zeros.
+// Compares the CPU kernels with float64, element by element: each kernel set that this CPU supports, each value type
+// and layout of x, with odd shapes and extreme values. All memory ends at a page without access, so a kernel that reads
+// or writes past its arrays crashes. `test-cpu-kernels --bench` prints speeds instead, beside those of a dense F16
+// kernel, and `--bench-columns` those of rows and columns for x with zeros.
 #include "codec/macko/encode.h"
 #include "cpu/kernels/dispatch.h"
 #include "cpu/layout/matrix-packer.h"
@@ -35,7 +35,7 @@ static const int32_t all_types[] = { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, 
 
 // ---- choice of the kernel set ----
 
-// "status name-or-message" of select_kernels() in a child process, since the environment is read once.
+// "status name-or-message" of select_kernels() in a child process, because the environment is read only once.
 static std::string selection_with(const char * forced) {
     int ends[2];
     if (pipe(ends) != 0) {
@@ -63,7 +63,7 @@ static std::string selection_with(const char * forced) {
     return status == 0 && n > 0 ? std::string(text, static_cast<size_t>(n)) : "child failed";
 }
 
-// The first test, since it forks, and a child waits for the threads that OpenMP has.
+// This test comes first, because it forks, and a child would wait for OpenMP's threads.
 TEST(forced_kernel_set_is_the_one_in_use) {
     const std::string best = supported_kernel_set(0)->name;
     std::string       got  = selection_with(nullptr);
@@ -204,7 +204,7 @@ struct encoded {
     }
 };
 
-// Packs m in blocks of rows, the last block first: the threads of a load may take any order.
+// Packs m in blocks of rows, the last block first, because threads of a load process blocks in any order.
 static bitmap_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, const guarded & memory,
                           bool bundles = false) {
     const encoded           e(m, delta_bits);
@@ -337,8 +337,8 @@ struct problem {
                 rx[static_cast<size_t>(c * n + i)] = round_x ? rounded(v, m.desc.type) : v;
             }
         }
-        // |y - y64| <= 2 gamma sum |w x| with gamma = cols 2^-24, for float FMAs in any order, plus what results below
-        // 2^-126 lose.
+        // |y - y64| <= 2 gamma sum |w x| with gamma = cols 2^-24, for float FMAs in any order, plus the loss of results
+        // below 2^-126.
         want.resize(static_cast<size_t>(rows * n));
         bound.assign(want.size(), static_cast<double>(cols) * 0x1p-149);
         for (int64_t r = 0; r < rows; r++) {
@@ -356,8 +356,8 @@ struct problem {
                 }
             }
         }
-        // Plus sum |w| max |x| * step where x is rounded to 16-bit integers: half a unit of them, and for the offset
-        // that makes them positive a rounding of a float for each 64 columns and a few more.
+        // Plus sum |w| max |x| * step if x is rounded to 16-bit integers: half a unit of them, and for the offset that
+        // makes them positive one float rounding per 64 columns and a few more.
         if (n <= MAX_PLANES) {
             const double step = 0.5 / (in_bundles(w) ? 32512 : 32767) + (static_cast<double>(cols) / 64 + 8) * 0x1p-23;
             std::vector<double> largest(static_cast<size_t>(n));
@@ -466,8 +466,9 @@ static void check_result(const kernel_set & set, const problem & p, const char *
     check_result(set, p, what, out, p.bound);
 }
 
-// Rows whose gate is open are those of the product without gates, bit for bit. Where at least 60 % are closed, those
-// are not computed, but for what is in a group of bundles with an open one; else all rows are.
+// Rows with an open gate must equal those of the product without gates, bit for bit. If at least 60 % of the gates are
+// closed, those rows must not be computed, except rows that share a group of bundles with an open one; otherwise all
+// rows are computed.
 static void check_gate(const kernel_set & set, const problem & p, const output & whole) {
     const int64_t rows = p.row_end - p.row_begin;
     rng           random(static_cast<uint64_t>(rows * p.w.cols));
@@ -634,8 +635,8 @@ TEST(quantized_weights_are_within_the_error_bound) {
     }
 }
 
-// Bundles, of rows in several groups, and where the non-zeros are anything but evenly spread: then they may need more
-// memory than there is for them, and the matrix is a bitmap after all.
+// Bundles of rows in several groups, with non-zeros that are far from evenly spread: they may need more memory than is
+// reserved; then the matrix is a bitmap.
 TEST(bundles_are_within_the_error_bound) {
     rng           random(16);
     const int64_t all_n[] = { 2, 5, 6, 8, 9, 17, 33, 65, 130, 270 };
@@ -779,8 +780,8 @@ TEST(coded_weights_are_within_the_error_bound) {
     }
 }
 
-// Values stay coded only where the set has a kernel for them, they are dense enough for it to be faster, and there are
-// few outliers.
+// Values stay coded only if the set has a kernel for them, they are dense enough for that kernel to be faster, and
+// there are few outliers.
 TEST(values_stay_coded_where_that_is_faster) {
     rng                random(18);
     const coded_matrix c(short_matrix(random, GGML_MACKO_TYPE_F16, 64, 256, 0.5, 0), -1, 1);
@@ -812,7 +813,7 @@ TEST(values_stay_coded_where_that_is_faster) {
     }
 }
 
-// Quantized values, and those of other types, coded or not, below the density of the set for rows of that length.
+// Quantized values, and other types, coded or not, below the set's density for rows of that length.
 TEST(values_become_bundles_where_that_is_faster) {
     const struct {
         int32_t type, value_type;
@@ -844,7 +845,7 @@ TEST(values_become_bundles_where_that_is_faster) {
     }
 }
 
-// Rows that are longer than all that a kernel compresses or dequantizes at a time.
+// Rows longer than the number of elements that any kernel compresses or dequantizes at a time.
 TEST(rows_of_several_segments_are_within_the_error_bound) {
     rng random(15);
     for (const double density : { 0.04, 0.3, 0.95 }) {
@@ -865,7 +866,7 @@ TEST(rows_of_several_segments_are_within_the_error_bound) {
     }
 }
 
-// An x of zeros, and x of nothing but the largest magnitude and zeros: the extremes of the 16-bit integers.
+// An x of zeros, and an x of only the largest magnitude and zeros: the extremes of the 16-bit integers.
 TEST(extreme_x_is_within_the_error_bound_of_integers) {
     rng random(13);
     for (const bool bundles : { false, true }) {
@@ -913,7 +914,7 @@ TEST(quantized_rows_turn_into_scale_times_q) {
     }
 }
 
-// More rows than a block of any kernel has, and columns that end inside a chunk.
+// More rows than a block of any kernel, and columns that end inside a chunk.
 TEST(rows_of_all_blocks_are_computed) {
     rng random(3);
     for (const int32_t type : all_types) {
@@ -946,7 +947,7 @@ TEST(row_range_of_any_length_is_computed) {
     }
 }
 
-// Each x is multiplied by 1.0 alone, so y is the rounded x, bit for bit.
+// Each x is multiplied only by 1.0, so y is the rounded x, bit for bit.
 TEST(rounding_of_x_is_exact) {
     rng           random(5);
     const int64_t cols = 32;
@@ -988,8 +989,8 @@ TEST(rounding_of_x_is_exact) {
     }
 }
 
-// 65520 is the smallest float that F16 rounds to infinity. One row and column, since 0 * infinity would give NaN; in
-// bundles an empty slot may give it.
+// 65520 is the smallest float that F16 rounds to infinity. One row and column, because 0 * infinity gives NaN, even in
+// an empty slot of a bundle.
 TEST(x_beyond_f16_rounds_to_infinity) {
     rng    random(8);
     matrix m(GGML_MACKO_TYPE_F16, 1, 1);
@@ -1021,7 +1022,7 @@ TEST(x_beyond_f16_rounds_to_infinity) {
     }
 }
 
-// The product with a non-finite x is unspecified, since a kernel may skip the zeros that would give NaN; it must not
+// The product with a non-finite x is unspecified, because a kernel may skip zeros that would give NaN. It must not
 // crash or change the products with other x.
 TEST(finite_x_beside_nonfinite_x_is_right) {
     rng random(6);
@@ -1058,7 +1059,7 @@ TEST(finite_x_beside_nonfinite_x_is_right) {
 
 // ---- columns ----
 
-// the matrices of w, which have so many rows each, by columns
+// The matrices of w, with a given number of rows each, by columns.
 struct columns_of {
     int64_t       rows, cols; // of a matrix
     guarded       memory;
@@ -1122,15 +1123,15 @@ TEST(columns_have_the_values_of_the_rows) {
     CHECK(n_coded > 20, "%d coded matrices", n_coded);
 }
 
-// the set, with columns used from a share of zeros on
+// The set, with columns used from a given share of zeros on.
 static kernel_set with_columns_from(const kernel_set & set, float zeros) {
     kernel_set changed         = set;
     changed.costs.columns_from = zeros;
     return changed;
 }
 
-// Columns against float64, for matrix `number` of the tensor; the same bits for any number of threads, and the same
-// numbers if no column is left out.
+// Compares columns with float64, for matrix `number` of the tensor. The bits must not depend on the number of threads,
+// and the values must not change if no column is skipped.
 static void check_columns_product(rng & random, const matrix & m, const bitmap_matrix & w, const columns_of & columns,
                                   int64_t number, double zeros) {
     const int64_t begin = number * columns.rows, end = begin + columns.rows;
@@ -1179,7 +1180,7 @@ TEST(columns_are_within_the_error_bound) {
     }
 }
 
-// The columns given are those of another matrix, so that the result tells whether they were read.
+// The given columns belong to a different matrix, so the result reveals whether they were read.
 TEST(columns_are_read_where_enough_of_x_is_zero) {
     rng          random(33);
     const matrix m = random_matrix(random, GGML_MACKO_TYPE_F16, 128, 200, 0.5);
@@ -1257,7 +1258,7 @@ TEST(mul_mat_thread_runs_the_selected_set) {
 // ---- speed ----
 
 #if defined(__x86_64__)
-// The dense kernel to compare with: F16 rows, float x, AVX-512, 4 rows times NX x in registers.
+// The dense kernel for comparison: F16 rows, float x, AVX-512, 4 rows times NX x in registers.
 template <int NX>
 __attribute__((target("avx512f,fma,f16c"))) static void dense_tile(const uint16_t * w, int64_t cols, const float * x,
                                                                    float * const * y, int64_t row) {
@@ -1301,8 +1302,8 @@ static void dense_mul_mat(const uint16_t * w, int64_t rows, int64_t cols, int64_
 }
 #endif
 
-// Seconds of f(matrix): the best of several rounds for each matrix, since other programs can only slow it down, and the
-// mean over the matrices.
+// Seconds of f(matrix): the best of several rounds for each matrix, because other programs can only slow it down, and
+// the mean over the matrices.
 template <typename F> static double timed(int n_matrices, F && f) {
     std::vector<double> best(static_cast<size_t>(n_matrices), INFINITY);
     const double        start = seconds();
@@ -1320,7 +1321,7 @@ template <typename F> static double timed(int n_matrices, F && f) {
     return sum / n_matrices;
 }
 
-// Prints, for shares of zeros in one x, the time with rows and with columns, and how many times as fast columns are.
+// Prints, for several shares of zeros in one x, the times with rows and with columns, and the speedup of columns.
 static void bench_columns_of(const kernel_set & set, int64_t rows, int64_t cols, double density, int32_t type,
                              int n_threads, int copies) {
     struct copy {
@@ -1457,7 +1458,7 @@ struct bench_matrices {
             }
         }
     }
-    // bytes of one that are read
+    // bytes that are read from one matrix
     int64_t nbytes_used() const {
         return in_bundles(w[0]) ? static_cast<int64_t>(w[0].group_off[n_bundle_groups(rows)])
                                 : memory[0]->map + memory[0]->map_size - memory[0]->data;

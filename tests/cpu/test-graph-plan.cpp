@@ -1,6 +1,6 @@
-// Which rows of up the CPU device computes where a ReLU gates them (cpu/device/graph-plan.h): the result has the same
-// bits, and rows are left out only where nobody can see it. The weights are dense, so that a row of up is zero only if
-// it was not computed. And which inputs count as zero because they are below a threshold.
+// The rows of up that the CPU device computes under a ReLU gate (cpu/device/graph-plan.h): the result must have the
+// same bits, and rows may be skipped only if no other node reads them. The weights are dense, so a row of up is zero
+// only if it was not computed. Also tests inputs that count as zero because they are below a threshold.
 #include "abi/op-numbers.h"
 #include "cpu/device/graph-plan.h"
 #include "cpu/device/weight.h"
@@ -45,7 +45,7 @@ struct graph_builder {
         const macko_desc desc = { rows, COLS, GGML_MACKO_TYPE_F32, 4, rows * COLS };
         return weights(n_matrices, { WEIGHT_MAGIC, desc, { GGML_MACKO_TYPE_F32 }, ROWS });
     }
-    // one matrix that is kept by columns, too
+    // one matrix that is also kept by columns
     ggml_tensor * weights_by_columns(float threshold, bool of_norm) {
         const macko_desc desc    = { ROWS, COLS, GGML_MACKO_TYPE_F32, 4, ROWS * COLS };
         const int64_t    columns = bitmap_nbytes(columns_desc(desc, ROWS), { GGML_MACKO_TYPE_F32 });
@@ -102,7 +102,7 @@ std::vector<float> contents(const ggml_tensor * t) {
     return { data, data + ggml_nelements(t) };
 }
 
-// Computes a graph as the device does, on memory full of NaN.
+// Computes a graph like the device, on memory full of NaN.
 void compute(const ggml_cgraph * graph, bool skips, int n_threads) {
     graph_plan plan;
     plan.n_threads = n_threads;
@@ -118,7 +118,7 @@ void compute(const ggml_cgraph * graph, bool skips, int n_threads) {
     plan.run();
 }
 
-// Whether rows of up are left out: those whose gate is closed and no others, and every node but up is the same.
+// Checks that exactly the rows of up with a closed gate are skipped, and that every node except up is the same.
 bool skips(const char * what, const graph_builder & b, const ggml_tensor * gate, const ggml_tensor * up) {
     compute(b.graph, false, 1);
     std::vector<std::vector<float>> want;
@@ -154,8 +154,8 @@ bool skips(const char * what, const graph_builder & b, const ggml_tensor * gate,
 
 using change = std::function<void(graph_builder &, ggml_tensor *, ggml_tensor *)>;
 
-// up_first: the order of the products. n: inputs. before, after: change the graph when the gated node is not yet in it,
-// and when it is.
+// up_first: the order of the products. n: inputs. before, after: change the graph before and after the gated node is
+// added.
 void check(const char * what, bool expected, bool up_first, int64_t n, bool same_x, const change & before = {},
            const change & after = {}) {
     graph_builder b(static_cast<uint64_t>(n) + up_first);
@@ -213,7 +213,7 @@ TEST(operands_that_are_no_two_products_are_computed) {
     CHECK(!skips("SwiGLU", c, gate, up), "rows are left out where no element is zero");
 }
 
-// Where the gate is closed, +0 is what ggml computes of infinities and NaN, too, which 0 * up would not be.
+// With a closed gate, ggml also computes +0 for infinities and NaN, where 0 * up would be NaN.
 TEST(inputs_that_are_not_finite_give_the_same) {
     for (const bool up_first : { false, true }) {
         graph_builder b(7);
@@ -254,7 +254,7 @@ TEST(experts_are_products_of_their_own) {
     }
 }
 
-// up, ReLU, its square and down, as Arcee and Nemotron have them
+// Up, ReLU, its square and down, as in Arcee and Nemotron.
 TEST(squared_relu_is_computed_between_products) {
     graph_builder b(9);
     ggml_tensor * up   = b.product(b.inputs(2));
@@ -275,7 +275,7 @@ TEST(squared_relu_is_computed_between_products) {
 
 enum class neurons { swiglu, relu, squared, others };
 
-// what down is multiplied by, computed by the plan
+// The input of down, computed by the plan.
 ggml_tensor * add_neurons(graph_builder & b, neurons kind, int64_t n) {
     ggml_tensor * up = b.inputs(n);
     for (int64_t i = 0; i < n * COLS; i++) {
@@ -303,7 +303,7 @@ std::vector<float> scales(const weight & w, bool of_norm) {
     return out;
 }
 
-// y of the weight and x in float64, and as far as y may be away from it
+// y of the weight and x in float64, and its error bound.
 void check_product(const char * what, const weight & w, const float * x, const float * y) {
     std::vector<float> dense(ROWS * COLS);
     bitmap_densify(w.bitmap(), GGML_MACKO_TYPE_F32, 0, ROWS, dense.data());
@@ -319,8 +319,8 @@ void check_product(const char * what, const weight & w, const float * x, const f
     }
 }
 
-// down(x) with a share of x below the threshold: the bits of the product with x zeroed by hand, for any number of
-// threads, where `expected`, and else those of the product with x.
+// down(x) with a share of x below the threshold. If `expected`, it must have the bits of the product with x zeroed by
+// hand, for any number of threads; otherwise those of the product with x.
 void check_threshold(const char * what, neurons kind, int64_t n, double share, bool of_norm, bool expected) {
     graph_builder b(static_cast<uint64_t>(share * 100) + of_norm);
     ggml_tensor * x = add_neurons(b, kind, n);
@@ -386,7 +386,7 @@ TEST(only_neurons_of_one_token_are_skipped) {
     check_threshold("no neurons", neurons::others, 1, 0.7, false, false);
 }
 
-// NaN is below no threshold, infinities are below none, and a zero has no sign left.
+// NaN and infinities are never skipped; a skipped -0 becomes +0.
 TEST(inputs_that_are_not_finite_are_kept) {
     const std::array<float, 6> x = { NAN, -INFINITY, -0.0f, 1.0f, -0.5f, 0x1p-149f };
     std::array<float, 6>       out;

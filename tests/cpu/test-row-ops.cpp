@@ -14,7 +14,7 @@ using namespace macko::cpu;
 
 static constexpr double EPSILON = 0x1p-24; // half a unit in the last place, relative
 
-// The operands a and b and the result y of one call. y_is: 0 memory of its own, filled with NaN; 1 a; 2 b.
+// The operands a and b and the result y of one call. y_is: 0 separate memory, filled with NaN; 1 a; 2 b.
 struct rows {
     guarded a, b, other;
     float * y;
@@ -122,7 +122,7 @@ static void check_silu(const kernel_set & set) {
     CHECK(std::isnan(y), "%s norm of NaN: %g", set.name, y);
 }
 
-// A closed gate gives +0, whatever it closes: what is not finite, and what was not computed.
+// A closed gate gives +0 for any input, even if the input is not finite or was not computed.
 static void check_closed_gate(const kernel_set & set) {
     const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
     for (const float gate : { -0.0f, 0.0f, -1e-45f, -inf, nan }) {
@@ -144,8 +144,8 @@ static void check_closed_gate(const kernel_set & set) {
     CHECK(std::isnan(y), "%s square of NaN: %g", set.name, y);
 }
 
-// The angle is the product of i + 3 rounded factors, and the error of sine and cosine is at most that of the angle and
-// 2 units in the last place.
+// The angle is the product of i + 3 rounded factors; the error of sine and cosine is at most that of the angle plus 2
+// units in the last place.
 static void check_rope(rng & r, bool halves, bool with_factors, int64_t n_dims, int64_t n) {
     std::vector<float> factors(static_cast<size_t>(n_dims / 2));
     for (float & f : factors) {

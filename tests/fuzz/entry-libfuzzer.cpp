@@ -1,4 +1,4 @@
-// A target as libFuzzer's. Before it fuzzes, a program writes the seeds of its target where it is told to:
+// A target for libFuzzer. On request, the program writes the seeds of its target to a folder first:
 //
 //     fuzz-header --write-seeds=FOLDER
 #include "fuzz.h"

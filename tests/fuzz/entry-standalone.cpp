@@ -1,10 +1,11 @@
 // A target without libFuzzer: runs stored inputs, then mutants of them and of the target's seeds for some seconds. It
-// does not look at coverage, but builds with any compiler, and bounds memory and time of each input.
+// does not measure coverage, but builds with any compiler, and limits memory and time of each input.
 //
 //     fuzz-header [--seconds=5] [--seed=N] [FILE or FOLDER ...]
 //
-// Prints its seed, the inputs run, and how many were accepted; fails if nearly all or nearly none were, because then
-// one side is hardly tested. The input in progress is in the file fuzz-NAME.input, which stays if the process dies.
+// Prints its seed, the number of inputs, and the number of accepted ones. Fails if almost all or almost none were
+// accepted, because then one side is hardly tested. The current input is in the file fuzz-NAME.input, which remains if
+// the process dies.
 #include "fuzz.h"
 
 #include <atomic>
@@ -59,7 +60,7 @@ void   operator delete[](void * p) noexcept { counted_free(p); }
 void   operator delete(void * p, size_t) noexcept { counted_free(p); }
 void   operator delete[](void * p, size_t) noexcept { counted_free(p); }
 
-constexpr int64_t MEM_PER_BYTE = 64; // an accepted file may stand for so many dense bytes
+constexpr int64_t MEM_PER_BYTE = 64; // dense bytes that an accepted file may represent, per byte
 
 // ---- mutations that know nothing of the input ----
 
@@ -85,18 +86,18 @@ extern "C" size_t LLVMFuzzerMutate(uint8_t * data, size_t size, size_t max_size)
             memmove(data + at + more, data + at, size - at);
             return size + more;
         }
-        case 5: { // one region is copied over another
+        case 5: { // copy one region over another
             const size_t to = r.pick(size);
             memmove(data + to, data + at, std::min(n, size - to));
             return size;
         }
-        case 6: { // a number of 4 bytes that is often a limit
+        case 6: { // a 4-byte number that is often a limit
             static constexpr uint32_t NUMBERS[] = { 0, 1, 0x7f, 0xff, 0xffff, 0x7fffffff, 0x80000000, 0xffffffff };
             const uint32_t            v         = NUMBERS[r.pick(std::size(NUMBERS))];
             memcpy(data + at, &v, std::min<size_t>(size - at, 4));
             return size;
         }
-        default: return r.one_in(4) ? at : size; // the end is cut off
+        default: return r.one_in(4) ? at : size; // cut off the end
     }
 }
 
@@ -117,7 +118,7 @@ static bytes mutant_of(const std::vector<bytes> & pool) {
 // ---- runs ----
 
 struct runner {
-    uint8_t *   shown = nullptr; // the file of the input in progress
+    uint8_t *   shown = nullptr; // the file with the current input
     std::string path  = std::string("fuzz-") + TARGET.name + ".input";
     int64_t     n_run = 0, n_accepted = 0, mem_worst = 0;
     double      slowest = 0;

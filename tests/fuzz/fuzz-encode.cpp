@@ -1,4 +1,4 @@
-// Matrices of all formats and types that are encoded, changed in a few places, and then validated and decoded.
+// Encodes matrices of all formats and types, changes them in a few places, then validates and decodes them.
 #include "matrix-input.h"
 
 using namespace fuzz;
@@ -21,10 +21,10 @@ static bool run(const uint8_t * data, size_t size) {
     }
     const bool coded = m.value_type == GGML_MACKO_TYPE_CODED, quantized = m.value_type != m.type && !coded;
     FUZZ_CHECK(in.patched || quantized || dense == in.dense, "decoded to something else");
-    if (quantized || strcmp(m.format, "ec-csr") == 0) { // the arrays of these formats have a choice
+    if (quantized || strcmp(m.format, "ec-csr") == 0) { // these formats can store an equal matrix in several ways
         return true;
     }
-    // Any accepted matrix of the others is what the encoder makes of its elements.
+    // Any accepted matrix of the other formats equals the encoder's result for its elements.
     const auto *            values    = static_cast<const uint8_t *>(m.arrays[0].data);
     const ggml_macko_option options[] = { { "index_bits", m.index_bits },
                                           { "value_type", m.value_type },

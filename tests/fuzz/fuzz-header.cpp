@@ -1,5 +1,5 @@
-// Headers of model files: structure, keys, and the description of sparse tensors. An input is a header, and the number
-// of bytes of its data, which are not stored, in its last four bytes.
+// Headers of model files: structure, keys, and the description of sparse tensors. An input is a header; its last four
+// bytes are the number of data bytes, which are not stored.
 #include "gguf.h"
 #include "load/thresholds.h"
 #include "model-check.h"
@@ -9,7 +9,7 @@
 using namespace fuzz;
 
 static constexpr size_t   TAIL      = sizeof(uint32_t);
-static constexpr uint32_t MAX_ZEROS = 0xfffff; // a header may go on in them: its memory grows with the file
+static constexpr uint32_t MAX_ZEROS = 0xfffff; // a header may continue in them: its memory grows with the file
 
 static uint32_t tail_of(const uint8_t * data, size_t size) {
     uint32_t n;

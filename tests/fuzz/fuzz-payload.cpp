@@ -1,10 +1,10 @@
-// Matrices whose every number is the input's: description, sizes of arrays, and arrays.
+// Matrices whose numbers all come from the input: description, sizes of arrays, and arrays.
 #include "codec/limits.h"
 #include "matrix-input.h"
 
 using namespace fuzz;
 
-// What an input begins with: rows and cols shifted left, for limits; sizes of arrays follow (two bytes each, shifted).
+// Start of an input: rows and cols shifted left, for limits; sizes of arrays follow (two bytes each, shifted).
 struct description {
     uint8_t  format, type, value_type, bits;
     uint16_t rows, cols;
@@ -29,7 +29,7 @@ constexpr int32_t TYPES[] = { GGML_MACKO_TYPE_F16,
 
 static int32_t type_at(uint8_t i) { return TYPES[i % std::size(TYPES)]; }
 
-// Rows that EC-CSR has no byte for take time all the same. A file of so few bytes may not have them (FORMAT.md,
+// EC-CSR needs no bytes for some rows, but every row takes time. A small file must not have that many rows (FORMAT.md,
 // section 4).
 constexpr int64_t MAX_ROWS = 1 << 16;
 
@@ -63,7 +63,7 @@ static bool run(const uint8_t * data, size_t size) {
     }
     const int status = ggml_macko_validate(&m, 1);
     FUZZ_CHECK(strcmp(ggml_macko_status_name(status), "unknown") != 0, "status %d", status);
-    int64_t n = 0; // elements, as far as they are few
+    int64_t n = 0; // number of elements, if it is small
     if (m.rows < 1 || m.cols < 1 || __builtin_mul_overflow(m.rows, m.cols, &n) || n > 8192) {
         return status == GGML_MACKO_STATUS_OK;
     }
@@ -84,7 +84,7 @@ static bool run(const uint8_t * data, size_t size) {
     return true;
 }
 
-// the inputs of fuzz-encode as this target sees them
+// Converts the inputs of fuzz-encode to inputs of this target.
 static std::vector<bytes> seeds() {
     std::vector<bytes> all;
     for (const bytes & seed : encode_seeds()) {

@@ -1,5 +1,5 @@
-// Products of accepted matrices with finite x, through every kernel set that this CPU has, each layout of x, and one or
-// several x: all are compared with float64, element by element, and those with NaN or infinity in another x, too.
+// Products of accepted matrices with finite x, through every kernel set of this CPU, each layout of x, and one or
+// several x. All are compared with float64, element by element, even if another x contains NaN or infinity.
 #include "codec/macko/encode.h"
 #include "codec/registry.h"
 #include "cpu/kernels/dispatch.h"
@@ -16,7 +16,7 @@ using namespace macko::cpu;
 
 namespace {
 
-template <typename T> struct aligned { // memory of the size that was asked for, aligned to 64 bytes
+template <typename T> struct aligned { // memory of exactly the requested size, aligned to 64 bytes
     T * data;
     explicit aligned(int64_t nbytes) : data(nullptr) {
         void * p = nullptr;
@@ -28,7 +28,7 @@ template <typename T> struct aligned { // memory of the size that was asked for,
     ~aligned() { free(data); }
 };
 
-// A product in float64, and what its error depends on.
+// A product in float64, and the terms of its error bound.
 struct reference {
     double sum;
     double magnitude; // of the summands
@@ -44,7 +44,7 @@ struct problem {
     std::vector<reference> want;     // [n][rows]
 };
 
-// Few bits, so that rounding to F16 or BF16 does not change it: then round_x must not change the product either.
+// Values with few bits, which rounding to F16 or BF16 does not change; so round_x must not change the product either.
 float x_of(uint64_t bits) {
     static constexpr float ODD[] = { 0.0f, -0.0f, 1.0f, -1.0f, 0x1p-14f, -0x1p-14f, 0x1p14f, 60928.0f };
     if (bits % 16 == 0) {
@@ -112,7 +112,7 @@ void check(const kernel_set & set, const problem & p, x_layout layout) {
     const mul_mat_params params = { p.w, 0, rows, p.n, xs.data(), ys.data(), p.round_x, scratch.data };
     set.prepare(params, layout, 0, 1);
     set.multiply(params, layout, 0, rows);
-    // with integers, x has an error of half a unit, and the offset that makes them positive one of a rounding for each
+    // with integers, x has an error of half a unit, and the offset that makes them positive adds one rounding per 64
     // 64 columns and a few more
     const bool   integers = is_quant_type(p.w.type) && (layout == x_layout::planes || layout == x_layout::rows16);
     const double n_cols   = static_cast<double>(cols),
@@ -155,7 +155,7 @@ bool run(const uint8_t * data, size_t size) {
     const uint8_t n = in.take<uint8_t>(), how = in.take<uint8_t>();
     const auto    seed = in.take<uint32_t>();
     encoded_input e;
-    // quantized weights are d * q in the kernels, which F32 holds exactly
+    // the kernels multiply by d * q, which F32 represents exactly
     if (!encode_input(in, how & 1 ? -1 : static_cast<int32_t>(GGML_MACKO_TYPE_F32), 1536, &e)) {
         return false;
     }
@@ -164,7 +164,7 @@ bool run(const uint8_t * data, size_t size) {
     if ((is_quant_type(m.value_type) && m.type != GGML_MACKO_TYPE_F32) || ggml_macko_decode(&m, dense.data(), 1) != 0) {
         return false;
     }
-    // expanded, as a bitmap and in bundles, and coded where that is possible
+    // expanded, as a bitmap and in bundles, and coded where possible
     const macko_desc       desc  = { m.rows, m.cols, m.type, 4, m.nnz };
     const bool             coded = m.value_type == GGML_MACKO_TYPE_CODED;
     const bitmap_form      form  = { coded ? m.type : m.value_type, (how & 128) != 0 };

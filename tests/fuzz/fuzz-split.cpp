@@ -57,7 +57,7 @@ std::vector<bytes> seeds() {
     return all;
 }
 
-// one of the parts, as a file of its own
+// One of the parts as a separate file.
 size_t mutate(uint8_t * data, size_t size, size_t max_size, uint64_t seed) {
     rng         r(seed);
     parts_input p = take_parts(data, size);

@@ -1,4 +1,4 @@
-// What the fuzz targets share. A target is one program: its inputs are short byte strings, and it ends the process
+// Shared by the fuzz targets. A target is one program: its inputs are short byte strings, and it ends the process
 // (abort) if the library breaks a rule. It is linked either with libFuzzer (entry-libfuzzer.cpp, GGML_MACKO_FUZZ=ON
 // with clang) or with a small driver of our own (entry-standalone.cpp, any compiler).
 #pragma once
@@ -9,7 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-// Ends the process with a message: to a fuzzer, the input that caused it.
+// Ends the process with a message; a fuzzer attributes the failure to the input.
 #define FUZZ_CHECK(condition, ...)                                                       \
     do {                                                                                 \
         if (!(condition)) {                                                              \
@@ -45,17 +45,17 @@ struct rng {
 struct target {
     const char * name;
     size_t       max_nbytes;  // of an input
-    int64_t      max_memory;  // that one input may need, besides 64 bytes for each of its own
+    int64_t      max_memory;  // per input, besides 64 bytes for each byte of the input
     double       max_seconds; // of CPU time for one input, under sanitizers on a slow machine
-    // Runs one input. True if the library accepted it, and its results were compared.
+    // Runs one input. Returns true if the library accepted it and its results were compared.
     bool (*run)(const uint8_t * data, size_t size);
     std::vector<bytes> (*seeds)(); // all are accepted
-    // changes an input in a way that knows its structure; nullptr: the driver's mutations are enough
+    // changes an input in a way that respects its structure; nullptr: the driver's mutations are enough
     size_t (*mutate)(uint8_t * data, size_t size, size_t max_size, uint64_t seed);
 };
 extern const target TARGET; // each program has one
 
-// Bytes in memory as a file. `zeros` more follow them that are not stored.
+// Bytes in memory as a file, followed by `zeros` zero bytes that are not stored.
 struct memory_source : macko::byte_source {
     const uint8_t * data;
     int64_t         n, zeros;
@@ -76,14 +76,14 @@ struct memory_source : macko::byte_source {
     }
 };
 
-// Every failure has a code of the list and a message, and no argument of ours is to blame.
+// Every failure must have a listed code and a message, and must not be BAD_ARGUMENT.
 inline void check_status(int status) {
     FUZZ_CHECK(strcmp(ggml_macko_status_name(status), "unknown") != 0 && status != GGML_MACKO_STATUS_BAD_ARGUMENT,
                "status %d: %s", status, ggml_macko_last_error());
     FUZZ_CHECK(status == GGML_MACKO_STATUS_OK || *ggml_macko_last_error(), "status %d without a message", status);
 }
 
-// Takes numbers from the front of an input; zeros where it has ended.
+// Reads numbers from the front of an input; zeros after its end.
 struct input {
     const uint8_t *         data;
     size_t                  size;

@@ -55,7 +55,7 @@ std::vector<file> small_sparse_files() {
         files.push_back(builder::sparse_file(one_matrix(type, 4, 2, 300, 0.02)));
         files.push_back(builder::sparse_file(one_matrix(type, 4, 4, 16, 0.0)));
     }
-    // every third matrix is packed, by turns with plain, Q4_0, Q8_0, Q5_0 and Q4_NL values
+    // every third matrix is packed, in turn with plain, Q4_0, Q8_0, Q5_0 and Q4_NL values
     builder::model many = one_matrix(builder::TYPE_F16, 4, 2, 16, 0.4);
     for (int i = 1; i < 11; i++) {
         const builder::model next =
@@ -277,7 +277,7 @@ static void mutate_keys(rng & r, std::vector<key> * keys) {
         case 2: std::swap(k, (*keys)[r.pick(keys->size())]); break;
         case 3: k.type = static_cast<uint32_t>(r.below(14)); break;
         case 4: k.value = (*keys)[r.pick(keys->size())].value; break;
-        case 5: { // a name of another key, or one that the driver makes of it
+        case 5: { // the name of another key, or a driver's mutation of it
             bytes name(k.name.begin(), k.name.end());
             mutate_with_driver(&name, 8);
             k.name = r.one_in(2) ? (*keys)[r.pick(keys->size())].name : std::string(name.begin(), name.end());
@@ -309,7 +309,7 @@ static void mutate_tensors(rng & r, std::vector<tensor> * tensors) {
         case 2: t.name = (*tensors)[r.pick(tensors->size())].name; break;
         case 3: t.type = static_cast<uint32_t>(r.below(44)); break;
         case 4: tensors->push_back(tensor(t)); break;
-        case 5: // more or fewer bytes, with a shape that fits them
+        case 5: // more or fewer bytes, with a matching shape
             if (t.ne.size() == 1 && t.ne[0] > 8 && t.ne[0] < 4096 && !t.data.empty()) {
                 const size_t nb = t.data.size() / static_cast<size_t>(t.ne[0]);
                 t.ne[0] += r.one_in(2) ? 8 : static_cast<uint64_t>(-8);
@@ -344,14 +344,14 @@ static void mutate_data(rng & r, tensor * t) {
         case 1: data[r.pick(data.size())] = static_cast<uint8_t>(r.bits()); break;
         case 2: data[r.pick(data.size())] ^= static_cast<uint8_t>(1 << r.below(8)); break;
         case 3: mutate_with_driver(&data, 0); break;
-        case 4: { // two elements are exchanged
+        case 4: { // swap two elements
             const size_t other = nb * r.pick((data.size() + nb - 1) / nb);
             if (std::max(at, other) + nb <= data.size() && at != other) {
                 std::swap_ranges(&data[at], &data[at] + nb, &data[other]);
             }
             break;
         }
-        case 5: // a bit moves to its neighbour, as a non-zero of a bitmap does
+        case 5: // move a bit to its neighbor, like a non-zero of a bitmap
             data[r.pick(data.size())] ^= static_cast<uint8_t>(3 << r.below(7));
             break;
         default:

@@ -11,7 +11,7 @@ void owned_matrix::set(int i, const void * data, int64_t nbytes, int32_t type) {
     matrix.arrays[i] = { memory[i].get(), nbytes, type };
 }
 
-// What an input begins with; the order is that of the bytes.
+// Start of an input, in the order of the bytes.
 struct description {
     uint8_t  format, type, rows, patches;
     uint16_t cols;

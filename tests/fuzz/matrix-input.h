@@ -1,5 +1,5 @@
-// Matrices as inputs, through the C API: encoded from dense elements in the input and then changed in a few places
-// (patches), so that most are valid or nearly so.
+// Matrices as inputs, through the C API: encoded from dense elements in the input, then changed in a few places
+// (patches), so that most are valid or nearly valid.
 #pragma once
 
 #include "fuzz.h"
@@ -8,7 +8,7 @@
 
 namespace fuzz {
 
-// a matrix with arrays of exactly their size, so that a sanitizer sees each byte that is read past them
+// A matrix with arrays of exactly their size, so that a sanitizer detects each read past them.
 struct owned_matrix {
     ggml_macko_matrix          matrix = {};
     std::unique_ptr<uint8_t[]> memory[GGML_MACKO_MAX_ARRAYS];
@@ -24,10 +24,10 @@ struct encoded_input {
     bool         patched;
 };
 
-// Takes a description, patches and elements. plain_type: -1, or the only dense type. False if the elements cannot be
-// encoded, because some are not finite.
+// Reads a description, patches and elements. plain_type: -1, or the only dense type. Returns false if the elements
+// cannot be encoded because some are not finite.
 bool encode_input(input in, int32_t plain_type, int64_t max_elements, encoded_input * out);
-// inputs of every format and dense type, each with this many choices of options
+// Inputs of every format and dense type, each with this many choices of options.
 constexpr int      SEED_OPTIONS = 6;
 std::vector<bytes> encode_seeds();
 

@@ -32,7 +32,7 @@ void check_dense_header(const macko::model_file & file) {
         return;
     }
     const std::vector<macko::gguf_tensor> expected = macko::dense_tensors(file);
-    // The input has no file descriptor: everything behind the header is read as zeros.
+    // The input has no file descriptor: everything after the header reads as zeros.
     struct header_source : macko::byte_source {
         const macko::dense_stream & stream;
         int64_t                     header_size;
@@ -144,7 +144,7 @@ bytes decode_macko(const components & c, const sparse_tensor_info & m) {
                cols = static_cast<uint64_t>(m.desc.cols);
     const auto bits = static_cast<uint32_t>(m.index_bits);
     bytes      slow = builder::decode(c[0], c[1], c[2], nb, rows, cols, bits);
-    // the arrays of an accepted matrix are the only ones that stand for its elements
+    // an accepted matrix must have the only arrays that represent its elements
     const builder::components e =
         builder::encode({ m.name, { cols, rows }, static_cast<uint32_t>(m.desc.type), slow }, bits);
     FUZZ_CHECK(e.values == c[0] && e.deltas == c[1] && e.row_ptr == c[2] && static_cast<int64_t>(e.nnz) == m.desc.nnz,
@@ -152,7 +152,7 @@ bytes decode_macko(const components & c, const sparse_tensor_info & m) {
     return slow;
 }
 
-// The slow decoder knows short blocks of one row; empty for a matrix with others.
+// The slow decoder supports only short blocks of one row; returns an empty result for other matrices.
 bytes decode_ec_csr(const components & c, const sparse_tensor_info & m) {
     macko::ec_csr_set set;
     memcpy(&set, c[macko::EC_SETS].data(), sizeof(set));
@@ -172,7 +172,7 @@ bytes decode_ec_csr(const components & c, const sparse_tensor_info & m) {
                               static_cast<uint32_t>(m.index_bits));
 }
 
-// The slow decoder of a format, which uses nothing of the library's; empty: it does not know the matrix.
+// The slow decoder of a format, without code of the library; empty if it does not support the matrix.
 using slow_decoder = bytes (*)(const components & c, const sparse_tensor_info & m);
 slow_decoder find_slow_decoder(const macko::codec & format) {
     static const std::pair<const macko::codec *, slow_decoder> TABLE[] = {
@@ -188,7 +188,7 @@ slow_decoder find_slow_decoder(const macko::codec & format) {
     return nullptr;
 }
 
-// what the format's own view decodes, without the loader
+// The result of the format's own view, without the loader.
 bytes decode_by_codec(const components & c, const macko::gguf_tensor * tensors, const sparse_tensor_info & m) {
     ggml_macko_matrix matrix = m.matrix(tensors);
     for (size_t i = 0; i < c.size(); i++) {

@@ -9,9 +9,10 @@
 namespace fuzz {
 
 constexpr size_t MAX_PARTS = 3;
-constexpr int    FIRST_FD  = 900; // of the parts, so that their names can stay
+constexpr int    FIRST_FD  = 900; // fixed descriptors of the parts, so that their names can stay
 
-// A folder with a symbolic link to the descriptor of each part, for each number of parts, until the process ends.
+// A folder with a symbolic link to the descriptor of each part, for each number of parts. It exists until the process
+// ends.
 struct folder {
     std::string path = "/tmp/macko-fuzz.XXXXXX";
     folder() {
@@ -39,7 +40,7 @@ struct folder {
     }
 };
 
-// New files each time: what is known of a file that was compressed before must not be taken for this one.
+// New files each time, so that cached results for an earlier compressed file do not apply.
 struct memory_files {
     size_t n;
     explicit memory_files(const std::vector<bytes> & parts) : n(parts.size()) {

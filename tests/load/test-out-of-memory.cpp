@@ -1,4 +1,4 @@
-// The stream that llama.cpp reads a model from, where memory runs out: stdio calls it, so that an exception must become
+// The stream from which llama.cpp reads a model, on out-of-memory: stdio calls the stream, so an exception must become
 // an error of the stream.
 #include "gguf-builder.h"
 #include "load/dense-stream.h"
@@ -13,7 +13,7 @@
 #include <unistd.h>
 #include <vector>
 
-static std::atomic<long> n_left{ -1 }; // allocations until one fails; negative: none does
+static std::atomic<long> n_left{ -1 }; // successful allocations before a failure; negative: no failure
 
 static void * allocate(size_t n) {
     if (n_left >= 0 && n_left-- == 0) {

@@ -1,5 +1,5 @@
 // Concurrent loads, codec calls and products, for ThreadSanitizer (GGML_MACKO_SANITIZE=thread): several threads read
-// the same files and others, each call with threads of its own. The results must be those of one thread.
+// the same files and other files, and each call uses threads of its own. The results must equal those of one thread.
 #include "gguf-builder.h"
 #include "load/dense-stream.h"
 #include "load/payload.h"
@@ -25,8 +25,8 @@ static void expect(bool ok, const char * what) {
     }
 }
 
-constexpr int N_THREADS = 4; // that call
-constexpr int N_TEAM    = 3; // of each call
+constexpr int N_THREADS = 4; // calling threads
+constexpr int N_TEAM    = 3; // threads per call
 
 // ---- models in a folder of their own ----
 
@@ -85,7 +85,7 @@ struct decoder : macko::payload_consumer {
     bool wants_first_value() const override { return ordered; }
 };
 
-// The stream as llama.cpp reads it, and all matrices; the elements of those that are not quantized.
+// Reads the stream like llama.cpp, and all matrices; compares the elements of matrices that are not quantized.
 static bytes load(const std::string & path, bool compress) {
     std::unique_ptr<macko::model_file>   file;
     std::unique_ptr<macko::dense_stream> stream;
@@ -116,7 +116,7 @@ static bytes load(const std::string & path, bool compress) {
 
 // ---- what a caller of the C API does ----
 
-// Encodes, validates, decodes and multiplies a matrix in each format. shared: made by another thread, or nullptr.
+// Encodes, validates, decodes and multiplies a matrix in each format. shared: a matrix of another thread, or nullptr.
 static std::vector<float> use_codecs(const bytes & dense, int64_t rows, int64_t cols,
                                      const ggml_macko_cpu_matrix * shared) {
     std::vector<float> x(static_cast<size_t>(2 * cols), 0.5f), y(static_cast<size_t>(2 * rows)), sums;

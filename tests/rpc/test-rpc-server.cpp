@@ -1,6 +1,6 @@
-// What a server of RPC does with messages and graphs of a client, with a stand-in for the memory of a device
-// (rpc/buffer.h, rpc/graph.h): which weights there are at any time, and which nodes may use them.
-// tests/rpc/test_rpc_messages.py has the devices.
+// How an RPC server handles messages and graphs of a client, with a stand-in for the memory of a device (rpc/buffer.h,
+// rpc/graph.h): the weights that exist at any time, and the nodes that may use them. tests/rpc/test_rpc_messages.py
+// tests the devices.
 #include "abi/op-numbers.h"
 #include "gguf-builder.h"
 #include "rpc/graph.h"
@@ -23,7 +23,7 @@ constexpr size_t  NBYTES = 1 << 16, DENSE = ROWS * COLS * 2, X_AT = 1 << 14, Y_A
 
 struct fake_memory : rpc_memory {
     std::vector<char>      bytes = std::vector<char>(NBYTES);
-    std::set<rpc_weight *> weights; // that live
+    std::set<rpc_weight *> weights; // existing weights
     bool                   full = false;
 
     struct fake_weight : rpc_weight {
@@ -242,7 +242,7 @@ TEST(strange_nodes_are_vetted) {
     y->flags              = GGML_TENSOR_FLAG_COMPUTE;
     const unsigned number = 12345;
     memcpy(&y->op, &number, sizeof(number));
-    y->src[3] = y; // a circle
+    y->src[3] = y; // a cycle
     CHECK(rpc_vet(y) == rpc_verdict::REFUSED, "an operation that does not exist");
     rpc_refusals().add(y, RPC_NEEDS_WEIGHT);
     y->src[0] = nullptr;

@@ -1,4 +1,4 @@
-// Graphs like llama.cpp's, with made-up addresses, for tests of cuda/graph on a machine without a GPU.
+// Graphs like llama.cpp's with invented addresses, for tests of cuda/graph on a machine without a GPU.
 #pragma once
 
 #include "cuda/stored-matrix.h"
@@ -60,7 +60,7 @@ public:
     }
     void expand(ggml_tensor * t) { ggml_build_forward_expand(graph, t); }
 
-    // Gives every tensor memory that no other one overlaps, but views that of their source.
+    // Gives every tensor memory that overlaps no other tensor; a view gets memory of its source.
     void place() {
         for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
             if (!t->view_src) {
@@ -94,7 +94,7 @@ inline void keep_in_blocks(ggml_tensor * weight) {
 
 struct model_shape {
     int64_t   n_embd = 256, n_ff = 512, head_dim = 64, n_head = 4, n_head_kv = 2, n_tokens = 1, n_ctx = 256;
-    ggml_type cache = GGML_TYPE_F16; // quantized: q, k and v are multiplied by Hadamard matrices, v by one of 64 rows
+    ggml_type cache = GGML_TYPE_F16; // if quantized: Hadamard matrices multiply q, k and v; the one of v has 64 rows
     bool      norms = false;         // of each head of q and k
 };
 
@@ -102,7 +102,7 @@ inline ggml_tensor * norm(graph_builder & b, ggml_tensor * x) {
     return ggml_mul(b.ctx, ggml_rms_norm(b.ctx, x, 1e-5f), b.dense_weight(GGML_TYPE_F32, x->ne[0]));
 }
 
-// what the layers of a graph share
+// Operands shared by the layers of a graph.
 struct attention_inputs {
     ggml_tensor *pos, *ids, *mask;
     attention_inputs(graph_builder & b, const model_shape & s)
@@ -119,7 +119,7 @@ inline ggml_tensor * rope(graph_builder & b, const model_shape & s, ggml_tensor 
                          1.0f, 32.0f, 1.0f);
 }
 
-// x times a Hadamard matrix, as llama.cpp's graphs have it
+// x times a Hadamard matrix, as in llama.cpp's graphs.
 inline ggml_tensor * turned(graph_builder & b, ggml_tensor * x, ggml_tensor * matrix) {
     const int64_t n = matrix->ne[0];
     ggml_tensor * y = ggml_mul_mat(b.ctx, matrix, ggml_reshape_2d(b.ctx, x, n, ggml_nelements(x) / n));
@@ -127,7 +127,7 @@ inline ggml_tensor * turned(graph_builder & b, ggml_tensor * x, ggml_tensor * ma
     return ggml_reshape_4d(b.ctx, y, x->ne[0], x->ne[1], x->ne[2], x->ne[3]);
 }
 
-// The cache's rows are written, then attention reads the cache. q, k, v: results of the projections.
+// Writes the cache's rows, then runs attention on the cache. q, k, v: results of the projections.
 inline ggml_tensor * attention(graph_builder & b, const model_shape & s, ggml_tensor * q, ggml_tensor * k,
                                ggml_tensor * v, const attention_inputs & in) {
     const int64_t width   = s.head_dim * s.n_head_kv;

@@ -1,5 +1,5 @@
-// Stand-ins for cuda/ops, cuda/sparse and the CUDA runtime, so that the code of cuda/graph runs without a GPU: each
-// call is written to a log, nothing is computed. A test includes this file once.
+// Stand-ins for cuda/ops, cuda/sparse and the CUDA runtime, so that cuda/graph runs without a GPU. Each call is logged,
+// and nothing is computed. A test includes this file once.
 #pragma once
 
 #include "cuda/graph/graph.h"
@@ -14,14 +14,14 @@
 namespace fake {
 
 struct launch {
-    std::string name;   // what a test compares, such as "sparse q+k norm"
-    std::string params; // everything that the call was given
+    std::string name;   // text that tests compare, such as "sparse q+k norm"
+    std::string params; // all arguments of the call
 };
 inline std::vector<launch>                                    log;
 inline std::map<const macko::cuda::gpu_layout *, std::string> matrix_names;
 inline int64_t                                                sparse_max_n = 8;    // columns
 inline bool                                                   supports     = true; // all predicates
-inline std::vector<int>                                       expert_begin;        // what op_mul_mat_id_sort makes
+inline std::vector<int>                                       expert_begin;        // result of op_mul_mat_id_sort
 
 __attribute__((format(printf, 1, 2))) inline std::string text(const char * format, ...) {
     char    buffer[1024];
@@ -80,7 +80,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     return fake::add("wait", static_cast<const void *>(event), static_cast<const void *>(stream));
 }
 cudaError_t cudaFree(void *) { return cudaSuccess; }
-// the only copies are those of numbers of tokens by expert
+// The only copies are those of the numbers of tokens by expert.
 cudaError_t cudaMemcpyAsync(void * to, const void *, size_t nbytes, cudaMemcpyKind, cudaStream_t) {
     memcpy(to, fake::expert_begin.data(), nbytes);
     return fake::add("read", static_cast<int64_t>(nbytes));
@@ -168,7 +168,7 @@ bool op_mul_mat_id_supported(const op_tensor &, const op_tensor &, const op_tens
     return fake::supports;
 }
 bool op_attention_supported(const attention_params &) { return fake::supports; }
-// one token, as the real one
+// Requires one token, like the real function.
 bool op_rope_attention_supported(const rope_params &, const op_tensor &, const op_tensor *, const rope_cache_params &,
                                  const attention_params & p) {
     return fake::supports && p.q.ne[1] * p.q.ne[3] == 1;

@@ -1,6 +1,6 @@
-// Writes valid and invalid GGUF files for the tests, with slow encoders of its own: nothing in this file calls the
-// library under test. A file is a struct that a test may change before it is serialized, and bytes that it may change
-// afterwards.
+// Writes valid and invalid GGUF files for the tests, with slow encoders of its own: no code in this file calls the
+// library under test. A file is a struct that a test may change before it is serialized; the serialized bytes may be
+// changed, too.
 #pragma once
 
 #include "values.h"
@@ -125,7 +125,7 @@ struct file {
         throw std::runtime_error("no tensor " + name);
     }
     tensor & at(const std::string & name) { return tensors[tensor_index(name)]; }
-    void     set(key k) { // replaces the key of that name, or appends it
+    void     set(key k) { // replaces the key with the same name, or appends it
         for (key & old : keys) {
             if (old.name == k.name) {
                 old = std::move(k);
@@ -570,7 +570,7 @@ struct packed_components {
     uint64_t nnz, n_values;
 };
 
-// The values are plain, or quantized ones that are made up: only the places of the non-zeros are those of the matrix.
+// The values are plain, or random quantized ones: only the positions of the non-zeros are those of the matrix.
 inline packed_components encode_packed(const dense_matrix & m, uint32_t value_type) {
     packed_components c  = {};
     const uint64_t    nb = m.value_nbytes(), cols = m.ne[0], rows = m.data.size() / nb / cols;
@@ -611,7 +611,7 @@ inline packed_components encode_packed(const dense_matrix & m, uint32_t value_ty
     for (uint64_t block = 0; block < c.n_values / 32; block++) {
         const uint64_t n = value_type == TYPE_Q8_0 ? 32 : 16;
         c.values.insert(c.values.end(), { static_cast<uint8_t>(block * 37), static_cast<uint8_t>(0x20 + block % 8) });
-        if (value_type == TYPE_Q5_0) { // the fifth bits of 32 values; a set one with four bits 0 is the value 0
+        if (value_type == TYPE_Q5_0) { // the fifth bits of 32 values; 1 with four 0 bits means 0
             c.values.insert(c.values.end(), 4, 0xff);
         }
         for (uint64_t i = 0; i < n; i++) {
@@ -627,7 +627,7 @@ inline packed_components encode_packed(const dense_matrix & m, uint32_t value_ty
 }
 
 // The sparse file of a model. with_ec: matrices with delta_bits 4 or 8 are ec-csr. with_packed: every third matrix is
-// packed, with plain or quantized values, the fifth has Q4_NL values and the sixth coded ones.
+// packed, with plain or quantized values; the fifth has Q4_NL values and the sixth coded values.
 inline file sparse_file(const model & m, bool with_ec = false, bool with_packed = false) {
     file f = m.dense;
     f.tensors.clear();

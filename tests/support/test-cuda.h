@@ -1,4 +1,4 @@
-// What the tests of the sparse GPU kernels share: checked calls, values of each type, device arrays with guard zones,
+// Shared by the tests of the sparse GPU kernels: checked calls, values of each type, device arrays with guard zones,
 // products with their prologues and epilogues, experts.
 #pragma once
 
@@ -35,13 +35,13 @@ using namespace macko::cuda;
         }                                                                                           \
     } while (0)
 
-// Prints which code runs: tools/checks/check_gpu_architectures.py compares it with what it asked for.
+// Prints the architecture of the running code, which tools/checks/check_gpu_architectures.py compares with its request.
 inline void print_code_path(const char * name) {
     int cc = 0;
     CUDA_CHECK(op_compute_capability(&cc));
     printf("%s: code for compute capability %d\n", name, cc);
 }
-// A test on the GPU: `uploader` is that of device 0.
+// A test on the GPU; `uploader` is the uploader of device 0.
 inline cuda_sparse_uploader * uploader_of_tests = nullptr;
 
 #define GPU_TEST(name)                                                               \
@@ -66,20 +66,20 @@ inline int gpu_test_main(const char * program, int argc, char ** argv) {
     return test_summary(program);
 }
 
-// Programmatic dependent launches need a kernel that waits: code for older GPUs has none.
+// Programmatic dependent launches need a kernel that waits; code for older GPUs does not wait.
 inline bool has_programmatic_launch() {
     int cc = 0;
     CUDA_CHECK(op_compute_capability(&cc));
     return cc >= 90;
 }
 
-// Of float32 sums in any order, relative to the sum of magnitudes: a few units in the last place, growing slowly with
-// the length.
+// Maximum error of float32 sums in any order, relative to the sum of magnitudes: a few units in the last place, growing
+// slowly with the length.
 static constexpr double  MAX_ERROR = 3e-6;
 static constexpr float   POISON    = -1.2345e30f;
 static constexpr int64_t GUARD     = 64; // floats before and after each output
 
-// what tests look at in a layout; 0 if the layout has none
+// Numbers of a layout that tests check; 0 if the layout has none.
 struct layout_numbers {
     std::string layout;
     int32_t     delta_bits = 0, lanes = 0, bank_width = 0;
@@ -118,7 +118,7 @@ inline double round_to(double v, int type) {
                                           : v;
 }
 
-// a random value of either sign, of magnitude 2^lowest to 2^(lowest + binades), one in a hundred 30 times larger
+// A random value of either sign with magnitude 2^lowest to 2^(lowest + binades); one in a hundred is 30 times larger.
 inline uint32_t random_bits(rng & random, int type, double lowest = -8, double binades = 12) {
     const float magnitude =
         static_cast<float>(std::exp2(random.unit() * binades + lowest) * (random.unit() < 0.01 ? 30 : 1));
@@ -171,7 +171,7 @@ inline options random_options(rng & random) {
     return o;
 }
 
-// all rows of W times n columns, which follow each other in x and in y without gaps
+// All rows of W times n columns, which are adjacent in x and in y.
 inline cuda_sparse_mul_mat_params plain_product(const gpu_layout & w, guarded & x, guarded & y, int64_t n) {
     cuda_sparse_mul_mat_params p = {};
     p.n_matrices                 = 1;
@@ -185,8 +185,8 @@ inline cuda_sparse_mul_mat_params plain_product(const gpu_layout & w, guarded & 
     return p;
 }
 
-// Outputs, residuals and biases of the products of matrices that share x. The constructor fills in the matrices, rows
-// (from one of the first three on) and outputs of p.
+// Outputs, residuals and biases of the products of matrices with the same x. The constructor fills in the matrices,
+// rows (starting at one of the first three) and outputs of p.
 struct outputs {
     const options &                       o;
     const cuda_sparse_mul_mat_params &    p;
@@ -229,8 +229,8 @@ struct outputs {
         return (o.bias ? static_cast<double>(bias[i]->at(row)) : 0.0) +
                (o.residual ? static_cast<double>(residual[i]->at(column * p.ldy[i] + row)) : 0.0);
     }
-    // Called after the product: copies the outputs to the host. Memory around them and between their columns must be
-    // unchanged.
+    // Called after the product: copies the outputs to the host. The memory around them and between their columns must
+    // be unchanged.
     void get(const std::string & name) {
         CUDA_CHECK(cudaDeviceSynchronize());
         for (size_t i = 0; i < count(); i++) {
@@ -246,8 +246,8 @@ struct outputs {
     }
 };
 
-// The same bits every time: as an ordinary launch, as a dependent launch, and from a CUDA graph of two such products.
-// y: the only output of p
+// Checks that results have the same bits every time: as an ordinary launch, as a dependent launch, and from a CUDA
+// graph of two such products. y: the only output of p.
 inline void check_repeats(cuda_sparse_mul_mat_params p, guarded & y, int n_repeats, const std::string & name) {
     cudaStream_t    stream;
     cudaGraph_t     graph;
@@ -276,8 +276,8 @@ inline void check_repeats(cuda_sparse_mul_mat_params p, guarded & y, int n_repea
     CUDA_CHECK(cudaStreamDestroy(stream));
 }
 
-// The last two thirds of the rows of W, made dense with rows ld elements apart. row(r) points to the bytes that row r
-// must have. Nothing may be written between rows.
+// Checks the last two thirds of the rows of W as dense rows, ld elements apart. row(r) points to the expected bytes of
+// row r. No bytes between rows may be written.
 template <typename ROW> void check_densified(const gpu_layout & w, int64_t ld, const std::string & name, ROW && row) {
     const int64_t rows = base_of(w).rows, begin = rows / 3, size = value_nbytes(base_of(w).type),
                   width = base_of(w).cols * size;
@@ -297,7 +297,7 @@ template <typename ROW> void check_densified(const gpu_layout & w, int64_t ld, c
     CHECK(same, "%s: dense bits differ", name.c_str());
     CHECK(kept, "%s: something was written between rows", name.c_str());
 }
-// with rows at any address, and with aligned rows
+// Checks rows at any address, and aligned rows.
 template <typename ROW> void check_densified(const gpu_layout & w, const std::string & name, ROW && row) {
     check_densified(w, base_of(w).cols + 2, name, row);
     check_densified(w, (base_of(w).cols + 15) & ~int64_t(7), name + ", aligned rows", row);
@@ -307,11 +307,11 @@ template <typename ROW> void check_densified(const gpu_layout & w, const std::st
 // and two of them belong to no expert.
 constexpr int64_t N_EXPERTS = 5, N_EXPERT_COLUMNS = 7;
 constexpr int32_t EXPERT_IDS[2 * N_EXPERT_COLUMNS] = { 4, -7, 0, -7, 2, -7, 5, -7, 1, -7, -1, -7, 3, -7 };
-// the first row of column j's expert, or -1
+// The first row of column j's expert, or -1.
 constexpr int64_t expert_row(int64_t j, int64_t rows) {
     return EXPERT_IDS[2 * j] >= 0 && EXPERT_IDS[2 * j] < N_EXPERTS ? EXPERT_IDS[2 * j] * rows : -1;
 }
-// y: rows / N_EXPERTS rows per column
+// y has rows / N_EXPERTS rows per column.
 inline void multiply_experts(const gpu_layout & w, guarded & x, int64_t ldx, guarded & y) {
     int32_t * ids;
     CUDA_CHECK(cudaMalloc(&ids, sizeof(EXPERT_IDS)));

@@ -1,9 +1,9 @@
-// What the C++ tests share: TEST, which lists a test, CHECK, which prints file, line and values, a seeded random
-// source, and the command line of a test program:
+// Shared by the C++ tests: TEST, which registers a test; CHECK, which prints file, line and values; a seeded random
+// source; and the command line of a test program:
 //
 //     test-NAME [--list] [--one-thread] [--cases N] [--seed N] [SUBSTRING...]
 //
-// runs the tests whose names contain one of the substrings, in the order of the source; without a substring, all.
+// runs the tests whose names contain one of the substrings, in source order; without a substring, all tests.
 #pragma once
 
 #include <algorithm>
@@ -16,13 +16,13 @@
 
 inline int n_failed  = 0;
 inline int n_passed  = 0;
-inline int n_skipped = 0; // tests, for want of a GPU
+inline int n_skipped = 0; // tests that need a missing GPU
 
-// `--one-thread`, for emulators of a CPU, some of which keep the memory of every thread that has ended.
+// `--one-thread`: for emulators of a CPU, some of which never free the memory of a thread that has ended.
 inline bool one_thread = false;
 inline int  threads(int n) { return one_thread ? 1 : n; }
 
-// `--cases`: how many random cases a test takes, for sanitizers fewer than usual; `--seed`: of tests with a seed.
+// `--cases`: number of random cases of a test (fewer for sanitizers); `--seed`: for tests with a seed.
 inline int      n_cases_given = 0;
 inline uint64_t seed_given    = 1;
 inline int      random_cases(int usual) { return n_cases_given ? n_cases_given : usual; }
@@ -65,7 +65,7 @@ inline bool list_test(const char * name, void (*run)(), bool on_gpu = false) {
     [[maybe_unused]] static const bool name##_is_listed = list_test(#name, test_##name); \
     static void                        test_##name()
 
-// Reads the command line. Returns an exit code, or -1 if tests are to run.
+// Reads the command line. Returns an exit code, or -1 if tests must run.
 inline int begin_tests(int argc, char ** argv) {
     std::vector<const char *> filters;
     for (int i = 1; i < argc; i++) {
@@ -117,7 +117,7 @@ inline void run_tests(bool has_gpu = true) {
     }
 }
 
-// Prints the counts. Returns the exit code of the program: 1 if nothing was checked, too, and 77 if tests were skipped.
+// Prints the counts. Returns the exit code of the program: 1 also if nothing was checked, and 77 if tests were skipped.
 inline int test_summary(const char * program) {
     printf("%s: %d passed, %d failed\n", program, n_passed, n_failed);
     if (n_skipped) {

@@ -1,4 +1,4 @@
-// Weights as numbers, computed without the library.
+// Values of weights, computed without the library.
 #pragma once
 
 #include "ggml-macko.h"
@@ -9,7 +9,7 @@
 #include <cstring>
 #include <vector>
 
-// the value of a finite F16, BF16 or F32
+// The value of a finite F16, BF16 or F32.
 inline double value_of(uint32_t bits, int32_t type) {
     if (type == GGML_MACKO_TYPE_F16) {
         const int    e = (bits >> 10) & 31;
@@ -29,7 +29,7 @@ inline int stored_mantissa_bits(int32_t type) {
     return type == GGML_MACKO_TYPE_F32 ? 23 : type == GGML_MACKO_TYPE_F16 ? 10 : 7;
 }
 
-// bits of the dense values
+// Decodes coded values to bits of the dense type.
 inline std::vector<uint32_t> decode_coded(const uint8_t * data, size_t nnz, int32_t type) {
     const size_t    m = data[0], e = data[1], base = data[2], size = type == GGML_MACKO_TYPE_F32 ? 4 : 2;
     const size_t    places = std::max<size_t>(32, (nnz + 31) / 32 * 32), block_nbytes = 4 * (m + e + 1);
@@ -58,7 +58,7 @@ inline std::vector<uint32_t> decode_coded(const uint8_t * data, size_t nnz, int3
     return values;
 }
 
-// the code of a value, 0 of an outlier
+// The code of a value; 0 for an outlier.
 inline int code_of_value(uint32_t value, int32_t type, int m, int e, int base) {
     const int      stored   = stored_mantissa_bits(type);
     const uint32_t field    = value >> stored & (type == GGML_MACKO_TYPE_F16 ? 31 : 255);

@@ -1,4 +1,4 @@
-// The table of environment variables, and the errors of variables and words that it does not have.
+// The table of environment variables, and the errors for unknown variables and words.
 #include "platform/environment.h"
 
 #include "test.h"
@@ -8,7 +8,7 @@
 
 using namespace macko::environment;
 
-// Unsets a variable when it goes.
+// Unsets a variable at the end of the scope.
 struct variable_set {
     const char * name;
     variable_set(const char * variable, const char * value) : name(variable) { setenv(name, value, 1); }

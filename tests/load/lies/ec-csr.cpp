@@ -1,4 +1,4 @@
-// Lies of EC-CSR matrices in the header, and some in the payload; test-ec-csr.cpp has all of the payload.
+// Lies in the header of EC-CSR matrices, and some in the payload; test-ec-csr.cpp has all payload lies.
 #include "lies.h"
 
 static void ec_lie(const char * name, int expected, const file_lie & change) {

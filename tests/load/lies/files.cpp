@@ -1,4 +1,4 @@
-// The file system: what is no file, what changes while it is read.
+// The file system: paths that are no regular file, and files that change while they are read.
 #include "lies.h"
 
 TEST(file_system) {
@@ -63,7 +63,7 @@ TEST(file_system) {
     rmdir(dir);
 }
 
-// Which files the plugin opens, and which it leaves to llama.cpp with NOT_SPARSE.
+// The files that the plugin opens, and the files that it leaves to llama.cpp with NOT_SPARSE.
 TEST(open_sparse) {
     auto open_content = [](const bytes & content) {
         const memory_file                  f(content);
@@ -84,7 +84,7 @@ TEST(open_sparse) {
            open_content(sparse_with([](file & f) { f.drop("macko.version"); })));
     bytes late =
         sparse_with([](file & f) { f.keys.insert(f.keys.begin(), text("x", std::string((1 << 20) - 2000, 'x'))); });
-    for (size_t n = 0; n < 3000; n += 7) { // so that the key also lies across the border of two chunks
+    for (size_t n = 0; n < 3000; n += 7) { // so that the key also spans the border of two chunks
         late.insert(late.begin() + 100, 7, 'x');
         CHECK(open_content(late) != S(NOT_SPARSE), "claim not found after %zu more bytes", n);
     }

@@ -1,4 +1,5 @@
-// What the tables of lies share. A lie is one fault in a valid file; a load refuses it with the status of that fault.
+// Shared by the tables of lies. A lie is one fault in a valid file; a load must refuse it with the status of that
+// fault.
 #pragma once
 
 #include "gguf-builder.h"
@@ -118,7 +119,7 @@ inline int check_header(const builder::file & f) {
     return status;
 }
 
-// ---- cases: a change of the valid file, and the status that it must get ----
+// ---- cases: a change of the valid file, and the expected status ----
 
 using file_lie  = std::function<void(builder::file &)>;
 using bytes_lie = std::function<void(bytes &, const layout &)>;
@@ -159,7 +160,7 @@ using namespace builder; // NOLINT: keeps the cases below short
 inline const char * const UP = "blk.0.ffn_up.weight"; // F16, delta_bits 4, 16 columns, 32 rows
 inline const char * const Q  = "blk.0.attn_q.weight";
 
-// Change the bytes of one component of UP.
+// Changes the bytes of one component of UP.
 using data_lie = std::function<void(bytes &)>;
 
 inline file_lie row_ptr(const data_lie & change) {
@@ -253,7 +254,7 @@ inline builder::file empty_sparse_file(size_t n, uint64_t cols, uint64_t rows, u
     return f;
 }
 
-// one matrix, which is read in several blocks of rows
+// One matrix that is read in several blocks of rows.
 inline builder::model model_of_several_blocks(uint64_t seed) {
     std::mt19937_64 rng(seed);
     builder::model  m;

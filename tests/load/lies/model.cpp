@@ -1,4 +1,4 @@
-// Lies in the metadata of a model, which llama.cpp would trust.
+// Lies in the metadata of a model that llama.cpp would not check.
 #include "lies.h"
 
 constexpr float nan_f32 = std::numeric_limits<float>::quiet_NaN();

@@ -1,4 +1,4 @@
-// Lies of packed matrices in the header, and some in the payload; test-packed.cpp has all of the payload.
+// Lies in the header of packed matrices, and some in the payload; test-packed.cpp has all payload lies.
 #include "lies.h"
 
 TEST(malformed_packed_is_refused) {

@@ -1,4 +1,4 @@
-// Payloads read in blocks and by several consumers, and the dense stream.
+// Payloads that are read in blocks and by several consumers, and the dense stream.
 #include "lies.h"
 
 // Blocks that several threads read give the same bytes as the dense matrix, and first_value is the number of non-zeros
@@ -69,7 +69,7 @@ TEST(consumers_of_a_matrix_work_side_by_side) {
     CHECK(macko::read_payload(*file, file->sparse[0], 2, c) == S(OK), "%s", ggml_macko_last_error());
 }
 
-// Takes blocks of whole groups of rows, and everything twice.
+// Accepts blocks of whole groups of rows, and requests everything twice.
 struct repeating_consumer : collector {
     static constexpr int64_t GROUP   = 7;
     int                      n_begun = 0, n_ended = 0;
@@ -117,7 +117,7 @@ static void claim_all(macko::dense_stream & stream, const macko::model_file & fi
     }
 }
 
-// of sparse tensors that a device has claimed, and of those that none has
+// For claimed and unclaimed sparse tensors.
 TEST(dense_stream_is_the_dense_file) {
     for (uint64_t seed : { 1, 2, 3 }) {
         const builder::model                 m = builder::tiny_llama(seed == 3 ? 64 : 16, 2, seed);
@@ -178,7 +178,7 @@ TEST(dense_stream_is_the_dense_file) {
     }
 }
 
-// Reads a tensor like llama.cpp's llama_file does: in pieces, each limited by the end of the file, which it finds by
+// Reads a tensor like llama.cpp's llama_file: in pieces, each limited by the end of the file, which it finds by
 // seeking. Returns the number of bytes that the stream has read.
 static int64_t read_as_llama_cpp(FILE * stream, int64_t size, int64_t at, bytes & out, int64_t piece) {
     CHECK(fseeko(stream, at, SEEK_SET) == 0, "seek to %lld", static_cast<long long>(at));

@@ -39,7 +39,7 @@ TEST(malformed_sparse_keys_are_refused) {
     lie("nnz too few", S(BAD_KEY_VALUE), [](file & f) { f.set(array<uint64_t>("macko.tensor.nnz", U64, { 4 })); });
 }
 
-// Change element i of one of the arrays macko.tensor.*, whose elements begin at byte 12 of the value. Elements 0 to 5
+// Changes element i of one of the arrays macko.tensor.*, whose elements begin at byte 12 of the value. Elements 0 to 5
 // of these arrays are q, k, output, gate, up and down of layer 0; macko.tensor.ne has four numbers for each.
 static file_lie u32_at(const char * key, size_t i, uint32_t value) {
     return [=](file & f) { patch<uint32_t>(&f.find(key)->value, 12 + 4 * i, value); };

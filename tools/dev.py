@@ -5,7 +5,7 @@
   python3 tools/dev.py lint [--fix]                format, lint and types, with the versions that pyproject.toml pins
   python3 tools/dev.py test [--quick]              lint, build, then all tests (C++, sanitized fuzzing, Python)
 
-The first build compiles llama-cpp-python from source (about 4 minutes on 2 cores); pip caches the result.
+The first build compiles llama-cpp-python from source, which takes minutes; pip caches the result.
 
 environment variables:
   GGML_MACKO_CUDA   ON, OFF or AUTO (default): whether to build for NVIDIA GPUs. AUTO builds for them if nvcc is found,

@@ -26,9 +26,7 @@ version parse_version(const char * text) {
 
 int find_out() {
     const char * running = ggml_version();
-    if (const int status = check_ggml_version(running)) {
-        return status;
-    }
+    TRY(check_ggml_version(running));
     if (const char * different = first_different_member()) {
         return fail(GGML_MACKO_STATUS_VERSION_MISMATCH,
                     "ggml-macko %s does not fit ggml %s: %s differs from tested versions", ggml_macko_version(),

@@ -170,9 +170,7 @@ int load_session::open(const char * path, int32_t flags, bool no_alloc, std::uni
     if (s->file_->sparse[0].is_encoded_on_load() && !no_alloc) {
         log_compressed(*s->file_);
     }
-    if (const int status = choose_columns(s->file_.get(), thresholds, !no_alloc)) {
-        return status;
-    }
+    TRY(choose_columns(s->file_.get(), thresholds, !no_alloc));
     *out = std::move(s);
     return GGML_MACKO_STATUS_OK;
 }
@@ -214,9 +212,7 @@ void load_session::commit_cache() {
 }
 
 int load_session::begin(bool sparse_only, const char * cache_for, FILE ** stream) {
-    if (const int status = dense_stream::create(*file_, &dense_)) {
-        return status;
-    }
+    TRY(dense_stream::create(*file_, &dense_));
     if (cache_for) {
         open_cache(cache_for);
     }
@@ -257,12 +253,8 @@ int load_session::end(bool model_loaded, bool with_weights) {
     if (status_) {
         return fail(status_, "%s: %s", path.c_str(), error_.c_str());
     }
-    if (const int status = dense_->status()) {
-        return status;
-    }
-    if (const int status = file_->check_unchanged()) {
-        return status;
-    }
+    TRY(dense_->status());
+    TRY(file_->check_unchanged());
     if (!model_loaded) {
         return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: llama.cpp could not load the model; its log says why",
                     path.c_str());

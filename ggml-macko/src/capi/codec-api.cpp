@@ -29,9 +29,7 @@ static int open_checked(const ggml_macko_matrix * m, int n_threads, std::unique_
     if (!m) {
         return null_pointer();
     }
-    if (const int status = find_format(m->format, &format)) {
-        return status;
-    }
+    TRY(find_format(m->format, &format));
     return open_matrix(*format, *m, threads_for(n_threads, n_elements(*m)), view);
 }
 
@@ -60,17 +58,11 @@ int ggml_macko_encode(const char * format, const void * dense, int32_t type, int
         if (!dense || !out || (n_options > 0 && !options)) {
             return null_pointer();
         }
-        if (const int status = find_format(format, &c)) {
-            return status;
-        }
-        if (const int status = check_desc({ rows, cols, type, 4, 0 })) {
-            return status;
-        }
+        TRY(find_format(format, &c));
+        TRY(check_desc({ rows, cols, type, 4, 0 }));
         auto e = std::make_unique<ggml_macko_encoded>(ggml_macko_encoded{ c, nullptr });
-        if (const int status = encode_matrix(*c, dense, { rows, cols, type, 4, 0 }, options, n_options,
-                                             threads_for(n_threads, rows * cols), &e->arrays)) {
-            return status;
-        }
+        TRY(encode_matrix(*c, dense, { rows, cols, type, 4, 0 }, options, n_options,
+                          threads_for(n_threads, rows * cols), &e->arrays));
         *out = e.release();
         return GGML_MACKO_STATUS_OK;
     });
@@ -113,9 +105,7 @@ int ggml_macko_measure_error(const ggml_macko_matrix * m, const void * dense, co
         if (!dense || !out) {
             return null_pointer();
         }
-        if (const int status = open_checked(m, n_threads, &view)) {
-            return status;
-        }
+        TRY(open_checked(m, n_threads, &view));
         if (weights && (n_weights < 1 || m->rows % n_weights)) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%lld rows are no %lld matrices of equal size",
                         static_cast<long long>(m->rows), static_cast<long long>(n_weights));
@@ -136,9 +126,7 @@ int ggml_macko_count_dense(const void * dense, int32_t type, int64_t rows, int64
         if (!dense || !count) {
             return null_pointer();
         }
-        if (const int status = check_desc({ rows, cols, type, 4, 0 })) {
-            return status;
-        }
+        TRY(check_desc({ rows, cols, type, 4, 0 }));
         return count_dense(dense, type, rows, cols, threads_for(n_threads, rows * cols), count);
     });
 }
@@ -164,9 +152,7 @@ static int check_values(const void * values, int32_t value_type, int64_t n, cons
 int ggml_macko_quantize_q4_nl(const void * values, int32_t value_type, const float * weights, int64_t n, int n_threads,
                               void * blocks) {
     return c_boundary([&]() -> int {
-        if (const int status = check_values(values, value_type, n, blocks)) {
-            return status;
-        }
+        TRY(check_values(values, value_type, n, blocks));
         return quantize(values, value_type, weights, n, GGML_MACKO_TYPE_Q4_NL, threads_for(n_threads, n),
                         static_cast<uint8_t *>(blocks));
     });
@@ -175,9 +161,7 @@ int ggml_macko_quantize_q4_nl(const void * values, int32_t value_type, const flo
 int ggml_macko_round_to_scales(const void * values, int32_t value_type, int64_t n, int32_t type, int n_threads,
                                void * blocks) {
     return c_boundary([&]() -> int {
-        if (const int status = check_values(values, value_type, n, blocks)) {
-            return status;
-        }
+        TRY(check_values(values, value_type, n, blocks));
         if (!is_quant_type(type) || type == GGML_MACKO_TYPE_Q4_NL || n % QUANT_BLOCK) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT,
                         "type %d is not Q8_0 (8), Q5_0 (6) or Q4_0 (2), or %lld values are no blocks of 32", type,

@@ -66,9 +66,7 @@ static int pack_rows(const macko_matrix_view & view, int n_threads, ggml_macko_c
 static int pack_matrix(const codec_view & view, const ggml_macko_matrix & m, int n_threads,
                        ggml_macko_cpu_matrix * out) {
     if (cpu_takes(view.format())) {
-        if (const int status = view.check_rows(n_threads)) {
-            return status;
-        }
+        TRY(view.check_rows(n_threads));
         *out = empty_matrix(view.desc(), m.value_type, m.arrays[0].nbytes);
         cpu_pack(view, n_threads, out->bitmap);
         return GGML_MACKO_STATUS_OK;
@@ -78,18 +76,14 @@ static int pack_matrix(const codec_view & view, const ggml_macko_matrix & m, int
     }
     macko_matrix      recoded;
     macko_matrix_view rows;
-    if (const int status = recode(view, n_threads, &recoded)) {
-        return status;
-    }
+    TRY(recode(view, n_threads, &recoded));
     const int64_t      n_values = n_padded(recoded.row_ptr.back());
     const macko_desc & d        = recoded.desc;
     ggml_macko_matrix  r        = { nullptr, d.rows, d.cols, d.type, d.type, d.delta_bits, d.nnz, 3, {} };
     r.arrays[MACKO_VALUES]      = { recoded.values.data(), n_values * value_nbytes(d.type), d.type };
     r.arrays[MACKO_DELTAS]      = { recoded.deltas.data(), deltas_nbytes(n_values, d.delta_bits), GGML_MACKO_TYPE_I8 };
     r.arrays[MACKO_ROW_PTR]     = { recoded.row_ptr.data(), 4 * (d.rows + 1), GGML_MACKO_TYPE_I32 };
-    if (const int status = open_macko(r, &rows)) {
-        return status;
-    }
+    TRY(open_macko(r, &rows));
     return pack_rows(rows, n_threads, out);
 }
 
@@ -104,18 +98,12 @@ int ggml_macko_cpu_matrix_init(const ggml_macko_matrix * m, int n_threads, ggml_
                         printable(m->format).text);
         }
         const char * kernels = nullptr;
-        if (const int status = select_kernels(&kernels)) {
-            return status;
-        }
+        TRY(select_kernels(&kernels));
         const int                   n_team = threads_for(n_threads, n_elements(*m));
         std::unique_ptr<codec_view> view;
-        if (const int status = open_matrix(*format, *m, n_team, &view)) {
-            return status;
-        }
+        TRY(open_matrix(*format, *m, n_team, &view));
         auto matrix = std::make_unique<ggml_macko_cpu_matrix>();
-        if (const int status = pack_matrix(*view, *m, n_team, matrix.get())) {
-            return status;
-        }
+        TRY(pack_matrix(*view, *m, n_team, matrix.get()));
         *out = matrix.release();
         return GGML_MACKO_STATUS_OK;
     });

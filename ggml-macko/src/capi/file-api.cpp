@@ -19,9 +19,7 @@ int ggml_macko_file_open(const char * path, bool require_model, ggml_macko_file 
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
         auto file = std::make_unique<ggml_macko_file>();
-        if (const int status = model_file_open(path, require_model, &file->model)) {
-            return status;
-        }
+        TRY(model_file_open(path, require_model, &file->model));
         *out = file.release();
         return GGML_MACKO_STATUS_OK;
     });
@@ -93,10 +91,7 @@ int ggml_macko_file_check_payload(const ggml_macko_file * file, int64_t i, int n
         }
         discard                    consumer;
         const sparse_tensor_info & m = file->model->sparse[static_cast<size_t>(i)];
-        if (const int status =
-                read_payload(*file->model, m, threads_for(n_threads, m.desc.rows * m.desc.cols), consumer)) {
-            return status;
-        }
+        TRY(read_payload(*file->model, m, threads_for(n_threads, m.desc.rows * m.desc.cols), consumer));
         return file->model->check_unchanged();
     });
 }

@@ -24,9 +24,7 @@ int check_arguments(const ggml_macko_matrix * m, int64_t shared_nbytes, const gg
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "format '%s' is not known to this build",
                     printable(m->format).text);
     }
-    if (const int status = check_header(**format, *m)) {
-        return status;
-    }
+    TRY(check_header(**format, *m));
     component_rule rules[GGML_MACKO_MAX_ARRAYS] = {};
     (*format)->component_rules(*m, rules);
     return array_length(m->arrays[0]) > rules[0].length
@@ -62,9 +60,7 @@ int ggml_macko_gpu_layout(const ggml_macko_matrix * m, bool stacked, int64_t sha
                           ggml_macko_layout * layout) {
     return c_boundary([&]() -> int {
         const codec * format = nullptr;
-        if (const int status = check_arguments(m, shared_nbytes, layout, &format)) {
-            return status;
-        }
+        TRY(check_arguments(m, shared_nbytes, layout, &format));
         cuda::gpu_matrix matrix = cuda::gpu_matrix_of(*format, rows_desc(*format, *m), format->max_entries(*m),
                                                       m->value_type, m->arrays[0].nbytes);
         matrix.in_blocks        = matrix.in_blocks && !stacked;

@@ -102,18 +102,14 @@ struct caller_progress {
 static int load_sparse(load_session & session, model_params params, int32_t flags, const llama_functions & llama,
                        llama_model ** model) {
     const char * kernels = nullptr; // read after opening: a wrong environment must not affect dense models
-    if (const int status = ggml_macko_check_environment() ?: cpu::select_kernels(&kernels)) {
-        return status;
-    }
+    TRY(ggml_macko_check_environment() ?: cpu::select_kernels(&kernels));
     // The bytes in memory depend on the kernels, on some CPUs, and on the handling of negative zeros.
     const std::string cache_for =
         std::string("kernels ") + kernels + cpu::cpu_with_own_forms() + ", flags " +
         std::to_string(flags & (GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS));
     FILE * stream = nullptr;
-    if (const int status = session.begin(flags & GGML_MACKO_LOAD_SPARSE_ONLY,
-                                         flags & GGML_MACKO_LOAD_CACHE ? cache_for.c_str() : nullptr, &stream)) {
-        return status;
-    }
+    TRY(session.begin(flags & GGML_MACKO_LOAD_SPARSE_ONLY, flags & GGML_MACKO_LOAD_CACHE ? cache_for.c_str() : nullptr,
+                      &stream));
     rpc_watch_devices();
     params.read_plainly();
     caller_progress progress = { params.callback(), params.user_data() };

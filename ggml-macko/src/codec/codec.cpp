@@ -55,9 +55,7 @@ int check_header(const codec & format, const ggml_macko_matrix & m) {
     if (m.n_arrays != static_cast<int32_t>(n)) {
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%d arrays, but format '%s' has %zu", m.n_arrays, format.name(), n);
     }
-    if (const int status = format.check_desc(m)) {
-        return status;
-    }
+    TRY(format.check_desc(m));
     component_rule rules[GGML_MACKO_MAX_ARRAYS] = {};
     format.component_rules(m, rules);
     for (size_t i = 0; i < n; i++) {
@@ -83,9 +81,7 @@ int check_header(const codec & format, const ggml_macko_matrix & m) {
 }
 
 int open_matrix(const codec & format, const ggml_macko_matrix & m, int n_threads, std::unique_ptr<codec_view> * view) {
-    if (const int status = check_header(format, m)) {
-        return status;
-    }
+    TRY(check_header(format, m));
     for (size_t i = 0; i < format.components().size(); i++) {
         if (!m.arrays[i].data) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s: null pointer", format.components()[i] + 1);

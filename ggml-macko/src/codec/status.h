@@ -12,6 +12,15 @@ void escape_controls(const char * text, char * out, size_t size);
 // Sets this thread's message (printf style, cut at 511 bytes, control characters escaped) and returns status.
 [[nodiscard]] int fail(int status, const char * format, ...) __attribute__((format(printf, 2, 3)));
 
+// in functions that return a status: returns the status of a call that failed
+#define TRY(...)                                  \
+    do {                                          \
+        const int try_status = (__VA_ARGS__);     \
+        if (try_status != GGML_MACKO_STATUS_OK) { \
+            return try_status;                    \
+        }                                         \
+    } while (0)
+
 // Prefixes this thread's message with "prefix: ", for callers with the name of the file or tensor.
 void prefix_error(const char * prefix);
 

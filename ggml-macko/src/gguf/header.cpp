@@ -174,14 +174,6 @@ struct reader {
 
 } // namespace
 
-#define TRY(call)                                 \
-    do {                                          \
-        const int try_status = (call);            \
-        if (try_status != GGML_MACKO_STATUS_OK) { \
-            return try_status;                    \
-        }                                         \
-    } while (0)
-
 static int read_bools(reader & r, uint64_t n, const gguf_key & key) {
     for (uint64_t i = 0; i < n; i++) {
         const uint8_t value = r.bytes[key.value + i];

@@ -240,9 +240,7 @@ static int check_per_layer(const gguf_header & header, const gguf_key & key, con
     double first = 0;
     for (uint64_t i = 0; i < n; i++) {
         double value = 0;
-        if (const int status = check_number(header, key, i, rule, &value)) {
-            return status;
-        }
+        TRY(check_number(header, key, i, rule, &value));
         if (i == 0) {
             first = value;
         }
@@ -498,9 +496,7 @@ static bool is_byte_token(const std::string & token) {
 
 static int check_token_types(const gguf_header & header, const std::vector<std::string> & tokens) {
     const gguf_key * key = nullptr;
-    if (const int status = find_array(header, "tokenizer.ggml.token_type", false, { GGUF_I32 }, &key)) {
-        return status;
-    }
+    TRY(find_array(header, "tokenizer.ggml.token_type", false, { GGUF_I32 }, &key));
     if (key == nullptr) {
         return GGML_MACKO_STATUS_OK;
     }
@@ -530,9 +526,7 @@ static int check_token_types(const gguf_header & header, const std::vector<std::
 
 static int check_scores(const gguf_header & header, uint64_t n_tokens) {
     const gguf_key * key = nullptr;
-    if (const int status = find_array(header, "tokenizer.ggml.scores", false, { GGUF_F32, GGUF_I32 }, &key)) {
-        return status;
-    }
+    TRY(find_array(header, "tokenizer.ggml.scores", false, { GGUF_F32, GGUF_I32 }, &key));
     if (key == nullptr) {
         return GGML_MACKO_STATUS_OK;
     }
@@ -653,13 +647,9 @@ static int find_tokenizer(const gguf_header & header, bool has_rules, const toke
 
 static int check_vocab(const gguf_header & header, bool has_rules) {
     const tokenizer_rules * rules = nullptr;
-    if (const int status = find_tokenizer(header, has_rules, &rules)) {
-        return status;
-    }
+    TRY(find_tokenizer(header, has_rules, &rules));
     const gguf_key * key = nullptr;
-    if (const int status = find_array(header, "tokenizer.ggml.tokens", rules != nullptr, { GGUF_STRING }, &key)) {
-        return status;
-    }
+    TRY(find_array(header, "tokenizer.ggml.tokens", rules != nullptr, { GGUF_STRING }, &key));
     if (key == nullptr) {
         return GGML_MACKO_STATUS_OK;
     }
@@ -668,40 +658,21 @@ static int check_vocab(const gguf_header & header, bool has_rules) {
     }
     std::vector<std::string> tokens;
     header.get_strings(*key, &tokens);
-    if (const int status = check_token_limits(tokens)) {
-        return status;
-    }
-    if (const int status = check_tokens_differ(tokens)) {
-        return status;
-    }
-    if (const int status = check_token_types(header, tokens)) {
-        return status;
-    }
-    if (const int status = check_scores(header, tokens.size())) {
-        return status;
-    }
+    TRY(check_token_limits(tokens));
+    TRY(check_tokens_differ(tokens));
+    TRY(check_token_types(header, tokens));
+    TRY(check_scores(header, tokens.size()));
     if (rules == nullptr) {
         return GGML_MACKO_STATUS_OK;
     }
-    if (const int status = check_token_ids(header, *rules, tokens.size())) {
-        return status;
-    }
-    if (const int status = find_array(header, "tokenizer.ggml.merges", rules->needs_merges, { GGUF_STRING }, &key)) {
-        return status;
-    }
+    TRY(check_token_ids(header, *rules, tokens.size()));
+    TRY(find_array(header, "tokenizer.ggml.merges", rules->needs_merges, { GGUF_STRING }, &key));
     std::vector<std::string> merges;
     if (key != nullptr && header.get_strings(*key, &merges)) {
-        if (const int status = check_merge_limits(merges)) {
-            return status;
-        }
+        TRY(check_merge_limits(merges));
     }
-    if (const int status =
-            find_array(header, "tokenizer.ggml.precompiled_charsmap", false, { GGUF_U8, GGUF_I8 }, &key)) {
-        return status;
-    }
-    if (const int status = find_array(header, "tokenizer.ggml.suppress_tokens", false, { GGUF_I32 }, &key)) {
-        return status;
-    }
+    TRY(find_array(header, "tokenizer.ggml.precompiled_charsmap", false, { GGUF_U8, GGUF_I8 }, &key));
+    TRY(find_array(header, "tokenizer.ggml.suppress_tokens", false, { GGUF_I32 }, &key));
     return rules->needs_bytes ? check_byte_fallback(std::move(tokens)) : GGML_MACKO_STATUS_OK;
 }
 
@@ -735,26 +706,16 @@ bool has_model_rules(const gguf_header & header, std::string * arch) {
 }
 
 static int check_relations(const hparams & hp, bool has_rules) {
-    if (const int status = has_rules ? check_heads(hp) : check_layers(hp)) {
-        return status;
-    }
-    if (const int status = check_experts(hp)) {
-        return status;
-    }
-    if (const int status = has_rules ? check_window(hp) : check_all_numbers(hp)) {
-        return status;
-    }
-    if (const int status = check_rope_scaling(hp)) {
-        return status;
-    }
+    TRY(has_rules ? check_heads(hp) : check_layers(hp));
+    TRY(check_experts(hp));
+    TRY(has_rules ? check_window(hp) : check_all_numbers(hp));
+    TRY(check_rope_scaling(hp));
     return check_labels(hp);
 }
 
 int check_model_keys(const gguf_header & header, bool strict) {
     std::string name;
-    if (const int status = read_arch(header, &name)) {
-        return status;
-    }
+    TRY(read_arch(header, &name));
     const arch_rules * known = find_arch(name);
     if (known == nullptr && strict) {
         return fail(GGML_MACKO_STATUS_UNSUPPORTED_ARCH,
@@ -765,9 +726,7 @@ int check_model_keys(const gguf_header & header, bool strict) {
     const arch_rules arch  = known ? *known : other;
     for (const key_rule & rule : RULES) {
         if (rule.flags & arch.bit) {
-            if (const int status = check_rule(header, rule, arch)) {
-                return status;
-            }
+            TRY(check_rule(header, rule, arch));
         }
     }
     const gguf_key * type = header.find("general.type");
@@ -776,12 +735,8 @@ int check_model_keys(const gguf_header & header, bool strict) {
         return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key general.type is not model ('%s')",
                     printable(type_name.c_str(), type_name.size()).text);
     }
-    if (const int status = check_name_limits(header)) {
-        return status;
-    }
-    if (const int status = check_relations({ header, arch }, known != nullptr)) {
-        return status;
-    }
+    TRY(check_name_limits(header));
+    TRY(check_relations({ header, arch }, known != nullptr));
     return check_vocab(header, known != nullptr);
 }
 

@@ -62,9 +62,7 @@ int check_token_limits(const std::vector<std::string> & tokens) {
     std::vector<size_t> hashes;
     hashes.reserve(tokens.size());
     for (size_t i = 0; i < tokens.size(); i++) {
-        if (const int status = check_length(key, i, tokens[i], MAX_TOKEN_NBYTES)) {
-            return status;
-        }
+        TRY(check_length(key, i, tokens[i], MAX_TOKEN_NBYTES));
         squared += static_cast<int64_t>(tokens[i].size() * tokens[i].size());
         const std::string text = tokens[i].c_str(); // llama.cpp cuts a token at its first NUL, and names empty ones
         hashes.push_back(std::hash<std::string>{}(text.empty() ? "[EMPTY_" + std::to_string(i) + "]" : text));
@@ -82,9 +80,7 @@ int check_merge_limits(const std::vector<std::string> & merges) {
     std::vector<size_t> hashes;
     hashes.reserve(merges.size());
     for (size_t i = 0; i < merges.size(); i++) {
-        if (const int status = check_length(key, i, merges[i], MAX_MERGE_NBYTES)) {
-            return status;
-        }
+        TRY(check_length(key, i, merges[i], MAX_MERGE_NBYTES));
         // the two halves and their hash, as in llama.cpp's table of ranks
         const std::string word  = merges[i].c_str();
         const size_t      space = word.find(' ', 1);

@@ -113,27 +113,15 @@ int check_activation_keys(const gguf_header & header) {
                      [](const gguf_key & key) { return is_activation_key(key.name); })) {
         return GGML_MACKO_STATUS_OK;
     }
-    if (const int status = check_types(header)) {
-        return status;
-    }
-    if (const int status = check_one_of(header, "macko.act.kind", { "cats", "product", "wina" })) {
-        return status;
-    }
-    if (const int status = check_one_of(header, "macko.act.allocation", { "uniform", "greedy" })) {
-        return status;
-    }
+    TRY(check_types(header));
+    TRY(check_one_of(header, "macko.act.kind", { "cats", "product", "wina" }));
+    TRY(check_one_of(header, "macko.act.allocation", { "uniform", "greedy" }));
     for (const char * name : { "macko.act.share", "macko.act.part.share" }) {
-        if (const int status = check_numbers(header, name, 1.0)) {
-            return status;
-        }
+        TRY(check_numbers(header, name, 1.0));
     }
-    if (const int status = check_numbers(header, "macko.act.part.threshold", FLT_MAX)) {
-        return status;
-    }
+    TRY(check_numbers(header, "macko.act.part.threshold", FLT_MAX));
     for (const char * name : { "macko.act.chunks", "macko.act.n_ctx" }) {
-        if (const int status = check_positive(header, name)) {
-            return status;
-        }
+        TRY(check_positive(header, name));
     }
     return check_names(header);
 }

@@ -115,17 +115,12 @@ static int count_tensor(const model_file & file, const gguf_tensor & t, const ma
     for (int64_t row = 0; row < desc.rows; row += rows_slab) {
         const int64_t    n = std::min(rows_slab, desc.rows - row);
         ggml_macko_count c = {};
-        if (const int status = file.read(t.offset + row * row_nbytes, slab.data(), n * row_nbytes)) {
-            return status;
-        }
+        TRY(file.read(t.offset + row * row_nbytes, slab.data(), n * row_nbytes));
         const int n_threads = threads_for(0, n * desc.cols);
         if (!bit_exact) {
             count->n_negative_zeros += drop_negative_zeros(slab.data(), desc.type, n * desc.cols, n_threads);
         }
-        if (const int status = count_dense(slab.data(), desc.type, n, desc.cols, n_threads, &c,
-                                           &count->rows[static_cast<size_t>(row)])) {
-            return status;
-        }
+        TRY(count_dense(slab.data(), desc.type, n, desc.cols, n_threads, &c, &count->rows[static_cast<size_t>(row)]));
         add(count->total, c);
     }
     return GGML_MACKO_STATUS_OK;
@@ -164,9 +159,7 @@ static int plan_tensor(const model_file & file, const gguf_tensor & t, bool bit_
         return GGML_MACKO_STATUS_OK;
     }
     tensor_count count;
-    if (const int status = count_tensor(file, t, desc, bit_exact, slab, &count)) {
-        return status;
-    }
+    TRY(count_tensor(file, t, desc, bit_exact, slab, &count));
     const int width = best_width(desc, count.total, t.nbytes, file.header.alignment);
     if (width < 0 || count.total.n_nonfinite > 0) {
         return GGML_MACKO_STATUS_OK;
@@ -232,9 +225,7 @@ int compress_weights(model_file * file, bool bit_exact) {
     if (!known) {
         last.files.clear();
         last.matrices.clear();
-        if (const int status = find_matrices(*file, bit_exact, &last.matrices)) {
-            return status;
-        }
+        TRY(find_matrices(*file, bit_exact, &last.matrices));
         for (const file_shard & shard : file->shards) {
             last.files.push_back(shard.opened);
         }

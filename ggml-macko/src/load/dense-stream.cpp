@@ -223,9 +223,7 @@ int dense_stream::impl::read_elements(int64_t index, int64_t offset, uint8_t * d
         decoded.reset(); // frees its memory before the next matrix is decoded
         decoded.reset(new uint8_t[static_cast<size_t>(m.nbytes_dense)]);
         dense_consumer consumer(m.desc, decoded.get());
-        if (const int status = read_payload(file, file.header, m, 0, consumer)) {
-            return status;
-        }
+        TRY(read_payload(file, file.header, m, 0, consumer));
         decoded_index                           = index;
         was_decoded[static_cast<size_t>(index)] = true;
     }

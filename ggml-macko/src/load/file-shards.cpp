@@ -122,18 +122,10 @@ int split_count(const gguf_header & header, int64_t * count) {
 static int append_shard(model_file * file, const std::string & path, int64_t i, int64_t n) {
     model_file shard;
     int64_t    no = 0, count = 0;
-    if (const int status = shard.open(path.c_str())) {
-        return status;
-    }
-    if (const int status = read_gguf_header(shard, &shard.header)) {
-        return status;
-    }
-    if (const int status = find_split_key(shard.header, "split.no", GGUF_U16, &no)) {
-        return status;
-    }
-    if (const int status = split_count(shard.header, &count)) {
-        return status;
-    }
+    TRY(shard.open(path.c_str()));
+    TRY(read_gguf_header(shard, &shard.header));
+    TRY(find_split_key(shard.header, "split.no", GGUF_U16, &no));
+    TRY(split_count(shard.header, &count));
     if (no != i || count != n) {
         return fail(GGML_MACKO_STATUS_SPLIT_FILE, "is not shard %" PRId64 " of %" PRId64, i + 1, n);
     }
@@ -171,18 +163,12 @@ static int check_tensor_names(const gguf_header & header) {
 
 int model_file::append_shards() {
     int64_t n = 0, no = 0, n_tensors = 0;
-    if (const int status = split_count(header, &n)) {
-        return status;
-    }
+    TRY(split_count(header, &n));
     if (n == 1) {
         return GGML_MACKO_STATUS_OK;
     }
-    if (const int status = find_split_key(header, "split.no", GGUF_U16, &no)) {
-        return status;
-    }
-    if (const int status = find_split_key(header, "split.tensors.count", GGUF_I32, &n_tensors)) {
-        return status;
-    }
+    TRY(find_split_key(header, "split.no", GGUF_U16, &no));
+    TRY(find_split_key(header, "split.tensors.count", GGUF_I32, &n_tensors));
     char suffix[32];
     snprintf(suffix, sizeof(suffix), "-00001-of-%05d.gguf", static_cast<int>(n));
     const size_t n_suffix = strlen(suffix);

@@ -75,9 +75,7 @@ struct matrix_of_model : model_file {
         for (const range & c : components) {
             const auto [from, to] = part(c.begin, c.begin + c.n);
             if (from < to) {
-                if (const int status = of.read(c.source + (from - c.begin), out + (from - offset), to - from)) {
-                    return status;
-                }
+                TRY(of.read(c.source + (from - c.begin), out + (from - offset), to - from));
             }
         }
         return GGML_MACKO_STATUS_OK;
@@ -114,20 +112,14 @@ int make_matrix_file(const model_file & of, const sparse_tensor_info & matrix, s
     for (auto & c : file->components) {
         c.begin += static_cast<int64_t>(head.size());
     }
-    if (const int status = check_matrix_file(file.get())) {
-        return status;
-    }
+    TRY(check_matrix_file(file.get()));
     *out = std::move(file);
     return GGML_MACKO_STATUS_OK;
 }
 
 int check_matrix_file(model_file * file) {
-    if (const int status = read_gguf_header(*file, &file->header)) {
-        return status;
-    }
-    if (const int status = check_sparse_tensors(file)) {
-        return status;
-    }
+    TRY(read_gguf_header(*file, &file->header));
+    TRY(check_sparse_tensors(file));
     if (file->sparse.size() != 1 || file->header.tensors.size() != file->sparse[0].n_tensors ||
         file->header.keys.size() != N_KEYS) {
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "not one sparse matrix alone (%zu of them, %zu tensors, %zu keys)",

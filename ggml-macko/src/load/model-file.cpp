@@ -16,9 +16,7 @@ constexpr int64_t CLAIM_SEARCH_NBYTES = 64 << 20;
 
 static int check_not_split(const gguf_header & header) {
     int64_t count = 0;
-    if (const int status = split_count(header, &count)) {
-        return status;
-    }
+    TRY(split_count(header, &count));
     return count == 1
                ? GGML_MACKO_STATUS_OK
                : fail(GGML_MACKO_STATUS_SPLIT_FILE,
@@ -26,9 +24,7 @@ static int check_not_split(const gguf_header & header) {
 }
 
 static int check_model(model_file * file, bool strict) {
-    if (const int status = check_model_keys(file->header, strict)) {
-        return status;
-    }
+    TRY(check_model_keys(file->header, strict));
     file->has_rules = has_model_rules(file->header, &file->arch);
     return check_model_tensors(dense_tensors(*file), file->has_rules);
 }
@@ -80,18 +76,12 @@ static bool claims_to_be_sparse(const model_file & file) {
 
 // Reads the header and the description of the sparse tensors of a model that may be split.
 static int open_for_load(const char * path, compression how, model_file * file) {
-    if (const int status = read_gguf_header(*file, &file->header)) {
-        return status;
-    }
+    TRY(read_gguf_header(*file, &file->header));
     const bool compress = how != compression::off;
     if (compress || file->header.find("macko.version") != nullptr) { // llama.cpp itself opens the parts of dense models
-        if (const int status = file->append_shards()) {
-            return status;
-        }
+        TRY(file->append_shards());
     }
-    if (const int status = check_sparse_tensors(file)) {
-        return status;
-    }
+    TRY(check_sparse_tensors(file));
     return file->is_sparse || compress
                ? GGML_MACKO_STATUS_OK
                : fail(GGML_MACKO_STATUS_NOT_SPARSE, "%s: not a sparse GGUF (no key macko.version)", path);

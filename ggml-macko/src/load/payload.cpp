@@ -89,10 +89,7 @@ struct payload_reader {
 
     int read_row_ptr() {
         row_ptr.resize(static_cast<size_t>(m.desc.rows) + 1);
-        if (const int status =
-                source.read(component(MACKO_ROW_PTR).offset, row_ptr.data(), component(MACKO_ROW_PTR).nbytes)) {
-            return status;
-        }
+        TRY(source.read(component(MACKO_ROW_PTR).offset, row_ptr.data(), component(MACKO_ROW_PTR).nbytes));
         return check_row_ptr(m.desc, row_ptr.data(), m.n_padded);
     }
 
@@ -105,12 +102,8 @@ struct payload_reader {
         const int64_t      n_deltas_bytes = n_deltas - base * m.desc.delta_bits / 8;
         alignas(8) uint8_t values[64];
         uint8_t            deltas[16];
-        if (const int status = source.read(values_offset(base), values, n_values_bytes)) {
-            return status;
-        }
-        if (const int status = source.read(deltas_offset(base), deltas, n_deltas_bytes)) {
-            return status;
-        }
+        TRY(source.read(values_offset(base), values, n_values_bytes));
+        TRY(source.read(deltas_offset(base), deltas, n_deltas_bytes));
         return check_padding(m.desc, n_stored, values, deltas, base, m.n_padded, n_deltas);
     }
 
@@ -159,17 +152,11 @@ struct payload_reader {
         uint8_t *        deltas = values + n_values + slack;
         const macko_rows rows   = { m.desc, row_begin, row_end, row_ptr.data(), base, values, deltas };
         if (m.is_encoded_on_load()) {
-            if (const int status = encode_block(rows, values, n_values, deltas, n_deltas)) {
-                return status;
-            }
+            TRY(encode_block(rows, values, n_values, deltas, n_deltas));
             return validate(rows, view);
         }
-        if (const int status = source.read(values_offset(base), values, n_values)) {
-            return status;
-        }
-        if (const int status = source.read(deltas_offset(base), deltas, n_deltas)) {
-            return status;
-        }
+        TRY(source.read(values_offset(base), values, n_values));
+        TRY(source.read(deltas_offset(base), deltas, n_deltas));
         return validate(rows, view);
     }
 
@@ -178,10 +165,8 @@ struct payload_reader {
                      int64_t n_deltas) const {
         const int64_t        row_nbytes = m.desc.cols * value_nbytes(m.desc.type);
         std::vector<uint8_t> dense(static_cast<size_t>((rows.row_end - rows.row_begin) * row_nbytes));
-        if (const int status = source.read(component(0).offset + rows.row_begin * row_nbytes, dense.data(),
-                                           static_cast<int64_t>(dense.size()))) {
-            return status;
-        }
+        TRY(source.read(component(0).offset + rows.row_begin * row_nbytes, dense.data(),
+                        static_cast<int64_t>(dense.size())));
         if (m.n_negative_zeros > 0) {
             drop_negative_zeros(dense.data(), m.desc.type, (rows.row_end - rows.row_begin) * m.desc.cols, 1);
         }
@@ -263,22 +248,16 @@ int read_whole(const byte_source & source, const gguf_header & header, const spa
             const gguf_tensor & t = reader.component(c);
             // leave the bytes uninitialized, so that the threads that read the file touch the pages first
             memory[c].reset(new uint8_t[static_cast<size_t>(t.nbytes)]);
-            if (const int status = read_by_all(source, t.offset, memory[c].get(), t.nbytes, n_team)) {
-                return status;
-            }
+            TRY(read_by_all(source, t.offset, memory[c].get(), t.nbytes, n_team));
             matrix.arrays[c].data = memory[c].get();
         }
         std::unique_ptr<codec_view> view;
-        if (const int status = open_matrix(*m.format, matrix, n_team, &view)) {
-            return status;
-        }
+        TRY(open_matrix(*m.format, matrix, n_team, &view));
         if (consumer.takes(*m.format)) {
             const int status = view->check_rows(n_team);
             return status ? status : consumer.consume_matrix(*view);
         }
-        if (const int status = recode(*view, n_team, &reader.recoded)) {
-            return status;
-        }
+        TRY(recode(*view, n_team, &reader.recoded));
     } // frees the arrays of the original format before the rows are consumed
     return reader.read_recoded(n_team, consumer);
 }

@@ -64,9 +64,7 @@ static int find_u32(const gguf_header & header, const char * name, int64_t * val
 
 static int check_version(const gguf_header & header) {
     int64_t version = 0;
-    if (const int status = find_u32(header, "macko.version", &version)) {
-        return status;
-    }
+    TRY(find_u32(header, "macko.version", &version));
     if (version > FORMAT_VERSION) {
         return fail(GGML_MACKO_STATUS_FORMAT_VERSION,
                     "written in format version %" PRId64 ", this build reads <= %" PRId64 ": upgrade", version,
@@ -131,9 +129,7 @@ struct sparse_keys {
 
 static int read_matrix(const gguf_header & header, const sparse_keys & keys, uint64_t i, const std::string & format,
                        sparse_tensor_info * m) {
-    if (const int status = check_name(m->name)) {
-        return status;
-    }
+    TRY(check_name(m->name));
     m->format = find_codec(format);
     if (m->format == nullptr) {
         return fail(GGML_MACKO_STATUS_BAD_FORMAT, "format '%s' is not known to this build",
@@ -152,15 +148,11 @@ static int read_matrix(const gguf_header & header, const sparse_keys & keys, uin
     m->index_bits      = static_cast<int32_t>(bits);
     m->desc.delta_bits = m->format->recoded_bits(m->index_bits);
     m->n_tensors       = m->format->components().size();
-    if (const int status = read_shape(header, *keys.ne, i, m)) {
-        return status;
-    }
+    TRY(read_shape(header, *keys.ne, i, m));
     if (!header.get_int(*keys.nnz, i, &m->desc.nnz)) {
         return fail(GGML_MACKO_STATUS_BAD_NNZ, "nnz is larger than 2^63");
     }
-    if (const int status = m->format->check_desc(m->matrix())) {
-        return status;
-    }
+    TRY(m->format->check_desc(m->matrix()));
     m->nbytes_dense = m->desc.rows * m->desc.cols * value_nbytes(m->desc.type); // at most 16 GiB, by check_desc
     return GGML_MACKO_STATUS_OK;
 }
@@ -169,28 +161,16 @@ static int read_matrices(model_file * file) {
     const gguf_header & header = file->header;
     sparse_keys         keys   = {};
     const gguf_key *    name   = nullptr;
-    if (const int status = find_array(header, "macko.tensor.name", GGUF_STRING, 0, &name)) {
-        return status;
-    }
+    TRY(find_array(header, "macko.tensor.name", GGUF_STRING, 0, &name));
     if (name->n > MAX_TENSORS / 3) { // most formats have at least three components; 4 n cannot overflow then
         return fail(GGML_MACKO_STATUS_LIMIT, "too many sparse tensors (%" PRIu64 " vs %" PRIu64 ")", name->n,
                     MAX_TENSORS / 3);
     }
-    if (const int status = find_array(header, "macko.tensor.format", GGUF_STRING, name->n, &keys.format)) {
-        return status;
-    }
-    if (const int status = find_array(header, "macko.tensor.type", GGUF_U32, name->n, &keys.type)) {
-        return status;
-    }
-    if (const int status = find_array(header, "macko.tensor.ne", GGUF_U64, 4 * name->n, &keys.ne)) {
-        return status;
-    }
-    if (const int status = find_array(header, "macko.tensor.index_bits", GGUF_U32, name->n, &keys.index_bits)) {
-        return status;
-    }
-    if (const int status = find_array(header, "macko.tensor.nnz", GGUF_U64, name->n, &keys.nnz)) {
-        return status;
-    }
+    TRY(find_array(header, "macko.tensor.format", GGUF_STRING, name->n, &keys.format));
+    TRY(find_array(header, "macko.tensor.type", GGUF_U32, name->n, &keys.type));
+    TRY(find_array(header, "macko.tensor.ne", GGUF_U64, 4 * name->n, &keys.ne));
+    TRY(find_array(header, "macko.tensor.index_bits", GGUF_U32, name->n, &keys.index_bits));
+    TRY(find_array(header, "macko.tensor.nnz", GGUF_U64, name->n, &keys.nnz));
     std::vector<std::string> names, formats;
     header.get_strings(*name, &names); // cannot fail, because the elements are strings
     header.get_strings(*keys.format, &formats);
@@ -244,9 +224,7 @@ static int check_components_of(const gguf_tensor * t, int64_t file_size, sparse_
     component_rule          rules[GGML_MACKO_MAX_ARRAYS];
     m->format->component_rules(full, rules);
     for (size_t c = 0; c < m->n_tensors; c++) {
-        if (const int status = check_component(t[c], rules[c])) {
-            return status;
-        }
+        TRY(check_component(t[c], rules[c]));
     }
     if (const int status = m->format->check_nnz(full)) {
         prefix_error(m->name.c_str());
@@ -328,14 +306,10 @@ static int check_components(model_file * file) {
     for (size_t t = 0; t < tensors.size();) {
         if (next < file->sparse.size() &&
             tensors[t].name == file->sparse[next].name + file->sparse[next].format->components()[0]) {
-            if (const int status = bind_components(file, t, next)) {
-                return status;
-            }
+            TRY(bind_components(file, t, next));
             t += file->sparse[next++].n_tensors;
         } else {
-            if (const int status = check_not_component(tensors[t], sparse_names)) {
-                return status;
-            }
+            TRY(check_not_component(tensors[t], sparse_names));
             t++;
         }
     }
@@ -368,18 +342,10 @@ int check_sparse_tensors(model_file * file) {
         return check_reserved_keys(file->header, false);
     }
     // The version comes first, because a newer format may have keys that this version does not know.
-    if (const int status = check_version(file->header)) {
-        return status;
-    }
-    if (const int status = check_reserved_keys(file->header, true)) {
-        return status;
-    }
-    if (const int status = read_matrices(file)) {
-        return status;
-    }
-    if (const int status = check_components(file)) {
-        return status;
-    }
+    TRY(check_version(file->header));
+    TRY(check_reserved_keys(file->header, true));
+    TRY(read_matrices(file));
+    TRY(check_components(file));
     return check_dense_size(*file);
 }
 

@@ -332,9 +332,7 @@ int weight_cache::begin_file() {
 }
 
 int weight_cache::append(const std::string & name, const void * memory, const entry & e) {
-    if (const int status = write(end_, memory, static_cast<size_t>(e.nbytes))) {
-        return status;
-    }
+    TRY(write(end_, memory, static_cast<size_t>(e.nbytes)));
     added_[name] = { static_cast<uint64_t>(end_), e.nbytes, e.checksum };
     end_         = to_whole(end_ + static_cast<int64_t>(e.nbytes), static_cast<int64_t>(page_size()));
     return GGML_MACKO_STATUS_OK;
@@ -346,9 +344,7 @@ int weight_cache::add(const std::string & name, const void * memory, int64_t nby
         return GGML_MACKO_STATUS_OK;
     }
     if (partial_ < 0) {
-        if (const int status = begin_file()) {
-            return status;
-        }
+        TRY(begin_file());
     }
     return append(name, memory, { 0, static_cast<uint64_t>(nbytes), checksum_by_all(memory, nbytes) });
 }
@@ -369,12 +365,8 @@ int weight_cache::commit() {
     h.index_checksum = checksum(index.data(), index.size());
     h.key_nbytes     = key_.size();
     memcpy(h.magic, MAGIC, sizeof(MAGIC));
-    if (const int status = write(end_, index.data(), index.size())) {
-        return status;
-    }
-    if (const int status = write(0, &h, sizeof(h))) {
-        return status;
-    }
+    TRY(write(end_, index.data(), index.size()));
+    TRY(write(0, &h, sizeof(h)));
     // No fsync(): data that a system crash leaves incomplete fails its checksum.
     if (renameat(folder_fd_, partial_name_.c_str(), folder_fd_, name_.c_str()) != 0) {
         return failed("cannot rename to it");

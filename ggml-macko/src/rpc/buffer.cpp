@@ -67,16 +67,10 @@ int check_place(buffer_context & buffer, uintptr_t at, const sparse_tensor_info 
 // Called after the last piece: checks the matrix file like any file, and makes the weight.
 int finish(buffer_context & buffer, uintptr_t at, incoming * w) {
     const std::unique_ptr<received_file> file = std::move(w->file); // freed on every path
-    if (const int status = check_matrix_file(file.get())) {
-        return status;
-    }
+    TRY(check_matrix_file(file.get()));
     const sparse_tensor_info & matrix = file->sparse[0];
-    if (const int status = check_place(buffer, at, matrix)) {
-        return status;
-    }
-    if (const int status = buffer.memory->make_weight(*file, &w->weight)) {
-        return status;
-    }
+    TRY(check_place(buffer, at, matrix));
+    TRY(buffer.memory->make_weight(*file, &w->weight));
     w->at     = reinterpret_cast<const void *>(at);
     w->nbytes = static_cast<size_t>(matrix.nbytes_dense);
     w->type   = static_cast<ggml_type>(matrix.desc.type);

@@ -70,9 +70,7 @@ int send(const ggml_tensor * weight, const model_file & file) {
     piece.total = total;
     for (size_t at = 0; at < total; at += step) {
         const size_t n = std::min(step, total - at);
-        if (const int status = file.read(static_cast<int64_t>(at), bytes.data(), static_cast<int64_t>(n))) {
-            return status;
-        }
+        TRY(file.read(static_cast<int64_t>(at), bytes.data(), static_cast<int64_t>(n)));
         piece.offset              = at;
         const ggml_tensor carrier = rpc_message_tensor(weight, piece, n);
         original.set_tensor(weight->buffer, const_cast<ggml_tensor *>(&carrier), bytes.data(), 0, n);

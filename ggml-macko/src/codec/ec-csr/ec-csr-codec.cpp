@@ -91,9 +91,7 @@ public:
                                        m.arrays[EC_VALUES].data,
                                        n(EC_VALUES) };
         auto                v      = std::make_unique<ec_csr_view>();
-        if (const int status = check_ec_csr(arrays, v.get())) {
-            return status;
-        }
+        TRY(check_ec_csr(arrays, v.get()));
         *view = std::move(v);
         return GGML_MACKO_STATUS_OK;
     }
@@ -101,33 +99,24 @@ public:
     int encode(const void * dense, const macko_desc & shape, const int64_t * options, int n_threads,
                std::unique_ptr<encoded_matrix> * out) const override {
         macko_desc desc = { shape.rows, shape.cols, shape.type, int32_option(options[DELTA_BITS]), 0 };
-        if (const int status = check_ec_csr_desc(desc)) {
-            return status;
-        }
+        TRY(check_ec_csr_desc(desc));
         const bool            pays    = options[MIN_COLUMNS] == 0;
         const extract_options extract = { int32_option(options[MAX_GRANULARITY]),
                                           pays ? paying_columns(desc.delta_bits) : int32_option(options[MIN_COLUMNS]),
                                           options[CLIP] != 0, static_cast<uint64_t>(options[SEED]) };
         ggml_macko_count      count   = {};
-        if (const int status = count_finite(dense, desc, n_threads, &count)) {
-            return status;
-        }
+        TRY(count_finite(dense, desc, n_threads, &count));
         desc.nnz = count.nnz;
         if (const int status = check_ec_csr_desc(desc)) { // check again, with nnz
             return status;
         }
         auto result = std::make_unique<encoded_ec_csr>();
-        if (const int status = encode_blocks(desc, dense, extract, n_threads, &result->blocks)) {
-            return status;
-        }
+        TRY(encode_blocks(desc, dense, extract, n_threads, &result->blocks));
         // Fillers that blocks leave in their rows may cost more than the blocks save, so compare the whole matrix with
         // and without extraction.
         if (pays && result->blocks.sets[0].granularity > 1) {
             ec_csr_matrix plain;
-            if (const int status =
-                    encode_blocks(desc, dense, { 1, extract.min_columns, extract.clip, 0 }, n_threads, &plain)) {
-                return status;
-            }
+            TRY(encode_blocks(desc, dense, { 1, extract.min_columns, extract.clip, 0 }, n_threads, &plain));
             if (plain.nbytes() < result->blocks.nbytes()) {
                 result->blocks = std::move(plain);
             }

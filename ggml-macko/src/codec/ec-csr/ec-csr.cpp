@@ -13,9 +13,7 @@ namespace macko {
 // ---- structure ----
 
 int check_ec_csr_desc(const macko_desc & desc) {
-    if (const int status = check_desc(desc)) {
-        return status;
-    }
+    TRY(check_desc(desc));
     if (!is_ec_delta_bits(desc.delta_bits)) {
         return fail(GGML_MACKO_STATUS_BAD_FORMAT, "index_bits %d of ec-csr is not 4 or 8", desc.delta_bits);
     }
@@ -77,18 +75,10 @@ static int check_sets(const ec_csr_arrays & a, std::vector<ec_csr_range> * out) 
                     static_cast<long long>(next.value), static_cast<long long>(next.block),
                     static_cast<long long>(MAX_STORED));
     }
-    if (const int status = check_length("values", a.n_values, next.value)) {
-        return status;
-    }
-    if (const int status = check_length("deltas", a.n_deltas, next.col * a.desc.delta_bits / 8)) {
-        return status;
-    }
-    if (const int status = check_length("bases", a.n_bases, next.block * EC_LANES)) {
-        return status;
-    }
-    if (const int status = check_length("blk_ptr", a.n_blk_ptr, next.blk_ptr)) {
-        return status;
-    }
+    TRY(check_length("values", a.n_values, next.value));
+    TRY(check_length("deltas", a.n_deltas, next.col * a.desc.delta_bits / 8));
+    TRY(check_length("bases", a.n_bases, next.block * EC_LANES));
+    TRY(check_length("blk_ptr", a.n_blk_ptr, next.blk_ptr));
     return check_length("rows", a.n_rows, next.row);
 }
 
@@ -167,16 +157,10 @@ rows_to_blocks(const ec_csr_arrays & a, const std::vector<ec_csr_range> & sets, 
 
 int check_ec_csr(const ec_csr_arrays & a, ec_csr_view * view) {
     std::vector<ec_csr_range> sets;
-    if (const int status = check_ec_csr_desc(a.desc)) {
-        return status;
-    }
-    if (const int status = check_sets(a, &sets)) {
-        return status;
-    }
+    TRY(check_ec_csr_desc(a.desc));
+    TRY(check_sets(a, &sets));
     for (size_t i = 0; i < sets.size(); i++) {
-        if (const int status = check_blocks(a, sets[i], static_cast<int64_t>(i))) {
-            return status;
-        }
+        TRY(check_blocks(a, sets[i], static_cast<int64_t>(i)));
     }
     if (a.desc.nnz == 0 && (a.n_values != EC_LANES || a.rows[0] != 0 || base_at(a, 0) != 0)) {
         return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "%lld stored values, but nnz is 0",
@@ -353,9 +337,7 @@ int decode_rows_type(const ec_csr_view & view, int64_t row_begin, int64_t row_en
     const int64_t cols = view.arrays().desc.cols;
     memset(dense, 0, static_cast<size_t>((row_end - row_begin) * cols) * sizeof(T));
     for (int64_t r = row_begin; r < row_end; r++, dense += cols) {
-        if (const int status = decode_row<T, BITS, B>(view, r, exponent, dense, nnz)) {
-            return status;
-        }
+        TRY(decode_row<T, BITS, B>(view, r, exponent, dense, nnz));
     }
     return GGML_MACKO_STATUS_OK;
 }

@@ -453,9 +453,7 @@ struct extractor {
 
 int extract_blocks(const macko_desc & desc, const void * dense, const extract_options & options, int n_threads,
                    ec_csr_blocks * out) {
-    if (const int status = check_extract_options(options)) {
-        return status;
-    }
+    TRY(check_extract_options(options));
     extractor e{ desc, options, n_threads, (desc.cols + 63) / 64, 0, {}, {}, {} };
     if (desc.type == GGML_MACKO_TYPE_F32) {
         e.run(static_cast<const uint32_t *>(dense));

@@ -168,9 +168,7 @@ template <typename T> int recode_rows(const codec_view & view, macko_desc desc, 
         return status;
     }
     desc.nnz = nnz_total;
-    if (const int status = allocate(desc, [&](size_t r) { return n_row[r]; }, m)) {
-        return status;
-    }
+    TRY(allocate(desc, [&](size_t r) { return n_row[r]; }, m));
     return view.for_each_row(n_threads, [&](int64_t r, const void * row) {
         const int64_t first = m->row_ptr[static_cast<size_t>(r)];
         code_writer   codes(m->deltas.data(), first * bits);
@@ -196,9 +194,7 @@ int count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, in
 
 int count_finite(const void * dense, const macko_desc & shape, int n_threads, ggml_macko_count * count,
                  row_count * each_row) {
-    if (const int status = count_dense(dense, shape.type, shape.rows, shape.cols, n_threads, count, each_row)) {
-        return status;
-    }
+    TRY(count_dense(dense, shape.type, shape.rows, shape.cols, n_threads, count, each_row));
     return count->n_nonfinite == 0 ? static_cast<int>(GGML_MACKO_STATUS_OK)
                                    : fail(GGML_MACKO_STATUS_NOT_FINITE, "%lld values are Inf or NaN",
                                           static_cast<long long>(count->n_nonfinite));
@@ -212,9 +208,7 @@ int encode(const void * dense, const macko_arrays & m, int n_threads) {
 int encode(const void * dense, const macko_desc & desc, const std::vector<row_count> & rows, int n_threads,
            macko_matrix * m) {
     const int width = __builtin_ctz(static_cast<unsigned>(desc.delta_bits));
-    if (const int status = allocate(desc, [&](size_t r) { return rows[r].n_stored[width]; }, m)) {
-        return status;
-    }
+    TRY(allocate(desc, [&](size_t r) { return rows[r].n_stored[width]; }, m));
     if (desc.type == GGML_MACKO_TYPE_F32) {
         write_rows(static_cast<const uint32_t *>(dense), desc, m->row_ptr.data(), n_threads,
                    reinterpret_cast<uint32_t *>(m->values.data()), m->deltas.data());

@@ -27,13 +27,8 @@ int open_macko(const ggml_macko_matrix & m, macko_matrix_view * view) {
         return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%lld values with %lld bytes of deltas",
                     static_cast<long long>(n_values), static_cast<long long>(n_deltas));
     }
-    if (const int status = check_row_ptr(desc, row_ptr, n_values)) {
-        return status;
-    }
-    if (const int status =
-            check_padding(desc, row_ptr[desc.rows], m.arrays[MACKO_VALUES].data, deltas, 0, n_values, n_deltas)) {
-        return status;
-    }
+    TRY(check_row_ptr(desc, row_ptr, n_values));
+    TRY(check_padding(desc, row_ptr[desc.rows], m.arrays[MACKO_VALUES].data, deltas, 0, n_values, n_deltas));
     view->desc_    = desc;
     view->row_ptr_ = row_ptr;
     view->values_  = m.arrays[MACKO_VALUES].data;
@@ -84,9 +79,7 @@ int macko_matrix_view::for_each_row(int n_threads, const std::function<void(int6
             one.row_begin  = r;
             one.row_end    = r + 1;
             macko_view single;
-            if (const int status = validate(one, &single)) {
-                return status;
-            }
+            TRY(validate(one, &single));
             macko::decode(single, row.data());
             f(r, row.data());
         }
@@ -154,9 +147,7 @@ public:
 
     int open(const ggml_macko_matrix & m, int, std::unique_ptr<codec_view> * view) const override {
         auto v = std::make_unique<macko_matrix_view>();
-        if (const int status = open_macko(m, v.get())) {
-            return status;
-        }
+        TRY(open_macko(m, v.get()));
         *view = std::move(v);
         return GGML_MACKO_STATUS_OK;
     }
@@ -164,23 +155,16 @@ public:
     int encode(const void * dense, const macko_desc & shape, const int64_t * options, int n_threads,
                std::unique_ptr<encoded_matrix> * out) const override {
         macko_desc desc = { shape.rows, shape.cols, shape.type, int32_option(options[0]), 0 };
-        if (const int status = macko::check_desc(
-                options[0] == SMALLEST ? macko_desc{ desc.rows, desc.cols, desc.type, 4, 0 } : desc)) {
-            return status;
-        }
+        TRY(macko::check_desc(options[0] == SMALLEST ? macko_desc{ desc.rows, desc.cols, desc.type, 4, 0 } : desc));
         ggml_macko_count       count = {};
         std::vector<row_count> rows(static_cast<size_t>(desc.rows));
-        if (const int status = count_finite(dense, desc, n_threads, &count, rows.data())) {
-            return status;
-        }
+        TRY(count_finite(dense, desc, n_threads, &count, rows.data()));
         if (options[0] == SMALLEST) {
             desc.delta_bits = smallest_delta_bits(count, desc.type);
         }
         desc.nnz    = count.nnz;
         auto result = std::make_unique<encoded_macko>();
-        if (const int status = macko::encode(dense, desc, rows, n_threads, &result->arrays)) {
-            return status;
-        }
+        TRY(macko::encode(dense, desc, rows, n_threads, &result->arrays));
         result->n_stored = result->arrays.row_ptr.back();
         *out             = std::move(result);
         return GGML_MACKO_STATUS_OK;

@@ -298,9 +298,7 @@ int check_header(const uint32_t * words, int64_t n_words, int32_t type, int64_t 
 int open_coded(const uint32_t * words, int64_t n_words, int32_t type, int64_t nnz, int n_threads, coded_view * out) {
     coded_view v;
     v.type_ = type;
-    if (const int status = check_header(words, n_words, type, nnz, &v.widths_, &v.n_outliers_)) {
-        return status;
-    }
+    TRY(check_header(words, n_words, type, nnz, &v.widths_, &v.n_outliers_));
     const coded_widths & w = v.widths_;
     v.blocks_              = words + CODED_HEADER_WORDS;
     v.outliers_            = reinterpret_cast<const uint8_t *>(v.blocks_ + w.blocks_words(packed_n_values(nnz)));
@@ -319,11 +317,8 @@ int open_coded(const uint32_t * words, int64_t n_words, int32_t type, int64_t nn
         return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%lld values have no code, but there are %lld outliers",
                     static_cast<long long>(v.outliers_before_.back()), static_cast<long long>(v.n_outliers_));
     }
-    if (const int status = type == GGML_MACKO_TYPE_F32
-                               ? check_outliers<uint32_t>(v.outliers_, v.n_outliers_, type, w, &found.values)
-                               : check_outliers<uint16_t>(v.outliers_, v.n_outliers_, type, w, &found.values)) {
-        return status;
-    }
+    TRY(type == GGML_MACKO_TYPE_F32 ? check_outliers<uint32_t>(v.outliers_, v.n_outliers_, type, w, &found.values)
+                                    : check_outliers<uint16_t>(v.outliers_, v.n_outliers_, type, w, &found.values));
     if (const int32_t base = best_base(found.values, w.exponent_bits, type).first; base != w.base) {
         return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "base %d codes fewer values than base %d, or as many", w.base,
                     base);

@@ -83,9 +83,7 @@ public:
                                        static_cast<const int32_t *>(m.arrays[PACKED_ROW_PTR].data),
                                        array_length(m.arrays[PACKED_ROW_PTR]) };
         auto                v      = std::make_unique<packed_view>();
-        if (const int status = check_packed(arrays, n_threads, v.get())) {
-            return status;
-        }
+        TRY(check_packed(arrays, n_threads, v.get()));
         *view = std::move(v);
         return GGML_MACKO_STATUS_OK;
     }
@@ -96,19 +94,11 @@ public:
         const packed_desc desc       = { { shape.rows, shape.cols, shape.type, RECODED_BITS, 0 },
                                          value_type,
                                          int32_option(options[1]) };
-        if (const int status = check_packed_desc(
-                { desc.dense, value_type, options[1] == SMALLEST ? INDEX_BITMAP : desc.index_bits })) {
-            return status;
-        }
+        TRY(check_packed_desc({ desc.dense, value_type, options[1] == SMALLEST ? INDEX_BITMAP : desc.index_bits }));
         ggml_macko_count count = {};
-        if (const int status = count_finite(dense, shape, n_threads, &count)) {
-            return status;
-        }
+        TRY(count_finite(dense, shape, n_threads, &count));
         auto result = std::make_unique<encoded_packed>();
-        if (const int status =
-                pack(dense, desc, n_threads, &result->packed, int32_option(options[2]), int32_option(options[3]))) {
-            return status;
-        }
+        TRY(pack(dense, desc, n_threads, &result->packed, int32_option(options[2]), int32_option(options[3])));
         *out = std::move(result);
         return GGML_MACKO_STATUS_OK;
     }

@@ -15,9 +15,7 @@ namespace macko {
 // ---- structure ----
 
 int check_packed_desc(const packed_desc & desc) {
-    if (const int status = check_desc(desc.dense)) {
-        return status;
-    }
+    TRY(check_desc(desc.dense));
     if (desc.value_type != desc.dense.type && desc.value_type != GGML_MACKO_TYPE_CODED &&
         !is_quant_type(desc.value_type)) {
         return fail(
@@ -47,13 +45,9 @@ static int check_lengths(const packed_arrays & a) {
                                     static_cast<long long>(n), static_cast<long long>(expected));
     };
     if (a.desc.value_type != GGML_MACKO_TYPE_CODED) { // the length of coded values follows from their data
-        if (const int status = length("values", a.n_values, packed_n_values(a.desc.dense.nnz))) {
-            return status;
-        }
+        TRY(length("values", a.n_values, packed_n_values(a.desc.dense.nnz)));
     }
-    if (const int status = length("row_ptr", a.n_row_ptr, a.desc.dense.rows + 1)) {
-        return status;
-    }
+    TRY(length("row_ptr", a.n_row_ptr, a.desc.dense.rows + 1));
     const int64_t most = max_index_nbytes(a.desc);
     return a.desc.index_bits == INDEX_BITMAP || a.n_index % 4 || a.n_index > most
                ? length("index", a.n_index, most)
@@ -343,23 +337,12 @@ static int check_values(const packed_arrays & a, int n_threads, coded_view * cod
 }
 
 int check_packed(const packed_arrays & a, int n_threads, packed_view * view) {
-    if (const int status = check_packed_desc(a.desc)) {
-        return status;
-    }
-    if (const int status = check_lengths(a)) {
-        return status;
-    }
-    if (const int status = check_row_ptr(a)) {
-        return status;
-    }
+    TRY(check_packed_desc(a.desc));
+    TRY(check_lengths(a));
+    TRY(check_row_ptr(a));
     std::vector<int64_t> row_bits;
-    if (const int status =
-            a.desc.index_bits == INDEX_BITMAP ? check_bitmap(a, n_threads) : check_gaps(a, n_threads, &row_bits)) {
-        return status;
-    }
-    if (const int status = check_values(a, n_threads, &view->coded_)) {
-        return status;
-    }
+    TRY(a.desc.index_bits == INDEX_BITMAP ? check_bitmap(a, n_threads) : check_gaps(a, n_threads, &row_bits));
+    TRY(check_values(a, n_threads, &view->coded_));
     view->arrays_   = a;
     view->row_bits_ = std::move(row_bits);
     return GGML_MACKO_STATUS_OK;
@@ -591,9 +574,7 @@ int pack_type(const T * dense, packed_desc desc, int32_t mantissa_bits, int32_t 
               packed_matrix * out) {
     const int64_t                rows = desc.dense.rows, cols = desc.dense.cols;
     const std::vector<gap_count> counts = count_gaps(dense, rows, cols, n_threads);
-    if (const int status = make_row_ptr(counts, &out->row_ptr)) {
-        return status;
-    }
+    TRY(make_row_ptr(counts, &out->row_ptr));
     const int64_t    nnz  = out->row_ptr.back();
     const index_plan plan = plan_index(counts, cols, desc.index_bits);
     desc.index_bits       = plan.width < 0 ? INDEX_BITMAP : GAP_BITS[plan.width];
@@ -618,10 +599,7 @@ int pack_type(const T * dense, packed_desc desc, int32_t mantissa_bits, int32_t 
     if (is_coded) {
         return encode_coded(source.data(), desc.dense.type, nnz, mantissa_bits, exponent_bits, n_threads, &out->values);
     }
-    if (const int status =
-            quantize(source.data(), desc.dense.type, nullptr, nnz, desc.value_type, n_threads, out->values.data())) {
-        return status;
-    }
+    TRY(quantize(source.data(), desc.dense.type, nullptr, nnz, desc.value_type, n_threads, out->values.data()));
     return check_quant_range(out->arrays(), n_threads); // a searched scale may round a large value up
 }
 

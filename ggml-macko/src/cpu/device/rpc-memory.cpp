@@ -58,9 +58,7 @@ int mapped_memory::make_weight(const received_file & file, std::unique_ptr<rpc_w
     platform::use_huge_pages(made->memory.get(), n); // like a local weight
     weight_init(made->get(), matrix);
     weight_packer packer(*made->get());
-    if (const int status = read_payload(file, file.header, matrix, 0, packer)) {
-        return status;
-    }
+    TRY(read_payload(file, file.header, matrix, 0, packer));
     made->get()->magic = WEIGHT_MAGIC;
     *out               = std::move(made);
     return GGML_MACKO_STATUS_OK;

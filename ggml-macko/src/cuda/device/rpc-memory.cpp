@@ -146,15 +146,11 @@ int gpu_memory::take(const sparse_tensor_info & matrix, size_t nbytes, std::uniq
     };
     if (!a.range) { // a layout may need more than the dense elements; addresses cost nothing
         const size_t room = 4 * nbytes_ + (size_t(64) << 20);
-        if (const int status = checked(address_range::reserve(device.id, room, &a.range))) {
-            return status;
-        }
+        TRY(checked(address_range::reserve(device.id, room, &a.range)));
         a.nbytes = room;
     }
     const bool fits = nbytes <= a.nbytes - a.used;
-    if (const int status = checked(fits ? a.range->commit(a.used, nbytes, &fresh) : cudaErrorMemoryAllocation)) {
-        return status;
-    }
+    TRY(checked(fits ? a.range->commit(a.used, nbytes, &fresh) : cudaErrorMemoryAllocation));
     *out = std::make_unique<placed_weight>(*this, a.range->base() + a.used, nbytes);
     a.used += nbytes;
     a.n_weights++;
@@ -169,13 +165,9 @@ int gpu_memory::make_weight(const received_file & file, std::unique_ptr<rpc_weig
         return fail(GGML_MACKO_STATUS_OUT_OF_MEMORY, "%s: %s cannot be used", matrix.name.c_str(), device.name.c_str());
     }
     const size_t nbytes = static_cast<size_t>(gpu_aligned(plan_of(device, matrix).nbytes));
-    if (const int status = take(matrix, nbytes, &made)) {
-        return status;
-    }
+    TRY(take(matrix, nbytes, &made));
     if (!server_.uploader) {
-        if (const int status = cuda_sparse_uploader::create(device.id, &server_.uploader)) {
-            return status;
-        }
+        TRY(cuda_sparse_uploader::create(device.id, &server_.uploader));
     }
     const auto read = [&](payload_consumer & consumer) { return read_payload(file, file.header, matrix, 0, consumer); };
     const int  status = upload_matrix(device, *server_.uploader, matrix, made->at, read, &made->matrix);

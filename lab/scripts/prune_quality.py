@@ -63,7 +63,7 @@ class Job:
     label: str  # its key in the results
     method: Method
     allocation: str
-    how_many: str  # a sparsity, or a pattern N:M
+    sparsity: str
 
 
 @contextlib.contextmanager
@@ -97,16 +97,10 @@ class Sweep:
             if pathlib.Path(path).stem not in self.results:
                 self.measure(pathlib.Path(path).stem, pathlib.Path(path))
         todo = [
-            Job(label=f"{m.label}, {rule}, {s}", method=m, allocation=rule, how_many=s)
+            Job(label=f"{m.label}, {rule}, {s}", method=m, allocation=rule, sparsity=s)
             for s in args.sparsities.split(",")
             for m in self.methods
             for rule in ALLOCATIONS
-        ]
-        todo += [
-            Job(label=f"{m.label}, uniform, {pattern}", method=m, allocation="uniform", how_many=pattern)
-            for pattern in filter(None, args.patterns.split(","))
-            for m in self.methods
-            if m.label != "magnitude, tensor"
         ]
         todo = [job for job in todo if job.label not in self.results]
         if todo:
@@ -138,13 +132,11 @@ class Sweep:
                     return layerwise.loss_curves(model, tensors, options, grid, copy)
 
             for job in todo:
-                is_pattern = ":" in job.how_many
                 given = PruneOptions(
-                    sparsity=None if is_pattern else job.how_many,
-                    pattern=job.how_many if is_pattern else None,
+                    sparsity=job.sparsity,
                     method=job.method.method,
                     refit=job.method.refit,
-                    compare_within=None if is_pattern else job.method.per,
+                    compare_within=job.method.per,
                     allocation=job.allocation,
                     text=args.file,
                     n_chunks=args.chunks,
@@ -174,7 +166,7 @@ class Sweep:
 
     def table(self) -> str:
         args = self.args
-        columns = [*args.sparsities.split(","), *filter(None, args.patterns.split(","))]
+        columns = args.sparsities.split(",")
         rows: list[list[str]] = []
 
         def cells(prefix: str) -> list[str]:
@@ -195,7 +187,7 @@ class Sweep:
             found = self.results[pathlib.Path(path).stem]
             name = f"**{pathlib.Path(path).stem}**"
             rows.append([name, "", *[""] * len(columns), f"{found['ppl']:.2f} ± {found['error']:.2f}"])
-        headers = ["method", "allocation", *(s if ":" in s else f"{float(s):.0%}" for s in columns), "as it is"]
+        headers = ["method", "allocation", *(f"{float(s):.0%}" for s in columns), "as it is"]
         return console.table(rows, headers, ".2f")
 
 
@@ -210,7 +202,6 @@ def main() -> int:
     parser.add_argument("--held-out", required=True, metavar="FNAME", help="text to measure perplexity on")
     parser.add_argument("--held-out-chunks", type=int, default=64, help="chunks of it, spread evenly (default: 64)")
     parser.add_argument("--sparsities", default="0.3,0.4,0.5,0.6,0.7", help="default: %(default)s")
-    parser.add_argument("--patterns", default="2:4", metavar="N:M,...", help="default: %(default)s")
     parser.add_argument("--sequential", metavar="S,...", help="also with sequential statistics at these sparsities")
     parser.add_argument("--asymmetric", metavar="S,...", help="also ALPS with --asymmetric at these sparsities")
     parser.add_argument("--shares", default="0,0.5,1", help="of --asymmetric (default: %(default)s)")

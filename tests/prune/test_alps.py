@@ -114,19 +114,6 @@ def test_number_of_zeros_is_exact_and_zeros_stay(rows, cols, sparsity, zeros, se
     assert (got == 0).sum() == max(n, (w == 0).sum())
 
 
-@pytest.mark.parametrize("pattern,cols", [((2, 4), 64), ((4, 8), 88)])
-def test_pattern_holds_and_beats_sparsegpt(xp, pattern, cols):
-    rng = np.random.default_rng(cols)
-    w, h = rng.standard_normal((20, cols)).astype(np.float32), moments(rng, cols)
-    problem = problem_of(xp.asarray(w), xp.asarray(h))
-    got = alps.refit(problem, alps.prune_matrix(problem, alps.spectrum(problem.hessian), 0, pattern))
-    got = array_backend.to_host(got)
-    assert ((got.reshape(-1, pattern[1]) != 0).sum(axis=1) == pattern[0]).all()
-    rival = w.copy()
-    sparsegpt.prune_matrix(rival, sparsegpt.inverse_factor(h), 0, pattern)
-    assert error(got, w, damped64(h)) < error(rival, w, damped64(h))
-
-
 def test_hessian_that_is_not_positive_definite_is_refused(xp):
     with pytest.raises(np.linalg.LinAlgError):
         alps.spectrum(xp.array([[1, 5], [5, 1]], dtype=np.float32))

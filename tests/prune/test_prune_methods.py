@@ -1,4 +1,4 @@
-"""Pruning beyond magnitude: Wanda's masks, exact allocation, N:M patterns, and what is refused."""
+"""Pruning beyond magnitude: Wanda's masks, exact allocation, and what is refused."""
 
 from __future__ import annotations
 
@@ -181,29 +181,6 @@ def test_per_model_ranks_all_weights_together(tmp_path, tiny, macko, method, spa
         at += got.size
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 9), st.integers(1, 8), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**32))
-def test_pattern_leaves_the_largest_of_each_group(rows, groups, n, more, seed):
-    m = n + more
-    scores = np.random.default_rng(seed).integers(0, 5, (rows, groups * m)).astype(np.float32)
-    mask = masks.lowest_in_groups(scores, n, m)
-    for i in range(rows):
-        for g in range(0, groups * m, m):
-            order = np.argsort(scores[i, g : g + m], kind="stable")
-            assert np.flatnonzero(mask[i, g : g + m]).tolist() == sorted(order[: m - n].tolist())
-
-
-@pytest.mark.parametrize("pattern,n,m", [("2:4", 2, 4), ("1:8", 1, 8), ("15:16", 15, 16)])
-def test_pattern_holds_in_the_file(tmp_path, tiny, imatrix, macko, pattern, n, m):
-    out = tmp_path / "out.gguf"
-    done = macko("prune", tiny, out, "--method", "wanda", "--imatrix", imatrix, "--pattern", pattern)
-    assert done.code == 0 and f"pattern {pattern}" in done.out, done.err
-    for name in PRUNED:
-        bits, _, _ = bits_of(out, name)
-        assert (bits.reshape(-1, m) != 0).sum(axis=1).max() <= n
-    assert gguf.GGUFReader(out).fields["macko.prune.pattern"].contents() == pattern
-
-
 # ---- how many ----
 
 
@@ -345,10 +322,7 @@ def test_rounding_to_significant_bits_is_to_nearest_even(xp):
 @pytest.mark.parametrize(
     "args, message",
     [
-        ([], "--sparsity (or --pattern) is missing"),
-        (["--pattern", "4:2"], "--pattern 4:2: expected N:M"),
-        (["--pattern", "2:4", "--sparsity", "0.5"], "--pattern says how many"),
-        (["--pattern", "2:5"], "--pattern 2:5: blk.0.attn_q.weight has 64 columns"),
+        ([], "--sparsity is missing"),
         (["--sparsity", "0.5", "--tensor-sparsity", "attn"], "--tensor-sparsity attn: expected REGEX=S"),
         (["--sparsity", "0.5", "--tensor-sparsity", "attn=2"], "--tensor-sparsity attn= 2: expected a number"),
         (["--sparsity", "0.5", "--tensor-sparsity", "(=0.5"], "--tensor-sparsity (=0.5: "),

@@ -267,7 +267,7 @@ def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, text, macko):
             ["--quant-values", "q4_nl", "-f", "x", "--sparsity", ".5", "--compare-within", "model"],
             "--compare-within model goes with none of",
         ),
-        (["--quant-values", "q4_nl", "-f", "x", "--allocation", "loss"], "--sparsity (or --pattern) is missing"),
+        (["--quant-values", "q4_nl", "-f", "x", "--allocation", "loss"], "--sparsity is missing"),
         (["--quant-values", "q6_k", "-f", "x"], "invalid choice: 'q6_k'"),
     ],
 )

@@ -107,21 +107,6 @@ def test_number_of_zeros_is_exact_and_zeros_stay(rows, cols, sparsity, zeros, se
     assert (w == 0).sum() == want
 
 
-@pytest.mark.parametrize("pattern,cols", [((2, 4), 64), ((1, 4), 260), ((4, 8), 264), ((3, 200), 400)])
-def test_pattern_holds_and_beats_magnitude(xp, pattern, cols):
-    rng = np.random.default_rng(cols)
-    before = rng.standard_normal((9, cols)).astype(np.float32)
-    x = inputs(rng, 3 * cols, cols)
-    w = xp.array(before)
-    sparsegpt.prune_matrix(w, sparsegpt.inverse_factor(xp.asarray(x.T @ x)), 0, pattern)
-    w = array_backend.to_host(w)
-    n, m = pattern
-    assert ((w.reshape(-1, m) != 0).sum(axis=1) == n).all()
-    groups = np.abs(before).reshape(-1, m)
-    magnitude = np.where(groups >= np.sort(groups, axis=1)[:, m - n : m - n + 1], before.reshape(-1, m), 0)
-    assert relative_error(before, w, x.T @ x) < relative_error(before, magnitude.reshape(w.shape), x.T @ x)
-
-
 def test_hessian_without_inverse_is_refused(xp):
     with pytest.raises(np.linalg.LinAlgError):
         sparsegpt.inverse_factor(xp.array([[1, 5], [5, 1]], dtype=np.float32))

@@ -228,7 +228,6 @@ def _commands(model: ModelFile) -> Iterator[str]:
 _PRUNING = {
     "macko.prune.method": "method",
     "macko.prune.sparsity": "sparsity",
-    "macko.prune.pattern": "pattern",
     "macko.prune.compare_within": "compared within each",
     "macko.prune.allocation": "allocation",
     "macko.prune.sequential": "sequential",

@@ -58,11 +58,6 @@ def _add_how_many(group: argparse._ArgumentGroup) -> None:
         metavar="D",
         help="--allocation loss: a tensor's sparsity differs from the mean by at most D (default: %(default)s)",
     )
-    group.add_argument(
-        "--pattern",
-        metavar="N:M",
-        help="N of every M neighbours in a row stay, for example 2:4, in place of --sparsity",
-    )
 
 
 def _add_which(group: argparse._ArgumentGroup) -> None:
@@ -185,7 +180,6 @@ def parse_table_entry(text: str) -> tuple[str, str]:
 def prune_options(args: argparse.Namespace) -> PruneOptions:
     return PruneOptions(
         sparsity=args.sparsity,
-        pattern=args.pattern,
         method=args.method,
         compare_within=args.compare_within,
         allocation=args.allocation,
@@ -224,8 +218,8 @@ def print_report(report: PruneReport) -> None:
     ]
     rows.append(["total", "", "", report.n_zeros_before, report.n_zeros, report.n_zeros / report.n_elements])
     print(console.table(rows, ["tensor", "shape", "type", "zeros before", "zeros", "sparsity"]))
-    how = f"pattern {report.pattern}" if report.pattern is not None else f"per {report.compare_within}"
     print(
         f"\n{report.n_zeros} of {report.n_elements} weights in {len(report.tensors)} tensors are zero "
-        f"({report.n_zeros / report.n_parameters:.4f} of all {report.n_parameters} parameters), {how}"
+        f"({report.n_zeros / report.n_parameters:.4f} of all {report.n_parameters} parameters), "
+        f"per {report.compare_within}"
     )

@@ -111,7 +111,7 @@ def parse_pruning(text: str) -> Recipe:
     """A pruning of options of `macko prune`. Raises MackoError."""
     args = parse_arguments(prune_command, "--prune", text)
     options = parse(prune_command.prune_options(args))
-    how_many = f"{float(options.sparsity):.0%}" if options.pattern is None else str(options.pattern)
+    how_many = f"{float(options.sparsity):.0%}"
     label = f"{args.method} {how_many}"
     if args.compare_within:
         label += f" per {args.compare_within}"

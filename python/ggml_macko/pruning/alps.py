@@ -20,7 +20,7 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 
-from ..pruning import array_backend, masks, sparsegpt
+from ..pruning import array_backend, sparsegpt
 from ..pruning.array_backend import Array
 
 REFIT_STEPS = 10
@@ -82,13 +82,12 @@ def prune_matrix(
     problem: Problem,
     spectrum: Spectrum,
     n_zeros: int,
-    pattern: tuple[int, int] | None = None,
     advance: Callable[[int], object] = lambda steps: None,
 ) -> Array:
     """The pruned weights, float32 (rows, cols), before refit(): n_zeros of them are 0.
 
     Weights that are zero in the dense matrix stay zero and count; where it has more of them, it loses no others.
-    pattern (n, m): in place of n_zeros, n of every m columns of a row stay. advance: called with 1 after each step.
+    advance: called with 1 after each step.
     """
     xp = array_backend.module_of(problem.dense)
     zero = problem.dense == 0
@@ -96,14 +95,14 @@ def prune_matrix(
     q, scale = spectrum.vectors, spectrum.scale
     target = problem.target * scale  # of the scaled weights, W / scale
     kept = problem.dense / scale
-    mask = ~_lowest(xp.square(kept), zero, n_zeros, pattern)
+    mask = ~_lowest(xp.square(kept), zero, n_zeros)
     kept = xp.where(mask, kept, 0)
     multiplier = xp.zeros_like(kept)
     rho = _PENALTY
     for step in range(1, MAX_ADMM_STEPS + 1):
         free = ((target - multiplier + rho * kept) @ q / (spectrum.values + np.float32(rho))) @ q.T
         kept = free + multiplier / rho
-        found = ~_lowest(xp.square(kept), zero, n_zeros, pattern)
+        found = ~_lowest(xp.square(kept), zero, n_zeros)
         kept = xp.where(found, kept, 0)
         multiplier += rho * (free - kept)
         advance(1)
@@ -116,14 +115,12 @@ def prune_matrix(
     return kept * scale
 
 
-def _lowest(scores: Array, zero: Array, n: int, pattern: tuple[int, int] | None) -> Array:
+def _lowest(scores: Array, zero: Array, n: int) -> Array:
     """Marks the n lowest scores of a matrix, among them as many as possible of the weights that are zero already, and
     all of these; of equal scores, those of the lowest index. scores: float32 (rows, cols), not negative.
     """
     xp = array_backend.module_of(scores)
     scores = xp.where(zero, 0, scores)
-    if pattern is not None:  # on the CPU
-        return xp.asarray(masks.lowest_in_groups(array_backend.to_host(scores), *pattern)) | zero
     flat = scores.reshape(-1)
     if n == 0:
         return zero

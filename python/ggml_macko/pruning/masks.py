@@ -135,11 +135,3 @@ def lowest_per_row(scores: FloatArray, k: int) -> Mask:
 def score_keys(scores: FloatArray) -> npt.NDArray[np.uint32]:
     """Integers in the order of the scores, of the same shape: floats that are not negative order as their bits do."""
     return np.ascontiguousarray(scores).view(np.uint32)
-
-
-def lowest_in_groups(scores: FloatArray, n: int, m: int) -> Mask:
-    """Marks the m - n lowest scores of every m neighbours in a row, so that n stay: the N:M pattern.
-
-    scores: (rows, cols), not negative; cols is a multiple of m. Returns a mask (rows, cols).
-    """
-    return lowest_per_row(scores.reshape(-1, m), m - n).reshape(scores.shape)

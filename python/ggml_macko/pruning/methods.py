@@ -85,11 +85,11 @@ class _Rows(NamedTuple):
 
 
 def by_scores(scorer: Scorer, options: ParsedOptions, quotas: Quotas, pool: ThreadPoolExecutor) -> Pruner:
-    """Zeroes the weights with the lowest scores, as many as the quotas or the pattern say."""
+    """Zeroes the weights with the lowest scores, as many as the quotas say."""
 
     def prune_tensor(bits: Bits, t: Tensor) -> None:
         rows = t.ne[1]
-        whole_matrix = options.compare_within != "row" and options.pattern is None
+        whole_matrix = options.compare_within != "row"
         step = rows if whole_matrix else max(1, BLOCK_ELEMENTS // t.cols)
         row_quotas = [masks.spread(int(k), rows) for k in quotas[t.name]]
         sums = scorer.sums(t)
@@ -99,9 +99,7 @@ def by_scores(scorer: Scorer, options: ParsedOptions, quotas: Quotas, pool: Thre
             end = min(begin + step, rows)
             block = bits[i * rows + begin : i * rows + end]
             scores = scorer.score(block, t.type, sums[i])
-            if options.pattern is not None:
-                mask = masks.lowest_in_groups(scores, *options.pattern)
-            elif options.compare_within == "row":
+            if options.compare_within == "row":
                 mask = masks.lowest(scores, row_quotas[i][begin:end])
             else:
                 mask = masks.lowest_per_row(scores.reshape(1, -1), int(quotas[t.name][i])).reshape(block.shape)
@@ -191,11 +189,11 @@ def by_hessians(hessians: Hessians, options: ParsedOptions, quotas: Quotas, pool
         if options.method == "sparsegpt":
             w = before.copy()
             factor = hessians.inverse_factor(t.name, i, t.cols, options.damping)
-            sparsegpt.prune_matrix(w, factor, n_zeros, options.pattern, advance)
+            sparsegpt.prune_matrix(w, factor, n_zeros, advance)
         elif options.method == "alps":
             problem = hessians.problem(t.name, i, before, options.damping)
             spectrum = hessians.spectrum(t.name, i, problem)
-            return alps.refit(problem, alps.prune_matrix(problem, spectrum, n_zeros, options.pattern))
+            return alps.refit(problem, alps.prune_matrix(problem, spectrum, n_zeros))
         else:
             w = masks.to_float32(xp.asarray(chosen), t.type)
         if options.refit:

@@ -50,20 +50,6 @@ def hessian_memory(root: Path = Path("/")) -> int:
     return max(min(free, default=0) // 2, MIN_HESSIAN_MEMORY)
 
 
-class Pattern(NamedTuple):
-    """N:M sparsity: of every m neighbouring weights of a row, at most n stay."""
-
-    n: int
-    m: int
-
-    @property
-    def sparsity(self) -> Fraction:
-        return 1 - Fraction(self.n, self.m)
-
-    def __str__(self) -> str:
-        return f"{self.n}:{self.m}"
-
-
 class TableEntry(NamedTuple):
     """The sparsity of the tensors in whose name the regular expression is found."""
 
@@ -83,7 +69,6 @@ class PruneOptions:
     tensor_sparsity: (regular expression, sparsity) pairs; the first that is found in a tensor's name counts for it.
     allocation: "uniform"; or "loss": the sparsities of the tensors, at most loss_shift from the mean, at which the loss
     on a few chunks of the text should rise least. It is measured with one tensor pruned at a time.
-    pattern: in place of all these, "N:M", for example "2:4"; N of every M neighbours in a row stay.
     method: "magnitude": the smallest |w| go; "wanda": the smallest |w_ij| * ||x_j|| (arXiv 2306.11695, section 3);
     "sparsegpt": those that changes of the others make up for best (arXiv 2301.00774, section 3); "alps": the same by
     ADMM over the whole matrix (arXiv 2406.07831). refit: with the other methods, the weights that stay are fitted as
@@ -106,7 +91,6 @@ class PruneOptions:
     """
 
     sparsity: Sparsity | None = None
-    pattern: str | Pattern | None = None
     method: str = "magnitude"
     compare_within: str | None = None
     allocation: str = "uniform"
@@ -133,8 +117,7 @@ class PruneOptions:
 class ParsedOptions(PruneOptions):
     """The same, parsed: parse() makes them."""
 
-    sparsity: Fraction = Fraction(0)  # with a pattern, that of the pattern
-    pattern: Pattern | None = None
+    sparsity: Fraction = Fraction(0)
     compare_within: str = "row"
     loss_shift: Fraction = LOSS_SHIFT
     table: tuple[TableEntry, ...] = ()  # the first entry that matches decides, else sparsity
@@ -215,15 +198,14 @@ def parse(given: PruneOptions) -> ParsedOptions:
     """Options that are parsed and checked. Raises UsageError."""
     check_choice("--method", given.method, METHODS)
     table = parse_table(given.tensor_sparsity)
-    sparsity, pattern = parse_how_many(
-        given.sparsity,
-        given.pattern,
-        other_options=bool(table) or given.allocation != "uniform" or given.compare_within is not None,
-        quant_values=given.quant_values,
-    )
+    is_only_values = given.quant_values is not None and not table and given.allocation == "uniform"
+    sparsity = given.sparsity
+    if sparsity is None and is_only_values and given.compare_within is None:
+        sparsity = 0.0
+    if sparsity is None:
+        raise errors.usage_error("--sparsity is missing")
     parsed: dict[str, Any] = {
-        "sparsity": sparsity,
-        "pattern": pattern,
+        "sparsity": parse_sparsity(sparsity),
         "compare_within": given.compare_within or METHODS[given.method],
         "loss_shift": parse_sparsity(given.loss_shift, "--loss-shift"),
         "tensor_sparsity": (),
@@ -269,36 +251,6 @@ def _fraction(text: str) -> Fraction | None:
         return Fraction(text)
     except (ValueError, ZeroDivisionError):
         return None
-
-
-def parse_pattern(text: str) -> Pattern:
-    """The pattern of a text such as "2:4". Raises UsageError."""
-    found = re.fullmatch(r"(\d{1,4}):(\d{1,4})", text)
-    n, m = (int(found[1]), int(found[2])) if found else (0, 0)
-    refuse_if(not 0 < n < m, f"--pattern {text}: expected N:M with 0 < N < M")
-    return Pattern(n, m)
-
-
-def parse_how_many(
-    sparsity: Sparsity | None, pattern: str | Pattern | None, *, other_options: bool, quant_values: str | None
-) -> tuple[Fraction, Pattern | None]:
-    """Sparsity and pattern, of which exactly one must be given; neither if only values are asked for.
-
-    other_options: options were given that only a sparsity goes with. Raises UsageError.
-    """
-    if pattern is None:
-        if sparsity is None and quant_values is not None and not other_options:
-            return Fraction(0), None
-        if sparsity is None:
-            raise errors.usage_error("--sparsity (or --pattern) is missing")
-        return parse_sparsity(sparsity), None
-    parsed = parse_pattern(str(pattern))
-    refuse_if(
-        sparsity is not None or other_options,
-        "--pattern says how many weights go: leave out --sparsity, --tensor-sparsity, --allocation and "
-        "--compare-within",
-    )
-    return parsed.sparsity, parsed
 
 
 def parse_table(entries: Iterable[tuple[str, Sparsity]]) -> tuple[TableEntry, ...]:

@@ -37,7 +37,7 @@ from ..pruning import options as option_rules
 from ..pruning.allocation import Quotas
 from ..pruning.masks import Bits
 from ..pruning.methods import Pruner, Scorer
-from ..pruning.options import ParsedOptions, Pattern, PruneOptions, TableEntry
+from ..pruning.options import ParsedOptions, PruneOptions, TableEntry
 from ..pruning.working_copy import WorkingCopy
 from ..regular_files import check_regular
 from ..values import NEGATIVE_ZERO, bits_dtype
@@ -67,7 +67,6 @@ class PruneReport:
     tensors: tuple[PrunedTensor, ...]
     n_parameters: int  # of the whole model, tensors that were left alone included
     compare_within: str  # within what weights were compared: row, tensor or model
-    pattern: Pattern | None
 
     @property
     def n_elements(self) -> int:
@@ -141,7 +140,6 @@ def prune_with(
             tensors=tuple(pruned),
             n_parameters=sum(t.n_elements for t in model.tensors),
             compare_within=options.compare_within,
-            pattern=options.pattern,
         )
 
 
@@ -208,12 +206,8 @@ def make_quotas(
     """How many weights each matrix loses.
 
     scorer: the scores that are compared (used with compare_within model). loss_curves: of tensors at sparsities, for
-    allocation by loss. Raises MackoError (BAD_ARGUMENT) if a pattern does not divide the columns of a tensor.
+    allocation by loss.
     """
-    if options.pattern is not None:
-        for t in tensors:
-            if t.cols % options.pattern.m:
-                raise errors.error(errors.BAD_ARGUMENT, f"--pattern {options.pattern}: {t.name} has {t.cols} columns")
     by_table = {t.name: s for t in tensors for s in [table_sparsity(t.name, options.table)] if s is not None}
     free = [t for t in tensors if t.name not in by_table]
     quotas = {
@@ -358,8 +352,6 @@ def provenance(options: ParsedOptions, statistics: imatrix_file.Imatrix | None, 
         make_key("macko.prune.sparsity", "f32", float(options.sparsity)),
         make_key("macko.prune.compare_within", "str", options.compare_within),
     ]
-    if options.pattern is not None:
-        keys.append(make_key("macko.prune.pattern", "str", str(options.pattern)))
     if options.allocation != "uniform":
         keys.append(make_key("macko.prune.allocation", "str", options.allocation))
     if options.table:

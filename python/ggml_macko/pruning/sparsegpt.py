@@ -78,33 +78,26 @@ def prune_matrix(
     w: Array,
     factor: Array,
     n_zeros: int,
-    pattern: tuple[int, int] | None = None,
     advance: Callable[[int], object] = lambda cols: None,
 ) -> None:
     """Prunes w, float32 (rows, cols), in place: n_zeros of its weights become 0.
 
     factor: inverse_factor of the Hessian of its inputs. Each block of BLOCK_COLS columns gets its share of n_zeros,
     chosen from all rows together. Weights that are zero already stay zero and count; where a block has more of them
-    than its share, it loses no others. pattern (n, m): in place of n_zeros, n of every m columns of a row stay.
+    than its share, it loses no others.
     advance: called with the number of columns that are done since the last call.
     """
     xp = array_backend.module_of(w)
     rows, cols = w.shape
-    m = 1 if pattern is None else pattern[1]
-    block_cols = max(1, BLOCK_COLS // m) * m
     zero = (w == 0).T
-    for begin in range(0, cols, block_cols):
-        end = min(begin + block_cols, cols)
+    for begin in range(0, cols, BLOCK_COLS):
+        end = min(begin + BLOCK_COLS, cols)
         u = factor[begin:end, begin:end]
         n = n_zeros * end // cols - n_zeros * begin // cols
         block = xp.ascontiguousarray(w[:, begin:end].T)  # transposed: a column of w is contiguous
         scaled_errors = xp.empty_like(block)  # w_ij / U_jj of the weights that are zeroed
-        mask = choose(block, u, zero[begin:end], n) if pattern is None else zero[begin:end].copy()
+        mask = choose(block, u, zero[begin:end], n)
         for j in range(end - begin):
-            if pattern is not None and j % m == 0:
-                group = slice(j, j + m)
-                updated = block[group] - u[:j, group].T @ scaled_errors[:j]
-                mask[group] |= choose_in_groups(updated, u[group, group], zero[begin:end][group], pattern)
             column = block[j] - u[:j, j] @ scaled_errors[:j]  # with the changes that the columns before it made
             scaled_errors[j] = xp.where(mask[j], column, 0) / u[j, j]
             block[j] = xp.where(mask[j], 0, column)
@@ -123,13 +116,6 @@ def choose(block: Array, u: Array, zero: Array, n: int) -> Array:
     costs = costs_of(block, u, zero)
     chosen = masks.lowest_per_row(costs.reshape(1, -1), n).reshape(block.shape)
     return array_backend.module_of(block).asarray(chosen) | zero
-
-
-def choose_in_groups(group: Array, u: Array, zero: Array, pattern: tuple[int, int]) -> Array:
-    """Like choose, for the m columns (m, rows) of one group of the pattern: n of them stay in each row."""
-    costs = costs_of(group, u, zero)
-    chosen = masks.lowest_in_groups(np.ascontiguousarray(costs.T), *pattern).T
-    return array_backend.module_of(group).asarray(chosen)
 
 
 def costs_of(block: Array, u: Array, zero: Array) -> masks.FloatArray:

@@ -182,7 +182,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         start = Path(folder) / "start.gguf"
         write_start(start, args.teacher, size, args.seed, arch=args.arch, from_teacher=args.from_teacher)
-        found = imitate(start, args.output, teacher=args.teacher, options=options)
+        found = imitate(start, args.output, options, teacher=args.teacher)
     console.log(
         f"{found.n_trained} weights, {found.n_tokens} tokens, {found.seconds:.0f} s: held-out perplexity "
         f"{found.perplexity_after:.2f}, of the teacher {found.perplexity_dense:.2f}"

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .native.llama_hook import register
     from .pruning.options import PruneOptions
     from .pruning.prune import PruneReport, prune
+    from .recovery.options import RecoverOptions
     from .recovery.recover import RecoverReport, recover
     from .sparse_matrix import SparseMatrix
 
@@ -58,6 +59,7 @@ _HOME = {
     "PruneOptions": "pruning.options",
     "recover": "recovery.recover",
     "RecoverReport": "recovery.recover",
+    "RecoverOptions": "recovery.options",
     "decompress": "huggingface.decompress",
     "Decompression": "huggingface.decompress",
     "calibrate": "evaluation.calibrate",
@@ -92,6 +94,7 @@ __all__ = [
     "ModelReport",
     "PruneOptions",
     "PruneReport",
+    "RecoverOptions",
     "RecoverReport",
     "RestorationReport",
     "SkipOptions",

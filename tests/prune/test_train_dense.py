@@ -123,7 +123,7 @@ def test_teacher_with_another_vocabulary_is_refused(tmp_path, tool, files):
     tool.write_start(start, other, tool.Size(*SHAPE.values()), 0)
     options = RecoverOptions(text=str(text), n_ctx=32)
     with pytest.raises(errors.MackoError, match="another vocabulary"):
-        recover.imitate(start, tmp_path / "out.gguf", teacher=teacher, options=options)
+        recover.imitate(start, tmp_path / "out.gguf", options, teacher=teacher)
     assert not (tmp_path / "out.gguf").exists()
 
 

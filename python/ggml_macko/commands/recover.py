@@ -134,11 +134,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    report = recover(
-        args.input,
-        args.output,
-        dense=args.dense,
-        force=args.force,
+    given = options.RecoverOptions(
         text=args.file,
         method=args.method,
         held_out=args.held_out,
@@ -158,6 +154,7 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         n_threads=args.threads,
     )
+    report = recover(args.input, args.output, given, dense=args.dense, force=args.force)
     if args.json:
         console.print_json(report.__dict__)
         return 0

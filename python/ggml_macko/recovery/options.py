@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from ..evaluation import likelihood
@@ -42,28 +43,39 @@ HELD_OUT_SHARE = 1 / 16
 
 @dataclass(frozen=True)
 class RecoverOptions:
-    """How to recover a model. Construct it with keywords; `check` refuses what does not go together."""
+    """How to recover a model.
 
-    text: str  # path
-    method: str = "distill"  # one of METHODS
-    held_out: str | None = None  # path of the text that the best weights are chosen by
-    n_held_out: int = N_HELD_OUT  # chunks of it, at most, spread evenly
-    n_chunks: int = -1  # of the text; -1: all
+    text: UTF-8, cut into chunks of n_ctx tokens; n_chunks: how many of them, -1 is all. method: "distill": the whole
+    model learns the dense one's probabilities of the next token; "blocks": each attention and feed-forward part in
+    turn learns the hidden states. held_out: the text that the best weights are chosen by, n_held_out chunks of it at
+    most; without it, the last sixteenth of the text. n_self_generated: so many chunks more to train on, which the dense
+    model writes: each goes on from a few tokens of the text. n_epochs: how often the text is read; 0: EPOCHS of the
+    method. batch_size: chunks of a step. learning_rate: the highest; 0: RATE_TIMES_WIDTH over the length of the
+    embeddings. n_evaluations: on the held-out text during a run; patience: how many without a better one end it, in its
+    second half. gradient_checkpointing: less memory for a third more time. quant_values: "q8_0", "q5_0", "q4_nl" or
+    "q4_0": matrices are trained with values of this type, which `convert` to its sparse type finds again.
+    keep_mantissa: without it, weights are rounded to the significant bits that they had. seed: of the order of the
+    text. device: "auto", a GPU where PyTorch finds one, or "cpu". n_threads: of the CPU; 0 is all.
+    """
+
+    text: str | os.PathLike[str]
+    method: str = "distill"
+    held_out: str | os.PathLike[str] | None = None
+    n_held_out: int = N_HELD_OUT
+    n_chunks: int = -1
     n_ctx: int = N_CTX
-    n_self_generated: int = 0  # chunks that the dense model writes, besides those of the text
-    n_epochs: int = 0  # 0: EPOCHS of the method
-    batch_size: int = BATCH_SIZE  # chunks
-    learning_rate: float = 0.0  # 0: by RATE_TIMES_WIDTH
-    n_evaluations: int = N_EVALUATIONS  # on the held-out text, spread over the run
-    patience: int = PATIENCE  # evaluations in the second half without a better one after which the run ends
+    n_self_generated: int = 0
+    n_epochs: int = 0
+    batch_size: int = BATCH_SIZE
+    learning_rate: float = 0.0
+    n_evaluations: int = N_EVALUATIONS
+    patience: int = PATIENCE
     gradient_checkpointing: bool = False
-    quant_values: str | None = (
-        None  # a type of pruning.options.VALUES: matrices get quantized values, and are trained as such
-    )
-    keep_mantissa: bool = False  # weights have all bits of their type, not only as many as they had
+    quant_values: str | None = None
+    keep_mantissa: bool = False
     seed: int = 0
-    device: str = "auto"  # auto: a GPU where PyTorch finds one; cpu
-    n_threads: int = 0  # of the CPU; 0: all
+    device: str = "auto"
+    n_threads: int = 0
 
     @property
     def epochs(self) -> int:

@@ -1,4 +1,4 @@
-"""Trains the weights that pruning left: `recover(pruned, output, dense=..., text=...)`.
+"""Trains the weights that pruning left: `recover(pruned, output, RecoverOptions(text=...), dense=...)`.
 
 The dense model is the teacher, a text the only data; zeros stay zeros. The forward pass is PyTorch's; it is compared
 with llama.cpp's before anything is trained.
@@ -20,7 +20,7 @@ import numpy as np
 
 from .. import console, errors
 from ..evaluation.calibrate import model_digest
-from ..evaluation.text_model import N_CTX, Chunks, TextModel, read_text, spread
+from ..evaluation.text_model import Chunks, TextModel, read_text, spread
 from ..gguf import tensor_rules
 from ..gguf.activation_keys import without_rule
 from ..gguf.files import Key, Model, Tensor, make_key
@@ -29,7 +29,7 @@ from ..gguf.writer import NewTensor, Writer
 from ..pruning import masks
 from ..pruning.methods import read_finite
 from ..recovery.checkpoint import Checkpoint
-from ..recovery.options import BATCH_SIZE, HELD_OUT_SHARE, N_EVALUATIONS, N_HELD_OUT, PATIENCE, RecoverOptions
+from ..recovery.options import HELD_OUT_SHARE, RecoverOptions
 from ..recovery.schedule import Texts
 from ..values import NEGATIVE_ZERO, Array
 
@@ -59,26 +59,9 @@ class RecoverReport:
 def recover(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str],
+    options: RecoverOptions,
     *,
     dense: str | os.PathLike[str],
-    text: str | os.PathLike[str],
-    method: str = "distill",
-    held_out: str | os.PathLike[str] | None = None,
-    n_held_out: int = N_HELD_OUT,
-    n_chunks: int = -1,
-    n_ctx: int = N_CTX,
-    n_self_generated: int = 0,
-    n_epochs: int = 0,
-    batch_size: int = BATCH_SIZE,
-    learning_rate: float = 0.0,
-    n_evaluations: int = N_EVALUATIONS,
-    patience: int = PATIENCE,
-    gradient_checkpointing: bool = False,
-    quant_values: str | None = None,
-    keep_mantissa: bool = False,
-    seed: int = 0,
-    device: str = "auto",
-    n_threads: int = 0,
     force: bool = False,
 ) -> RecoverReport:
     """Trains the non-zeros of a pruned GGUF (dense or sparse; the first file of a split one) so that it behaves like
@@ -86,52 +69,20 @@ def recover(
 
     Block matrices, norms and biases are trained; embeddings and head are not.
 
-    text: UTF-8, cut into chunks of n_ctx tokens; n_chunks: how many of them, -1 is all. method: "distill": the whole
-    model learns the dense one's probabilities of the next token; "blocks": each attention and feed-forward part in
-    turn learns the hidden states. held_out: the text that the best weights are chosen by, n_held_out chunks of it at
-    most; without it, the last sixteenth of the text. n_self_generated: so many chunks more to train on, which the dense
-    model writes: each goes on from a few tokens of the text. n_epochs: how often the text is read; 0: EPOCHS of the
-    method. batch_size: chunks of a step. learning_rate: the highest; 0: RATE_TIMES_WIDTH over the length of the
-    embeddings. n_evaluations: on the held-out text during a run; patience: how many without a better one end it, in its
-    second half. gradient_checkpointing: less memory for a third more time. quant_values: "q8_0", "q5_0", "q4_nl" or
-    "q4_0": matrices are trained with values of this type, which `convert` to its sparse type finds again.
-    keep_mantissa: without it, weights are rounded to the significant bits that they had. seed: of the order of the
-    text. device: "auto", a GPU where PyTorch finds one, or "cpu". n_threads: of the CPU; 0 is all.
-
     A run that was interrupted goes on from OUTPUT.checkpoint; on one CPU it then writes the same bytes. Raises
     UsageError (an option out of range), MackoError (no PyTorch, other models or architectures, a bad text, not finite)
     or OSError.
     """
-    asked = RecoverOptions(
-        text=os.fspath(text),
-        method=method,
-        held_out=None if held_out is None else os.fspath(held_out),
-        n_held_out=n_held_out,
-        n_chunks=n_chunks,
-        n_ctx=n_ctx,
-        n_self_generated=n_self_generated,
-        n_epochs=n_epochs,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        n_evaluations=n_evaluations,
-        patience=patience,
-        gradient_checkpointing=gradient_checkpointing,
-        quant_values=quant_values,
-        keep_mantissa=keep_mantissa,
-        seed=seed,
-        device=device,
-        n_threads=n_threads,
-    )
-    asked.check()
-    return _train_file(_Task(check_pair, trained_tensors, provenance), source, output, dense, asked, force)
+    options.check()
+    return _train_file(_Task(check_pair, trained_tensors, provenance), source, output, dense, options, force)
 
 
 def imitate(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str],
+    options: RecoverOptions,
     *,
     teacher: str | os.PathLike[str],
-    options: RecoverOptions,
     force: bool = False,
 ) -> RecoverReport:
     """Trains all weights of a dense GGUF, embeddings and head too, so that it behaves like `teacher`, a model of any

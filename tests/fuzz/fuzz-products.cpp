@@ -112,8 +112,8 @@ void check(const kernel_set & set, const problem & p, x_layout layout) {
     const mul_mat_params params = { p.w, 0, rows, p.n, xs.data(), ys.data(), p.round_x, scratch.data };
     set.prepare(params, layout, 0, 1);
     set.multiply(params, layout, 0, rows);
-    // with integers, x has an error of half a unit, and the offset that makes them positive adds one rounding per 64
-    // 64 columns and a few more
+    // with integers, x has an error of half a unit; the offset that makes them positive adds a rounding per 64 columns
+    // and a few more
     const bool   integers = is_quant_type(p.w.type) && (layout == x_layout::planes || layout == x_layout::rows16);
     const double n_cols   = static_cast<double>(cols),
                  step     = integers ? 0.5 / (in_bundles(p.w) ? 32512 : 32767) + (n_cols / 64 + 8) * 0x1p-23 : 0;

@@ -1,6 +1,5 @@
 // The dense operations of the GPU against float64, element by element, on random shapes, strides and data with
-// outliers. Outputs are poisoned before each call and lie between guard zones. Skips (exit code 77) where there is no
-// GPU.
+// outliers. Outputs are poisoned before each call and lie between guard zones. Skipped (exit code 77) without a GPU.
 #include "cuda/lib/cublas.h"
 #include "cuda/ops/ops.h"
 #include "test.h"
@@ -160,7 +159,8 @@ struct device_tensor {
             }
         }
     }
-    // On the stream of ctx: a plain cudaMemcpy may return before the data has arrived, and that stream would not wait.
+    // Copies on the stream of ctx: a plain cudaMemcpy may return before the data has arrived, and that stream would not
+    // wait.
     void upload() {
         cuda_ok(cudaMemcpyAsync(t.data, host.data(), nbytes, cudaMemcpyHostToDevice, ctx.stream), "upload");
         cuda_ok(cudaStreamSynchronize(ctx.stream), "upload");
@@ -189,7 +189,7 @@ tensor_ptr make(tensor_type type, std::vector<int64_t> ne, int64_t pad = 0, bool
     return std::make_unique<device_tensor>(type, std::move(ne), pad, permuted);
 }
 
-// every element of out is within bound(...) of reference(...): pair of value and bound
+// Checks that every element of out is within bound(...) of reference(...): pair of value and bound.
 using reference = std::function<std::pair<double, double>(int64_t, int64_t, int64_t, int64_t)>;
 void check(const std::string & name, cudaError_t error, device_tensor & out, const reference & f) {
     CHECK(error == cudaSuccess, "%s: %s", name.c_str(), cudaGetErrorString(error));
@@ -247,7 +247,7 @@ TEST(binary_broadcast_and_in_place) {
     }
 }
 
-// the source, of NaN, gives the shape only
+// the source, of NaN, only provides the shape
 TEST(fill_with_a_number_and_infinity) {
     for (const tensor_type type : { TYPE_F32, TYPE_F16 }) {
         for (const float value : { 0.0f, -2.5f, -INFINITY }) {
@@ -440,16 +440,16 @@ TEST(rows_of_one_element_and_strided_sources) {
     }
 }
 
-// ---- blocks that are written ----
+// ---- writing blocks ----
 
 const std::vector<tensor_type> CACHE_BLOCKS = { TYPE_Q8_0, TYPE_Q4_0, TYPE_Q4_1, TYPE_Q5_0, TYPE_Q5_1, TYPE_IQ4_NL };
 constexpr int                  IQ4_NL[] = { -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113 };
 
 double rounded_to_f16(double x) { return from_f16(to_f16(static_cast<float>(x))); }
-// whether float32 arithmetic that leads to x may round it to the next F16 number
+// Whether the float32 arithmetic that computes x may round it to the next F16 number.
 bool is_f16_tie(double x) { return rounded_to_f16(x * (1 - 0x1p-22)) != rounded_to_f16(x * (1 + 0x1p-22)); }
 
-// What a block of 32 elements decodes to after ggml's rule for a type has written it. error: of each element of x.
+// The decoded elements of a block of 32 that ggml's rule for a type has written. error: of each element of x.
 class written_block {
 public:
     written_block(tensor_type type, const std::vector<double> & x, double error) : x_(x), error_(error) {
@@ -476,7 +476,7 @@ public:
         }
     }
 
-    // element i and its bound: a unit of each F16 number, and a step where rounding is nearly a tie
+    // element i and its bound: a unit of each F16 number, and a step if rounding is almost a tie
     std::pair<double, double> operator[](int i) const {
         const rounding r     = round(i);
         const double   value = r.q * rounded_to_f16(scale_) + rounded_to_f16(offset_);
@@ -532,8 +532,8 @@ private:
     }
 };
 
-// Rows of a tensor in a quantized type, decoded, against what should have been written: row(r) has the elements and
-// their error, or nothing where none was.
+// Compares decoded rows of a quantized tensor with the expected ones: row(r) returns the elements and their error, or
+// nothing if the row is not written.
 void check_written_rows(const char * name, device_tensor & rows,
                         const std::function<std::pair<std::vector<double>, double>(int64_t)> & row) {
     rows.download(name);
@@ -600,7 +600,7 @@ TEST(blocks_are_written_by_ggmls_rules) {
     }
 }
 
-// who writes row numbers may be a stranger: a kernel stays inside its operands, with the nearest row that there is
+// Row numbers may come from a hostile client: a kernel must stay inside its operands and use the nearest existing row.
 constexpr int64_t ROW_NUMBERS[] = { -1, INT32_MIN, 9, 10, INT32_MAX, 4, 0, 8 };
 int64_t           nearest_row(int64_t id, int64_t rows) { return std::min(std::max<int64_t>(id, 0), rows - 1); }
 
@@ -693,7 +693,7 @@ struct rope_case {
         const double mix  = 1 - std::clamp(ramp, 0.0, 1.0);
         return { theta * (1 - mix) + extrapolated * mix, 1 + 0.1 * std::log(1 / static_cast<double>(p.freq_scale)) };
     }
-    // element i0 of head h of token t, rotated, and the bound of its error
+    // Element i0 of head h of token t after rotation, and the bound of its error.
     std::pair<double, double> rotated(int64_t i0, int64_t h, int64_t t) const {
         if (i0 >= p.n_dims) {
             return { x->get(i0, h, t), 0.0 };
@@ -707,7 +707,7 @@ struct rope_case {
         const double a = x->get(first, h, t), b = x->get(second, h, t);
         const double z = size * (i0 == first ? a * std::cos(theta) - b * std::sin(theta)
                                              : a * std::sin(theta) + b * std::cos(theta));
-        // the angle is a float, and a power of one
+        // the angle is a float, and a power of a float
         const double bound = size * (std::fabs(a) + std::fabs(b)) * U32 *
                              (16 + (24 + static_cast<double>(pair)) * std::fabs(extrapolated));
         return { z, bound };
@@ -717,7 +717,7 @@ struct rope_case {
     }
 };
 
-// fused: the same keys go to rows of an F16 cache, values to rows of another
+// fused: the same keys go to rows of an F16 cache, and values to rows of another.
 void check_rope_cache(const rope_case & r) {
     const int64_t rows = 128, width = pick({ 64, 72 });
     auto          k_cache = make(TYPE_F16, { r.head_dim * r.heads, rows }), v_cache = make(TYPE_F16, { width, rows }),
@@ -769,7 +769,7 @@ const std::vector<tensor_type> WEIGHT_TYPES = { TYPE_F32,  TYPE_F16,  TYPE_BF16,
                                                 TYPE_Q5_0, TYPE_Q5_1, TYPE_Q8_0, TYPE_IQ4_NL, TYPE_Q2_K,
                                                 TYPE_Q3_K, TYPE_Q4_K, TYPE_Q5_K, TYPE_Q6_K,   TYPE_MXFP4 };
 
-// a weight and what it decodes to: random bytes where there is no encoder, with scales made harmless
+// A weight and its decoded values: random bytes for types without an encoder, with harmless scales.
 std::pair<tensor_ptr, tensor_ptr> make_weight(tensor_type type, const std::vector<int64_t> & ne, int64_t pad) {
     auto w = make(type, ne, pad), decoded = make(TYPE_F32, ne);
     if (type_block_size(type) == 1) {
@@ -814,17 +814,17 @@ std::pair<tensor_ptr, tensor_ptr> make_weight(tensor_type type, const std::vecto
     return { std::move(w), std::move(decoded) };
 }
 
-// whether few columns of one matrix of 16-bit weights may be multiplied by cuBLAS, as more than 8 columns are
+// Whether cuBLAS may multiply few columns of one matrix of 16-bit weights, like more than 8 columns.
 bool narrow_in_16_bits(tensor_type type, int64_t cols, int64_t rows, int64_t n) {
     return ctx.cublas && (type == TYPE_F16 || type == TYPE_BF16) && cols * rows >= 1 << 22 && n >= 3;
 }
 
-// rounding of x and w on the way into tensor cores
+// Rounding of x and w before tensor cores.
 double product_roundoff(tensor_type type, int64_t n, bool narrow = false) {
     return (n <= 8 && !narrow) || type == TYPE_F32 ? 0 : type == TYPE_F16 ? U_F16 : 2.01 * U_BF16;
 }
 
-// an element of w x and its bound; u: product_roundoff()
+// An element of w x and its bound; u: product_roundoff().
 std::pair<double, double> product_at(const tensor_ptr & w, const tensor_ptr & x, int64_t row, int64_t col, int64_t w_i2,
                                      int64_t x_i2, double u) {
     const int64_t cols = w->t.ne[0];
@@ -875,7 +875,7 @@ TEST(products_of_every_type) {
     }
 }
 
-// 2 to 8 columns of matrices on either side of the sizes from which on cuBLAS multiplies
+// 2 to 8 columns of matrices just below and above the sizes at which cuBLAS takes over.
 TEST(few_columns_of_large_matrices) {
     for (const tensor_type type : { TYPE_F16, TYPE_BF16 }) {
         for (const auto & [cols, rows] :
@@ -898,8 +898,8 @@ TEST(few_columns_of_large_matrices) {
     }
 }
 
-// Chunks of 256 weights that do not fill, rows at every even address, the last rows of a tile, more chunks than warps;
-// NaN behind each row (its padding)
+// Partial chunks of 256 weights, rows at every even address, the last rows of a tile, more chunks than warps; NaN after
+// each row (in its padding).
 TEST(quantized_columns_read_no_more_than_their_rows) {
     for (const tensor_type type : { TYPE_Q4_0, TYPE_Q5_0, TYPE_Q8_0, TYPE_Q4_K, TYPE_Q5_K, TYPE_Q6_K }) {
         for (int k = 0; k < 24; k++) {
@@ -921,7 +921,7 @@ TEST(quantized_columns_read_no_more_than_their_rows) {
 
 TEST(products_keep_nan_and_survive_infinities) {
     for (const tensor_type type : { TYPE_F16, TYPE_BF16, TYPE_F32, TYPE_Q8_0 }) {
-        // float32 throughout; tensor cores: cuBLAS, or from 9 columns on our own kernel where it is not there
+        // float32 throughout; tensor cores: cuBLAS, or, from 9 columns on, our own kernel if cuBLAS is missing
         for (const int64_t n : { 2, 3, 9, 70 }) {
             const int64_t cols = 512, rows = 300, with_nan = (n - 1) / 2, with_infinity = n - 1;
             auto          pair = make_weight(type, { cols, rows }, 0);
@@ -948,7 +948,7 @@ TEST(products_keep_nan_and_survive_infinities) {
     }
 }
 
-// rows and columns of any magnitude that BF16 has, also where tensor cores take F16 only (cc 7.5)
+// Rows and columns of any magnitude of BF16, even on GPUs whose tensor cores support only F16 (cc 7.5).
 TEST(products_of_bf16_keep_its_range) {
     for (const int64_t n : { 9, 70 }) {
         for (const int64_t cols : { 77, 264, 520 }) {
@@ -1012,7 +1012,7 @@ TEST(expert_products_with_strided_ids) {
     }
 }
 
-// Sylvester's matrix: element (i, j) is -1 to the number of bits that i and j share
+// Sylvester's matrix: element (i, j) is -1 to the power of the number of bits that are set in both i and j.
 TEST(hadamard_is_the_product_with_its_matrix) {
     for (const int64_t n : { 64, 128, 256, 512 }) {
         for (const int64_t rows : { 1, 7, 32, 513 }) {
@@ -1037,7 +1037,7 @@ TEST(hadamard_is_the_product_with_its_matrix) {
     CHECK(!op_hadamard_supported(odd->t, odd->t), "a transform of 96 elements");
 }
 
-// q and k rotated, then q, k and v times a Hadamard matrix, k and v in rows of quantized caches
+// q and k rotated, then q, k and v times a Hadamard matrix, with k and v in rows of quantized caches.
 TEST(rotated_and_turned_rows_in_one_launch) {
     for (int k = 0; k < 48; k++) {
         const int64_t head_dim = pick({ 64, 128, 256, 512 }), n_kv = pick({ 1, 2, 8 }), n_v = pick({ 1, 3, 8 }),
@@ -1116,7 +1116,7 @@ TEST(rotated_and_turned_rows_in_one_launch) {
     }
 }
 
-// Rows of x by expert, in the order of entries, and results back to their places; ids that no expert has are left out.
+// Rows of x by expert, in the order of entries, and results back to their places; ids without an expert are skipped.
 TEST(rows_of_an_expert_are_side_by_side) {
     for (int k = 0; k < 24; k++) {
         const int64_t width = pick({ 7, 64, 1000 }), experts = 5, used = pick({ 1, 3 }), tokens = pick({ 2, 33, 70 }),
@@ -1217,7 +1217,7 @@ struct attention_case {
           window(visible > 0 ? std::max(visible, tokens) : 0) {
         make_operands(k);
     }
-    // many tokens, which see what lies before them, or nothing but the last `visible` positions and what they add
+    // many tokens, which see all earlier positions, or only the last `visible` positions and the new ones
     attention_case(int k, tensor_type of, int64_t dim, int64_t n_tokens, int64_t depth, int64_t visible)
         : type(of),
           head_dim(dim),
@@ -1243,7 +1243,7 @@ struct attention_case {
         p.scale = 1 / std::sqrt(static_cast<float>(head_dim)), p.softcap = k % 8 == 3 ? 20.0f : 0.0f;
         p.max_bias = k % 9 == 5 ? 8.0f : 0.0f;
     }
-    // some positions hidden, and whole tiles of them, as in a causal mask
+    // some positions hidden, including whole tiles, as in a causal mask
     void make_mask(int k) {
         const int64_t hidden_from = k % 4 == 0 ? n_kv : std::max<int64_t>(1, n_kv / 2);
         mask->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
@@ -1349,7 +1349,7 @@ TEST(attention_masks_groups_and_splits) {
     }
 }
 
-// Several rounds of positions per block, splits of unequal lengths, and windows that hide whole rounds and splits
+// Several rounds of positions per block, splits of unequal lengths, and windows that hide whole rounds and splits.
 TEST(attention_over_deep_caches) {
     int k = 0;
     for (const int64_t depth : { 1537, 5003, 16384, 17000 }) {
@@ -1367,8 +1367,8 @@ TEST(attention_over_deep_caches) {
     }
 }
 
-// Tiles that are hidden, seen by all tokens, or neither; tiles and splits that end early; every size of heads that has
-// a kernel of tiles, and both numbers of groups.
+// Tiles that are hidden, visible to all tokens, or mixed; tiles and splits that end early; every head size with a
+// kernel for tiles, and both numbers of groups.
 TEST(attention_of_many_tokens) {
     int k = 0;
     for (const int64_t head_dim : { 64, 80, 96, 112, 128, 256 }) {
@@ -1397,8 +1397,8 @@ TEST(attention_of_many_tokens) {
     ctx.shared_nbytes = all;
 }
 
-// Rows that the mask hides from a token may hold anything, even NaN, and must not be multiplied, not even by 0. A mask
-// may also differ from head to head.
+// Rows that the mask hides from a token may contain anything, even NaN, and must not be multiplied, not even by 0. A
+// mask may also differ between heads.
 TEST(attention_does_not_read_hidden_rows) {
     for (int k = 0; k < 60; k++) {
         const tensor_type type     = k < 36 ? TYPE_F16 : QUANTIZED_CACHES[k / 2 % std::size(QUANTIZED_CACHES)];
@@ -1450,7 +1450,7 @@ TEST(attention_does_not_read_hidden_rows) {
     }
 }
 
-// one token whose key and value are new, and a cache
+// One token with a new key and value, and a cache.
 struct new_row_case {
     int         k;
     bool        each_warp, many; // the new row belongs to each warp in turn; more heads than clusters fit
@@ -1510,7 +1510,7 @@ struct new_row_case {
     }
 };
 
-// caches and results of two ways to compute the same
+// Caches and results of two ways to compute the same operations.
 struct two_caches {
     tensor_ptr k_cache, v_cache, k_cache2, v_cache2, want, got;
     explicit two_caches(const new_row_case & c)
@@ -1531,7 +1531,7 @@ struct two_caches {
               static_cast<int>(c.head_dim), static_cast<int>(c.row));
         bool   same_keys = true;
         double worst     = 0;
-        // the new row: another order of the same operations may change a last bit
+        // the new row: a different order of the same operations may change the last bit
         k_cache->each([&](int64_t i0, int64_t i1, int64_t, int64_t) {
             const double key = k_cache->get(i0, i1), difference = std::fabs(key - k_cache2->get(i0, i1));
             same_keys = same_keys && difference <= (i1 == c.row ? 2 * U_F16 * (std::fabs(key) + 0x1p-14) : 0);
@@ -1548,7 +1548,7 @@ struct two_caches {
     }
 };
 
-// one token: compared with op_rope_cache and op_attention one after the other, which the tests above check
+// One token: compared with op_rope_cache followed by op_attention, which the tests above check.
 TEST(rope_and_attention_in_one_launch) {
     for (int k = 0; k < 96; k++) {
         const new_row_case      c(k);
@@ -1573,7 +1573,7 @@ TEST(rope_and_attention_in_one_launch) {
     }
 }
 
-// k and v of one token, by each kernel that writes them
+// k and v of one token, by each kernel that writes them.
 TEST(row_numbers_of_new_keys_stay_inside_the_cache) {
     for (const int k : { 0, 1, 40, 43, 44, 85, 90 }) {
         for (const int64_t id :
@@ -1604,7 +1604,7 @@ TEST(row_numbers_of_new_keys_stay_inside_the_cache) {
     }
 }
 
-// any bytes to any address, several of them to one address: as one memcpy after the other
+// Any bytes to any address, several of them to the same address: the result must equal consecutive memcpy calls.
 TEST(small_writes_in_one_launch) {
     constexpr size_t NBYTES = 6000;
     rng              random(11);

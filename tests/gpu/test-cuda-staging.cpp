@@ -1,4 +1,4 @@
-// Copies that several host threads make through pinned memory (cuda/lib/staging.h), byte by byte. Needs a GPU.
+// Copies by several host threads through pinned memory (cuda/lib/staging.h), byte by byte. Needs a GPU.
 #include "cuda/lib/staging.h"
 #include "test.h"
 
@@ -19,7 +19,7 @@ void cuda_ok(cudaError_t error, const char * what) {
 
 uint8_t byte_of(int64_t row, int64_t i) { return static_cast<uint8_t>(row * 131 + i * 7 + row / 256); }
 
-// Rows arrive where they belong, whatever pieces they are copied in; what lies between them is not touched.
+// Rows must arrive at their places for any sizes of pieces, without changes to the bytes between them.
 void check_rows(host_staging & staging, cudaStream_t stream, int64_t nbytes, int64_t pitch, int64_t n, int64_t step,
                 int n_threads) {
     constexpr int        FILL = 0xa5;

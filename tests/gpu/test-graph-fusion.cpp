@@ -1,5 +1,5 @@
-// Which nodes of a ggml graph the GPU computes with one launch, and which it must not: cuda/graph with stand-ins for
-// the kernels, so that no GPU is needed. A case builds a few nodes as llama.cpp does and names the launches it expects.
+// The nodes of a ggml graph that the GPU must, or must not, compute with one launch: cuda/graph with stand-ins for the
+// kernels, so no GPU is needed. A case builds a few nodes like llama.cpp and names the expected launches.
 #include "abi/op-numbers.h"
 #include "cuda-graphs.h"
 #include "cuda/graph/fuse-rope-cache.h"
@@ -43,7 +43,7 @@ void check_launches(const char * what, const ggml_cgraph * graph, const names & 
     CHECK(got == expected, "%s: launches are [%s], not [%s]", what, joined(got).c_str(), joined(expected).c_str());
 }
 
-// every node is to be computed, in memory of its own
+// Every node must be computed, in its own memory.
 void finish(graph_builder & b, ggml_tensor * result) {
     b.expand(result);
     for (int i = 0; i < b.graph->n_nodes; i++) {
@@ -52,7 +52,7 @@ void finish(graph_builder & b, ggml_tensor * result) {
     b.place();
 }
 
-// places b where a is
+// Places b at the address of a.
 void share_memory(const ggml_tensor * a, ggml_tensor * b) { b->data = a->data; }
 
 // ---- sparse products ----
@@ -325,7 +325,7 @@ TEST(rows_of_a_quantized_cache_are_one_launch) {
     }
 }
 
-// the same nodes, one of whose results has another use
+// The same nodes, but one of the results has another use.
 TEST(results_with_another_use_are_stored) {
     const names   apart = { "rope",     "hadamard", "hadamard",  "rope", "hadamard",
                             "set_rows", "set_rows", "attention", "unary" };
@@ -408,7 +408,7 @@ TEST(products_of_one_input_are_brought_together) {
     check_launches("as optimised", b.graph, { "sparse q+k", "unary", "add" });
 }
 
-// a layer as llama.cpp builds it
+// A layer as built by llama.cpp.
 ggml_tensor * decoder_layer(graph_builder & b, const model_shape & s, const attention_inputs & in, ggml_tensor * x) {
     const int64_t width   = s.head_dim * s.n_head_kv;
     ggml_tensor * h       = norm(b, x);
@@ -485,8 +485,8 @@ TEST(experts_are_one_launch_per_slot_or_token) {
     check_launches("two slots, one token", c.graph, { "sparse experts" });
 }
 
-// Of four large experts one has no token, one has few, and two have more than the sparse kernels are for. The host
-// waits for their numbers once, and makes no panel of what follows before it knows them.
+// One of four large experts has no token, one has few, and two have too many for the sparse kernels. The host waits for
+// these numbers once, and fills no later panel before that.
 TEST(large_experts_are_products_of_their_own) {
     graph_builder b;
     ggml_tensor * x = b.input(GGML_TYPE_F32, 2048, 1, 40), *ids = b.input(GGML_TYPE_I32, 2, 40);
@@ -545,7 +545,7 @@ TEST(large_experts_are_products_of_their_own) {
     panels.nbytes = size_t(1) << 20;
 }
 
-// Dense experts are multiplied where they are, and none that has no token.
+// Dense experts are multiplied in place; experts without tokens are skipped.
 TEST(large_dense_experts_need_no_panels) {
     graph_builder b;
     ggml_tensor * x = b.input(GGML_TYPE_F32, 2048, 1, 40), *ids = b.input(GGML_TYPE_I32, 2, 40);
@@ -556,7 +556,7 @@ TEST(large_dense_experts_need_no_panels) {
                      "mul_mat_16", "scatter_expert_rows" });
 }
 
-// llama.cpp marks products with a Hadamard matrix
+// llama.cpp marks products with a Hadamard matrix.
 TEST(a_hint_makes_a_product_a_transform) {
     for (const bool marked : { false, true }) {
         graph_builder b;
@@ -567,7 +567,7 @@ TEST(a_hint_makes_a_product_a_transform) {
     }
 }
 
-// a callback on the host: no device has a kernel for it
+// A callback on the host: no device has a kernel for it.
 ggml_tensor * op_without_kernel(ggml_context * ctx, ggml_tensor * x) {
     return ggml_map_custom1(ctx, x, [](ggml_tensor *, const ggml_tensor *, int, int, void *) {}, 1, nullptr);
 }
@@ -587,7 +587,7 @@ TEST(a_sparse_weight_is_for_products_only) {
     CHECK(graph_scratch_nbytes(y, true) != graph_scratch_nbytes(y, false), "sparse and dense products share a row");
 }
 
-// llama.cpp's sparse attention and its groups of experts write rows into a tensor that GGML_OP_FILL has made.
+// llama.cpp's sparse attention and its groups of experts write rows to a tensor that GGML_OP_FILL has made.
 TEST(no_op_writes_into_memory_of_another_device) {
     graph_builder b;
     ggml_tensor * x    = b.input(GGML_TYPE_F32, 1, 256);
@@ -614,7 +614,7 @@ TEST(unknown_ops_fail_with_their_node) {
     CHECK(failed == y, "the failed node is not named");
 }
 
-// graphs that came over a network
+// Graphs from a network.
 
 TEST(a_missing_operand_has_no_kernel) {
     graph_builder b;

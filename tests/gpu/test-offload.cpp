@@ -1,5 +1,5 @@
-// Which products with weights in host memory a GPU takes, and what it queues for them: cuda/graph with stand-ins for
-// the kernels, so that no GPU is needed.
+// The products with weights in host memory that a GPU computes, and the work that it queues for them: cuda/graph with
+// stand-ins for the kernels, so no GPU is needed.
 #include "abi/op-numbers.h"
 #include "backend/host-weights.h"
 #include "backend/offload.h"
@@ -50,7 +50,7 @@ struct host_graph : graph_builder {
         return ggml_mul_mat_id(ctx, host_weight(type, ne0, ne1, n_experts), input(GGML_TYPE_F32, ne0, n_used, n),
                                input(GGML_TYPE_I32, n_used, n));
     }
-    // every node is to be computed, in memory of its own
+    // Every node must be computed, in its own memory.
     void finish(ggml_tensor * result) {
         expand(result);
         for (int i = 0; i < graph->n_nodes; i++) {
@@ -154,7 +154,7 @@ TEST(what_the_gpu_can_multiply) {
     CHECK(!fits(ggml_mul_mat(b.ctx, part, b.input(GGML_TYPE_F32, 256, 64))), "a part of it");
 }
 
-// ---- what is queued ----
+// ---- the queued work ----
 
 TEST(panels_are_made_by_the_host_while_the_gpu_multiplies) {
     host_graph    b;

@@ -272,7 +272,7 @@ def test_missing_key_is_refused(calibrated, tmp_path, macko, name):
     file.drop("macko.act." + name)
     path = tmp_path / "bad.gguf"
     path.write_bytes(gb.write(file))
-    one_line(macko("inspect", path), path, f"key macko.act.{name} is missing, but others of macko.act.* are there")
+    one_line(macko("inspect", path), path, f"key macko.act.{name} is missing, but other macko.act.* keys are present")
 
 
 def test_part_that_is_none_of_the_model_is_refused(calibrated, tmp_path, macko):

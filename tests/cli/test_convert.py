@@ -361,7 +361,7 @@ def test_split_model_with_wrong_parts_is_refused(tmp_path, macko):
     parts[1].update(dict([next(iter(parts[0].items()))]))
     for new in generators.write_split(tmp_path, parts, "double"):
         assert new.exists()
-    refused(tmp_path / "double-00001-of-00003.gguf", "a tensor stands in two shards")
+    refused(tmp_path / "double-00001-of-00003.gguf", "a tensor is in two shards")
     for p, n in zip(generators.write_split(tmp_path, halves(), "few"), range(3)):
         if n == 0:
             data = p.read_bytes()

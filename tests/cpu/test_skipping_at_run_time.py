@@ -256,9 +256,9 @@ def test_thresholds_of_zero_skip_nothing(calibrated, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "what, message",
     [
-        ("cats", "its thresholds are those of the gate (score cats), by which no kernel skips"),
+        ("cats", "its thresholds are for the gate (score cats), for which there is no kernel"),
         ("no keys", "the file has no thresholds"),
-        ("quantized", "no weight that they are for is sparse and has values that are not quantized"),
+        ("quantized", "no weight with a threshold is sparse with values that are not quantized"),
         ("no columns", "GGML_MACKO_DISABLE=csc"),
         ("dense", ""),
     ],
@@ -283,7 +283,7 @@ def test_one_line_says_how_many_weights_have_thresholds(calibrated, monkeypatch,
     monkeypatch.setenv("GGML_MACKO_LOAD", "act-thresholds")
     path = calibrated("docs-4m")
     assert load_log(path, capfd) == [
-        f"ggml-macko: {path}: on the CPU, what is below the thresholds of 4 weights counts as zero, one token at a time"
+        f"ggml-macko: {path}: on the CPU, inputs below the thresholds of 4 weights count as zero, one token at a time"
     ]
 
 

@@ -87,7 +87,7 @@ def test_split_parts_run_and_merge(folder, sparse, tmp_path):
 def test_sparse_file_that_llama_quantize_wrote_is_refused(folder, sparse, tmp_path):
     """llama-quantize quantizes the components as if they were weights."""
     programs.run(folder / "llama-quantize", sparse, tmp_path / "q8.gguf", "Q8_0")
-    with pytest.raises(RuntimeError, match="is no component, or out of place"):
+    with pytest.raises(RuntimeError, match="is not a component, or is out of place"):
         programs.simple(folder, tmp_path / "q8.gguf", 4)
 
 

@@ -398,7 +398,7 @@ def _(p):
     return p.macko("generate", "-m", first, "-p", "The")
 
 
-@row("<file>: <tensor> is no component")
+@row("<file>: <tensor> is not a component")
 def _(p):
     return p.macko("inspect", p.changed(lambda data: data.tensors.sort(key=lambda t: t.name)))
 

@@ -60,7 +60,7 @@ REFUSED = {
     "a tensor twice": (
         lambda parts: parts[2].tensors.__setitem__(0, parts[1].tensors[0]),
         None,
-        "stands in two shards",
+        "is in two shards",
     ),
     "metadata in two parts": (
         lambda parts: parts[1].set("macko.version", gb.U32, 1),

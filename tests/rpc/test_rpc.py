@@ -132,7 +132,7 @@ def test_server_outlives_a_killed_client(folder, sparse, want, tmp_path):
         assert server.process.poll() is None
 
 
-GONE = "ggml-macko: an RPC server was stopped, crashed or gave a malformed answer; llama.cpp cannot go on"
+GONE = "ggml-macko: an RPC server was stopped, crashed or gave a malformed answer; llama.cpp cannot continue"
 
 
 def test_client_of_a_killed_server_ends_with_one_line(folder, sparse, tmp_path):
@@ -185,7 +185,7 @@ def test_payload_that_changes_on_the_way_is_refused(folder, sparse, tmp_path):
         relay = Relay(server, to_server=lambda data: data.replace(b"macko.tensor.nnz", b"macko.tensor.nnx"))
         done = load_through(folder, sparse, relay)
         assert server.process.poll() is None
-        assert "refused what an RPC client sent for blk." in server.log()
+        assert "refused data from an RPC client for blk." in server.log()
     (line,) = lines_of(done)
     assert done.returncode == 1
     assert str(sparse) in line and "RPC0[" in line and "macko.tensor.nn" in line
@@ -241,7 +241,7 @@ def test_hostile_payloads_are_refused_and_the_server_goes_on(folder, sparse, wan
         client.close()
         assert programs.completion(folder, sparse, "--rpc", server.address, *ALL) == want
         assert server.process.poll() is None
-        lines = re.findall(r"refused what an RPC client sent for w: .*", server.log())
+        lines = re.findall(r"refused data from an RPC client for w: .*", server.log())
         assert len(lines) == refused + 5
 
 

@@ -103,7 +103,7 @@ def test_hostile_clients_cost_a_line_each(folder, sparse, want, tmp_path):
                 changed[rng.randrange(len(changed))] = rng.randrange(256)
             refused += client.send(buffer, address, bytes(changed))[0] != 0
         client.close()
-        assert len(re.findall(r"refused what an RPC client sent for w: .*", server.log())) == refused
+        assert len(re.findall(r"refused data from an RPC client for w: .*", server.log())) == refused
         for delay in (0.5, 1.0, 2.0):  # killed while it loads, and while it computes
             killed = start(folder, sparse, server, "-dev", "RPC0")
             time.sleep(delay)

@@ -5,7 +5,7 @@
   python3 tools/checks/inject_cuda_failures.py --build build -m MODEL.gguf
 
 Two errors are tried: memory that is not there (the process goes on, and the model can be loaded again), and a failure
-of the GPU (which is not used any more: the process has to be started again). In a process that has just started, each
+of the GPU (which is no longer used: the process must be restarted). In a process that has just started, each
 call fails in a process of its own, which takes seconds where it makes a CUDA context: --every takes a sample of them.
 In processes that have loaded the model before, every call fails once for want of memory, one after the other. Where
 memory is missing for a launch or a copy, the GPU is given up, too, and the log says so.
@@ -38,7 +38,7 @@ PROMPT = "The function returns"  # generated on the GPU token by token, the prom
 LONG_PROMPT = PROMPT + " the objective of the structure" * 20
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 ERRORS = {"out of memory": OUT_OF_MEMORY, "GPU failure": 719}  # cudaErrorLaunchFailure
-GIVEN_UP = "not used any more"
+GIVEN_UP = "is no longer used"
 LOADED_BEFORE = "out of memory, loaded before"
 LOG_OF = "== call "
 GOOD = ("no effect", "refused", "refused, then loaded", "refused, GPU given up", "slower, as the log says")

@@ -120,7 +120,7 @@ static void log_skips(const model_file & file, const char * none) {
     }
     const auto n = std::count_if(file.sparse.begin(), file.sparse.end(),
                                  [](const sparse_tensor_info & m) { return m.threshold > 0; });
-    log_info("ggml-macko: %s: on the CPU, what is below the thresholds of %zu weights counts as zero, one token at a "
+    log_info("ggml-macko: %s: on the CPU, inputs below the thresholds of %zu weights count as zero, one token at a "
              "time\n",
              file.path.c_str(), static_cast<size_t>(n));
 }
@@ -162,10 +162,9 @@ int load_session::open(const char * path, int32_t flags, bool no_alloc, std::uni
         return status;
     }
     if (!s->file_->has_rules && !no_alloc) {
-        log_warn(
-            "ggml-macko: %s: there are no rules for the metadata of architecture '%s': beyond the general ones, the "
-            "file is trusted like a dense model; GGML_MACKO_LOAD=strict refuses it\n",
-            s->file_->path.c_str(), s->file_->arch.c_str());
+        log_warn("ggml-macko: %s: there are no rules for the metadata of architecture '%s': apart from the general "
+                 "checks, the file is trusted like a dense model; GGML_MACKO_LOAD=strict refuses it\n",
+                 s->file_->path.c_str(), s->file_->arch.c_str());
     }
     if (s->file_->sparse[0].is_encoded_on_load() && !no_alloc) {
         log_compressed(*s->file_);

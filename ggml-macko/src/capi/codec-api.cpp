@@ -107,7 +107,7 @@ int ggml_macko_measure_error(const ggml_macko_matrix * m, const void * dense, co
         }
         TRY(open_checked(m, n_threads, &view));
         if (weights && (n_weights < 1 || m->rows % n_weights)) {
-            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%lld rows are no %lld matrices of equal size",
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%lld rows cannot be split into %lld matrices of equal size",
                         static_cast<long long>(m->rows), static_cast<long long>(n_weights));
         }
         return measure_error(*view, dense, weights, n_weights, threads_for(n_threads, m->rows * m->cols), out);
@@ -164,8 +164,8 @@ int ggml_macko_round_to_scales(const void * values, int32_t value_type, int64_t 
         TRY(check_values(values, value_type, n, blocks));
         if (!is_quant_type(type) || type == GGML_MACKO_TYPE_Q4_NL || n % QUANT_BLOCK) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT,
-                        "type %d is not Q8_0 (8), Q5_0 (6) or Q4_0 (2), or %lld values are no blocks of 32", type,
-                        static_cast<long long>(n));
+                        "type %d is not Q8_0 (8), Q5_0 (6) or Q4_0 (2), or %lld values are not whole blocks of 32",
+                        type, static_cast<long long>(n));
         }
         return round_to_scales(values, value_type, n, type, threads_for(n_threads, n), static_cast<uint8_t *>(blocks));
     });

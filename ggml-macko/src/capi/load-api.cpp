@@ -202,8 +202,8 @@ int ggml_macko_find_params_layout(void (*default_params)(void), int32_t has_load
             }
         }
         return fail(GGML_MACKO_STATUS_VERSION_MISMATCH,
-                    "this llama.cpp has llama_model_params of %d bytes, which ggml-macko %s does not know", nbytes,
-                    ggml_macko_version());
+                    "llama_model_params of this llama.cpp has %d bytes, a size that ggml-macko %s does not support",
+                    nbytes, ggml_macko_version());
     });
 }
 

@@ -34,7 +34,7 @@ int register_codec(const codec & format) {
                           return s[0] == '.' && strlen(s) > 1 && strlen(s) <= MAX_SUFFIX;
                       });
     if (!fits || find_codec(format.name())) {
-        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "format '%s' is known already or beyond a limit", format.name());
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "format '%s' already exists or exceeds a limit", format.name());
     }
     table().push_back(&format);
     return GGML_MACKO_STATUS_OK;

@@ -323,7 +323,7 @@ static int find_alignment(const gguf_header & header, int64_t * alignment) {
     const uint32_t value = load_le<uint32_t>(header.bytes.data() + key->value);
     if (value < MIN_ALIGNMENT || value > MAX_ALIGNMENT || (value & (value - 1)) != 0) {
         return fail(GGML_MACKO_STATUS_BAD_ALIGNMENT,
-                    "general.alignment is no power of two in range (%u vs %" PRIu64 "...%" PRIu64 ")", value,
+                    "general.alignment is not a power of two in range (%u vs %" PRIu64 "...%" PRIu64 ")", value,
                     MIN_ALIGNMENT, MAX_ALIGNMENT);
     }
     *alignment = value;
@@ -351,12 +351,11 @@ static const char * other_format(const byte_source & source) {
     uint64_t n_header = 0;
     memcpy(&n_header, start, sizeof(n_header));
     if (start[8] == '{' && n_header < static_cast<uint64_t>(source.size())) {
-        return "a safetensors file, not a GGUF: llama.cpp's convert_hf_to_gguf.py makes one of the model's folder";
+        return "a safetensors file, not a GGUF: convert the model's folder with llama.cpp's convert_hf_to_gguf.py";
     }
     if (begins("PK\3\4")) {
-        return "a ZIP archive, as PyTorch writes weights, not a GGUF: llama.cpp's convert_hf_to_gguf.py makes one of "
-               "the "
-               "model's folder";
+        return "a ZIP archive of PyTorch weights, not a GGUF: convert the model's folder with llama.cpp's "
+               "convert_hf_to_gguf.py";
     }
     if (begins("version ")) {
         return "a Git LFS pointer, not a GGUF: the file itself was not downloaded";

@@ -766,7 +766,7 @@ int check_model_tensors(const std::vector<gguf_tensor> & tensors, bool has_rules
         }
     }
     if (has_output_scale && !has_output) { // llama.cpp asserts if output.weight is the embedding and NVFP4
-        return fail(GGML_MACKO_STATUS_MISSING_COMPONENT, "output.weight is missing, but its scale is there");
+        return fail(GGML_MACKO_STATUS_MISSING_COMPONENT, "output.weight is missing, but its scale is present");
     }
     return GGML_MACKO_STATUS_OK;
 }

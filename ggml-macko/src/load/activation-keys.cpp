@@ -32,7 +32,7 @@ static int check_types(const gguf_header & header) {
     for (const auto & known : KEYS) {
         const gguf_key * key = header.find(known.name);
         if (key == nullptr) {
-            return fail(GGML_MACKO_STATUS_MISSING_KEY, "key %s is missing, but others of macko.act.* are there",
+            return fail(GGML_MACKO_STATUS_MISSING_KEY, "key %s is missing, but other macko.act.* keys are present",
                         known.name);
         }
         if (key->type != (known.is_list ? GGUF_ARRAY : known.type) || key->element_type != known.type) {

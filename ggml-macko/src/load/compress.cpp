@@ -232,7 +232,7 @@ int compress_weights(model_file * file, bool bit_exact) {
         last.bit_exact = bit_exact;
     }
     if (last.matrices.empty()) {
-        return fail(GGML_MACKO_STATUS_NOT_SPARSE, "no weight would shrink: it stays dense");
+        return fail(GGML_MACKO_STATUS_NOT_SPARSE, "no weight would shrink, so the model stays dense");
     }
     file->sparse    = last.matrices;
     file->is_sparse = true;

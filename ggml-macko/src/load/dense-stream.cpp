@@ -213,8 +213,8 @@ int dense_stream::impl::read_elements(int64_t index, int64_t offset, uint8_t * d
     const sparse_tensor_info & m = file.sparse[static_cast<size_t>(index)];
     if (sparse_only) {
         return fail(GGML_MACKO_STATUS_LOAD_FAILED,
-                    "%s: sparse, but llama.cpp did not place it on a device of this plugin (beside another GPU backend "
-                    "choose ours: -dev MACKO0, or -ngl 0)",
+                    "%s: sparse, but llama.cpp did not place it on a device of this plugin (with another GPU backend, "
+                    "select this plugin's device: -dev MACKO0, or -ngl 0)",
                     m.name.c_str());
     }
     const std::lock_guard<std::mutex> lock(decoded_mutex);

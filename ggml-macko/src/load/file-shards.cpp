@@ -130,11 +130,11 @@ static int append_shard(model_file * file, const std::string & path, int64_t i, 
         return fail(GGML_MACKO_STATUS_SPLIT_FILE, "is not shard %" PRId64 " of %" PRId64, i + 1, n);
     }
     if (shard.header.find("macko.version") != nullptr) {
-        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "has the key macko.version, which belongs into the first shard");
+        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "has the key macko.version, which belongs in the first shard");
     }
     if (shard.header.alignment != file->header.alignment) {
         return fail(GGML_MACKO_STATUS_BAD_ALIGNMENT,
-                    "general.alignment is not that of the first shard (%" PRId64 " vs %" PRId64 ")",
+                    "general.alignment differs from the first shard's (%" PRId64 " vs %" PRId64 ")",
                     shard.header.alignment, file->header.alignment);
     }
     const int64_t begin = file->size();
@@ -156,9 +156,9 @@ static int check_tensor_names(const gguf_header & header) {
     }
     std::sort(names.begin(), names.end());
     const auto twice = std::adjacent_find(names.begin(), names.end());
-    return twice == names.end() ? GGML_MACKO_STATUS_OK
-                                : fail(GGML_MACKO_STATUS_DUPLICATE_TENSOR, "tensor %s stands in two shards",
-                                       std::string(*twice).c_str());
+    return twice == names.end()
+               ? GGML_MACKO_STATUS_OK
+               : fail(GGML_MACKO_STATUS_DUPLICATE_TENSOR, "tensor %s is in two shards", std::string(*twice).c_str());
 }
 
 int model_file::append_shards() {
@@ -184,7 +184,7 @@ int model_file::append_shards() {
         }
     }
     if (n_tensors >= 0 && static_cast<size_t>(n_tensors) != header.tensors.size()) {
-        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "the shards hold %zu tensors, split.tensors.count says %" PRId64,
+        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "the shards have %zu tensors, but split.tensors.count is %" PRId64,
                     header.tensors.size(), n_tensors);
     }
     if (header.tensors.size() > MAX_TENSORS) {

@@ -249,8 +249,8 @@ static int bind_components(model_file * file, size_t t, size_t index) {
     for (size_t c = 0; c < m.n_tensors; c++) {
         const char * suffix = m.format->components()[c];
         if (t + c >= tensors.size() || tensors[t + c].name != m.name + suffix) {
-            return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s%s does not stand in its place of the tensor table",
-                        m.name.c_str(), suffix);
+            return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s%s is not in its place in the tensor table", m.name.c_str(),
+                        suffix);
         }
         file->tensor_sparse_index[t + c] = static_cast<int64_t>(index);
     }
@@ -261,11 +261,11 @@ static int bind_components(model_file * file, size_t t, size_t index) {
 // The name of a dense tensor must not be that of a sparse tensor or of a component.
 static int check_not_component(const gguf_tensor & t, const name_index & sparse_names) {
     if (name_find(sparse_names, t.name) >= 0) {
-        return fail(GGML_MACKO_STATUS_DUPLICATE_TENSOR, "%s is there both dense and sparse", t.name.c_str());
+        return fail(GGML_MACKO_STATUS_DUPLICATE_TENSOR, "%s exists both dense and sparse", t.name.c_str());
     }
     for (size_t dot = t.name.find('.'); dot != std::string::npos; dot = t.name.find('.', dot + 1)) {
         if (name_find(sparse_names, std::string_view(t.name).substr(0, dot)) >= 0) {
-            return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s is no component, or out of place", t.name.c_str());
+            return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s is not a component, or is out of place", t.name.c_str());
         }
     }
     const std::string_view suffix = std::string_view(t.name).substr(std::min(t.name.size(), t.name.rfind('.')));
@@ -291,7 +291,7 @@ static int check_components(model_file * file) {
     std::sort(tensor_names.begin(), tensor_names.end());
     for (size_t i = 0; i < sparse_names.size(); i++) {
         if (i > 0 && sparse_names[i].first == sparse_names[i - 1].first) {
-            return fail(GGML_MACKO_STATUS_DUPLICATE_TENSOR, "%s is twice in macko.tensor.name",
+            return fail(GGML_MACKO_STATUS_DUPLICATE_TENSOR, "%s occurs twice in macko.tensor.name",
                         file->sparse[sparse_names[i].second].name.c_str());
         }
     }

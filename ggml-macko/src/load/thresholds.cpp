@@ -15,7 +15,7 @@ int set_thresholds(model_file * file, const char ** none) {
     std::string score;
     header.get_string(*header.find("macko.act.kind"), 0, &score);
     if (score == "cats") {
-        *none = "its thresholds are those of the gate (score cats), by which no kernel skips";
+        *none = "its thresholds are for the gate (score cats), for which there is no kernel";
         return GGML_MACKO_STATUS_OK;
     }
     std::unordered_map<std::string, sparse_tensor_info *> matrices; // nullptr: dense
@@ -31,7 +31,7 @@ int set_thresholds(model_file * file, const char ** none) {
     }
     std::vector<std::string> names;
     header.get_strings(*downs, &names);
-    *none = "no weight that they are for is sparse and has values that are not quantized";
+    *none = "no weight with a threshold is sparse with values that are not quantized";
     for (size_t i = 0; i < names.size(); i++) {
         const auto it = matrices.find(names[i]);
         if (it == matrices.end()) {

@@ -122,7 +122,7 @@ int weight_cache::open(const model_file & model, const std::string & made_for, s
 
     struct stat library = {};
     if (!platform::stat_this_library(&library)) {
-        return fail(GGML_MACKO_STATUS_IO, "the file of this library is not known");
+        return fail(GGML_MACKO_STATUS_IO, "the file of this library was not found");
     }
     cache->key_      = "library " + text_of(library) + made_for + "\n";
     const time_t now = time(nullptr);

@@ -87,8 +87,9 @@ REPLACEMENT(_Noreturn void, ggml_abort, (const char * file, int line, const char
     va_end(args);
     if (strstr(text, "Remote RPC server")) {
         fflush(stdout);
-        fprintf(stderr,
-                "ggml-macko: an RPC server was stopped, crashed or gave a malformed answer; llama.cpp cannot go on\n");
+        fprintf(
+            stderr,
+            "ggml-macko: an RPC server was stopped, crashed or gave a malformed answer; llama.cpp cannot continue\n");
         _exit(EXIT_FAILURE);
     }
     const abort_t original = (abort_t)ORIGINAL(ggml_abort);

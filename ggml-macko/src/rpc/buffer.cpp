@@ -58,8 +58,9 @@ int check_place(buffer_context & buffer, uintptr_t at, const sparse_tensor_info 
     }
     const auto next = buffer.weights.upper_bound(at);
     if (next != buffer.weights.end() && next->first - at < nbytes) {
-        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s: %zu dense bytes, but another sparse weight lies %zu further",
-                    matrix.name.c_str(), nbytes, static_cast<size_t>(next->first - at));
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT,
+                    "%s: %zu dense bytes, but another sparse weight begins %zu bytes later", matrix.name.c_str(),
+                    nbytes, static_cast<size_t>(next->first - at));
     }
     return GGML_MACKO_STATUS_OK;
 }
@@ -96,7 +97,7 @@ int take_piece(buffer_context & buffer, const ggml_tensor * tensor, const rpc_me
     }
     const auto it = buffer.weights.find(at);
     if (it == buffer.weights.end() || !it->second.file) {
-        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "a piece, but no first piece");
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "a piece without a first piece");
     }
     incoming &     w   = it->second;
     const uint64_t got = static_cast<uint64_t>(w.file->size());
@@ -125,7 +126,7 @@ void take_message(buffer_context & buffer, const ggml_tensor * tensor, const rpc
                    : fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "unknown message %u", static_cast<unsigned>(message.kind));
     });
     if (status) {
-        log_error("ggml-macko: refused what an RPC client sent for %s: %s\n", printable(tensor->name).text,
+        log_error("ggml-macko: refused data from an RPC client for %s: %s\n", printable(tensor->name).text,
                   ggml_macko_last_error());
         const auto it = buffer.weights.find(address_of(tensor));
         if (it != buffer.weights.end()) {

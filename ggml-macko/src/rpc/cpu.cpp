@@ -8,9 +8,9 @@ namespace macko {
 
 namespace {
 
-constexpr const char * NEEDS_OPERATION = "is no operation that this server computes";
+constexpr const char * NEEDS_OPERATION = "is not an operation that this server computes";
 constexpr const char * NEEDS_OPERANDS  = "needs operands in buffers of this server";
-constexpr const char * NEEDS_MEMORY    = "needs host memory that there is not";
+constexpr const char * NEEDS_MEMORY    = "needs more host memory than there is";
 constexpr size_t       ALIGNMENT       = 64; // alignment of tensors on ggml's CPU
 
 struct buffer_deleter {

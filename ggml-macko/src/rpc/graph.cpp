@@ -110,7 +110,7 @@ rpc_refusals::~rpc_refusals() {
 
 void rpc_refusals::add(const ggml_tensor * node, const char * why) {
     if (n_++ == 0) {
-        log_error("ggml-macko: refused from an RPC client: %s (%s) %s\n", printable(node->name).text,
+        log_error("ggml-macko: refused a node from an RPC client: %s (%s) %s\n", printable(node->name).text,
                   op_name(node) ? op_name(node) : "no operation", why);
     }
     rpc_memory * memory = rpc_memory_of(node->buffer);

@@ -43,9 +43,9 @@ private:
 };
 
 constexpr const char * RPC_NEEDS_WEIGHT =
-    "needs a sparse weight that has not arrived in full, or in another way than as a factor";
+    "needs a sparse weight that is incomplete, or uses one outside a matrix product";
 
-constexpr const char * RPC_NEEDS_OPERATION = "is no operation that a client may ask for";
+constexpr const char * RPC_NEEDS_OPERATION = "is not an operation that a client may request";
 
 // Nodes [begin, end) as a graph for a backend.
 ggml_cgraph rpc_stretch(const ggml_cgraph * graph, int begin, int end);

@@ -342,7 +342,7 @@ class Model:
             self.tensors = [tensor for shard in self.shards for tensor in _dense_view(shard)]
             names = {t.name for t in self.tensors}
             if len(names) != len(self.tensors):
-                raise errors.error(errors.DUPLICATE_TENSOR, f"{self.path}: a tensor stands in two shards")
+                raise errors.error(errors.DUPLICATE_TENSOR, f"{self.path}: a tensor is in two shards")
         except BaseException:
             self.close()
             raise

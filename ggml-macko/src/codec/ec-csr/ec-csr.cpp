@@ -402,7 +402,7 @@ int each_row(const ec_csr_view & view, int n_threads, const std::function<void(i
         return fail(status, "%s", text.c_str());
     }
     if (nnz != desc.nnz) {
-        return fail(GGML_MACKO_STATUS_BAD_NNZ, "%lld non-zeros, but nnz says %lld", static_cast<long long>(nnz),
+        return fail(GGML_MACKO_STATUS_BAD_NNZ, "%lld non-zeros, but nnz is %lld", static_cast<long long>(nnz),
                     static_cast<long long>(desc.nnz));
     }
     return GGML_MACKO_STATUS_OK;

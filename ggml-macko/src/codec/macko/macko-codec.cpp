@@ -61,7 +61,7 @@ int macko_matrix_view::for_each_range(int n_threads, const std::function<int(con
         }
     }
     if (nnz != desc_.nnz) {
-        return fail(GGML_MACKO_STATUS_BAD_NNZ, "%lld non-zeros, but nnz says %lld", static_cast<long long>(nnz),
+        return fail(GGML_MACKO_STATUS_BAD_NNZ, "%lld non-zeros, but nnz is %lld", static_cast<long long>(nnz),
                     static_cast<long long>(desc_.nnz));
     }
     return GGML_MACKO_STATUS_OK;

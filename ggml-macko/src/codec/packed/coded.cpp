@@ -320,8 +320,7 @@ int open_coded(const uint32_t * words, int64_t n_words, int32_t type, int64_t nn
     TRY(type == GGML_MACKO_TYPE_F32 ? check_outliers<uint32_t>(v.outliers_, v.n_outliers_, type, w, &found.values)
                                     : check_outliers<uint16_t>(v.outliers_, v.n_outliers_, type, w, &found.values));
     if (const int32_t base = best_base(found.values, w.exponent_bits, type).first; base != w.base) {
-        return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "base %d codes fewer values than base %d, or as many", w.base,
-                    base);
+        return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "base %d codes no more values than base %d", w.base, base);
     }
     *out = std::move(v);
     return GGML_MACKO_STATUS_OK;

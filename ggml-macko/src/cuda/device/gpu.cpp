@@ -117,7 +117,7 @@ bool gpu::check(cudaError_t error, const char * what) {
 
 void gpu::give_up(const char * what, const std::string & why) {
     if (!dead_.exchange(true)) {
-        log_error("%s: %s: %s. The GPU is not used any more; restart the process\n", name.c_str(), what, why.c_str());
+        log_error("%s: %s: %s. The GPU is no longer used; restart the process\n", name.c_str(), what, why.c_str());
     }
 }
 

@@ -148,6 +148,10 @@ class ParsedOptions(PruneOptions):
         if self.quant_values is not None:
             check_choice("--quant-values", self.quant_values, VALUES)
         refuse_if(
+            self.quant_values is not None and self.keep_mantissa,
+            "--keep-mantissa: --quant-values says which values weights have",
+        )
+        refuse_if(
             self.compare_within == "model"
             and (self.allocation != "uniform" or self.sequential or self.refit or self.quant_values is not None),
             "--compare-within model goes with none of --allocation loss, --sequential, --refit and --quant-values",

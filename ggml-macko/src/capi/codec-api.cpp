@@ -16,13 +16,6 @@ struct ggml_macko_encoded {
 
 static int null_pointer() { return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer"); }
 
-static int find_format(const char * name, const codec ** format) {
-    *format = name ? find_codec(name) : nullptr;
-    return *format ? static_cast<int>(GGML_MACKO_STATUS_OK)
-                   : fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "format '%s' is not known to this build",
-                          name ? printable(name).text : "(null)");
-}
-
 // Finds the format of m and makes a view, which points into m's arrays.
 static int open_checked(const ggml_macko_matrix * m, int n_threads, std::unique_ptr<codec_view> * view) {
     const codec * format = nullptr;

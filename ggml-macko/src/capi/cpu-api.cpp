@@ -92,11 +92,8 @@ int ggml_macko_cpu_matrix_init(const ggml_macko_matrix * m, int n_threads, ggml_
         if (!m || !out || !m->format) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
-        const codec * format = find_codec(m->format);
-        if (!format) {
-            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "format '%s' is not known to this build",
-                        printable(m->format).text);
-        }
+        const codec * format = nullptr;
+        TRY(find_format(m->format, &format));
         const char * kernels = nullptr;
         TRY(select_kernels(&kernels));
         const int                   n_team = threads_for(n_threads, n_elements(*m));
@@ -114,17 +111,11 @@ int ggml_macko_cpu_layout(const ggml_macko_matrix * m, ggml_macko_layout * layou
         if (!m || !m->format || !layout) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
-        const codec * format = find_codec(m->format);
-        if (!format) {
-            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "format '%s' is not known to this build",
-                        printable(m->format).text);
-        }
+        const codec * format = nullptr;
+        TRY(find_format(m->format, &format));
         const char * kernels = nullptr;
-        int          status  = check_header(*format, *m);
-        status               = status ? status : select_kernels(&kernels);
-        if (status) {
-            return status;
-        }
+        TRY(check_header(*format, *m));
+        TRY(select_kernels(&kernels));
         const cpu_plan plan = choose_cpu_layout(rows_desc(*format, *m), m->value_type, m->arrays[0].nbytes);
         *layout             = {};
         layout->nbytes      = plan.nbytes;

@@ -19,11 +19,7 @@ int check_arguments(const ggml_macko_matrix * m, int64_t shared_nbytes, const gg
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%lld bytes of shared memory",
                     static_cast<long long>(shared_nbytes));
     }
-    *format = find_codec(m->format);
-    if (!*format) {
-        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "format '%s' is not known to this build",
-                    printable(m->format).text);
-    }
+    TRY(find_format(m->format, format));
     TRY(check_header(**format, *m));
     component_rule rules[GGML_MACKO_MAX_ARRAYS] = {};
     (*format)->component_rules(*m, rules);

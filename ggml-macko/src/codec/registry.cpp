@@ -24,6 +24,13 @@ const codec * find_codec(std::string_view name) {
     return nullptr;
 }
 
+int find_format(const char * name, const codec ** format) {
+    *format = name ? find_codec(name) : nullptr;
+    return *format ? static_cast<int>(GGML_MACKO_STATUS_OK)
+                   : fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "format '%s' is not known to this build",
+                          name ? printable(name).text : "(null)");
+}
+
 const codec & rows_codec() { return macko_codec(); }
 
 int register_codec(const codec & format) {

@@ -17,6 +17,8 @@ constexpr size_t MAX_SUFFIX = 8;
 const std::vector<const codec *> & all_codecs();
 // nullptr if there is no format with that name.
 const codec * find_codec(std::string_view name);
+// The same for a name from a caller; BAD_ARGUMENT if there is none, and for a null pointer.
+[[nodiscard]] int find_format(const char * name, const codec ** format);
 // The format with streamed rows; matrices are recoded to it for devices without a layout for their own format.
 const codec & rows_codec();
 

@@ -7,6 +7,7 @@
 // plugin.
 #include "cpu/device/device.h"
 #include "abi/op-numbers.h"
+#include "backend/backend-functions.h"
 #include "backend/host-weights.h"
 #include "backend/load-session.h"
 #include "backend/log.h"
@@ -161,24 +162,12 @@ void backend_free(ggml_backend_t backend) {
     delete backend;
 }
 
-const ggml_backend_i backend_iface = {
-    /* .get_name            = */ backend_get_name,
-    /* .free                = */ backend_free,
-    /* .set_tensor_async    = */ backend_set_tensor_async,
-    /* .get_tensor_async    = */ nullptr,
-    /* .set_tensor_2d_async = */ nullptr,
-    /* .get_tensor_2d_async = */ nullptr,
-    /* .cpy_tensor_async    = */ nullptr,
-    /* .synchronize         = */ nullptr,
-    /* .graph_plan_create   = */ nullptr,
-    /* .graph_plan_free     = */ nullptr,
-    /* .graph_plan_update   = */ nullptr,
-    /* .graph_plan_compute  = */ nullptr,
-    /* .graph_compute       = */ backend_graph_compute,
-    /* .event_record        = */ backend_event_record,
-    /* .event_wait          = */ nullptr,
-    /* .graph_optimize      = */ nullptr,
-};
+constexpr ggml_backend_i backend_iface = [] {
+    ggml_backend_i table   = backend_functions(backend_get_name, backend_free, backend_graph_compute);
+    table.set_tensor_async = backend_set_tensor_async;
+    table.event_record     = backend_event_record;
+    return table;
+}();
 
 ggml_guid_t backend_guid() {
     static ggml_guid guid = { 0x6d, 0x61, 0x63, 0x6b, 0x6f, 0x2d, 0x63, 0x70,

@@ -1,4 +1,5 @@
 #include "cpu/device/rpc-device.h"
+#include "backend/backend-functions.h"
 #include "backend/log.h"
 #include "backend/registered-devices.h"
 #include "cpu/device/graph-plan.h"
@@ -113,24 +114,7 @@ void backend_free(ggml_backend_t backend) {
     delete backend;
 }
 
-const ggml_backend_i backend_iface = {
-    /* .get_name            = */ backend_get_name,
-    /* .free                = */ backend_free,
-    /* .set_tensor_async    = */ nullptr,
-    /* .get_tensor_async    = */ nullptr,
-    /* .set_tensor_2d_async = */ nullptr,
-    /* .get_tensor_2d_async = */ nullptr,
-    /* .cpy_tensor_async    = */ nullptr,
-    /* .synchronize         = */ nullptr,
-    /* .graph_plan_create   = */ nullptr,
-    /* .graph_plan_free     = */ nullptr,
-    /* .graph_plan_update   = */ nullptr,
-    /* .graph_plan_compute  = */ nullptr,
-    /* .graph_compute       = */ backend_graph_compute,
-    /* .event_record        = */ nullptr,
-    /* .event_wait          = */ nullptr,
-    /* .graph_optimize      = */ nullptr,
-};
+constexpr ggml_backend_i backend_iface = backend_functions(backend_get_name, backend_free, backend_graph_compute);
 
 ggml_guid_t backend_guid() {
     static ggml_guid guid = { 0x6d, 0x61, 0x63, 0x6b, 0x6f, 0x2d, 0x72, 0x70,

@@ -1,6 +1,7 @@
 #include "cuda/device/backend.h"
 
 #include "abi/ggml-abi.h"
+#include "backend/backend-functions.h"
 #include "backend/host-weights.h"
 #include "backend/load-session.h"
 #include "backend/log.h"
@@ -235,24 +236,15 @@ void backend_graph_optimize(ggml_backend_t backend, ggml_cgraph * graph, ggml_ba
     }
 }
 
-const ggml_backend_i backend_iface = {
-    /* .get_name            = */ backend_get_name,
-    /* .free                = */ backend_free,
-    /* .set_tensor_async    = */ backend_set_tensor_async,
-    /* .get_tensor_async    = */ backend_get_tensor_async,
-    /* .set_tensor_2d_async = */ nullptr,
-    /* .get_tensor_2d_async = */ nullptr,
-    /* .cpy_tensor_async    = */ nullptr,
-    /* .synchronize         = */ backend_synchronize,
-    /* .graph_plan_create   = */ nullptr,
-    /* .graph_plan_free     = */ nullptr,
-    /* .graph_plan_update   = */ nullptr,
-    /* .graph_plan_compute  = */ nullptr,
-    /* .graph_compute       = */ backend_graph_compute,
-    /* .event_record        = */ backend_event_record,
-    /* .event_wait          = */ nullptr,
-    /* .graph_optimize      = */ backend_graph_optimize,
-};
+constexpr ggml_backend_i backend_iface = [] {
+    ggml_backend_i table   = backend_functions(backend_get_name, backend_free, backend_graph_compute);
+    table.set_tensor_async = backend_set_tensor_async;
+    table.get_tensor_async = backend_get_tensor_async;
+    table.synchronize      = backend_synchronize;
+    table.event_record     = backend_event_record;
+    table.graph_optimize   = backend_graph_optimize;
+    return table;
+}();
 
 ggml_guid_t backend_guid() {
     static ggml_guid guid = { 0x6d, 0x61, 0x63, 0x6b, 0x6f, 0x2d, 0x67, 0x70,

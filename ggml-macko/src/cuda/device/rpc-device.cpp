@@ -1,6 +1,7 @@
 #include "cuda/device/rpc-device.h"
 
 #include "abi/op-numbers.h"
+#include "backend/backend-functions.h"
 #include "backend/log.h"
 #include "cuda/device/backend.h"
 #include "cuda/device/device.h"
@@ -161,24 +162,11 @@ void backend_synchronize(ggml_backend_t backend) {
     ggml_backend_synchronize(static_cast<rpc_backend *>(backend->context)->local.get());
 }
 
-const ggml_backend_i backend_iface = {
-    /* .get_name            = */ backend_get_name,
-    /* .free                = */ backend_free,
-    /* .set_tensor_async    = */ nullptr,
-    /* .get_tensor_async    = */ nullptr,
-    /* .set_tensor_2d_async = */ nullptr,
-    /* .get_tensor_2d_async = */ nullptr,
-    /* .cpy_tensor_async    = */ nullptr,
-    /* .synchronize         = */ backend_synchronize,
-    /* .graph_plan_create   = */ nullptr,
-    /* .graph_plan_free     = */ nullptr,
-    /* .graph_plan_update   = */ nullptr,
-    /* .graph_plan_compute  = */ nullptr,
-    /* .graph_compute       = */ backend_graph_compute,
-    /* .event_record        = */ nullptr,
-    /* .event_wait          = */ nullptr,
-    /* .graph_optimize      = */ nullptr,
-};
+constexpr ggml_backend_i backend_iface = [] {
+    ggml_backend_i table = backend_functions(backend_get_name, backend_free, backend_graph_compute);
+    table.synchronize    = backend_synchronize;
+    return table;
+}();
 
 ggml_guid_t backend_guid() {
     static ggml_guid guid = { 0x6d, 0x61, 0x63, 0x6b, 0x6f, 0x2d, 0x72, 0x70,

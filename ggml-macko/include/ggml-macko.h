@@ -27,7 +27,7 @@ enum ggml_macko_status {
     GGML_MACKO_STATUS_BAD_ARGUMENT     = 1, // null pointer, negative count, or a shape that does not fit
     GGML_MACKO_STATUS_OUT_OF_MEMORY    = 2,
     GGML_MACKO_STATUS_VERSION_MISMATCH = 3, // the plugin was built for other versions of llama.cpp than the running one
-    GGML_MACKO_STATUS_CANCELLED        = 4, // a progress callback asked to stop
+    GGML_MACKO_STATUS_CANCELLED        = 4, // a progress callback requested the stop
     GGML_MACKO_STATUS_LOAD_FAILED      = 5, // llama.cpp refused a model that passed our checks
     // the file system
     GGML_MACKO_STATUS_IO           = 10, // the message contains the text of errno

@@ -1,6 +1,6 @@
 // The EC-CSR blocks of the GPU against float64, element by element, over random shapes, densities, structures,
-// granularities and batches; and how blocks stand in its memory, which needs no GPU. Exit code 77 (skipped) without
-// one, after that.
+// granularities and batches; and the layout of blocks in GPU memory, which needs no GPU. Exit code 77 (skipped) without
+// a GPU, after the layout tests.
 #include "codec/ec-csr/extract.h"
 #include "codec/macko/encode.h"
 #include "cuda/sparse/mul-mat.cuh"
@@ -19,8 +19,8 @@ struct test_matrix {
     ec_csr_matrix        coded;
     ec_csr_view          view;
 
-    // n_patterns: rows follow one of so many masks (0: none), some of whose places are redrawn; some rows are empty,
-    // some have few entries
+    // n_patterns: each row follows one of n_patterns masks (0: none), with some positions redrawn; some rows are empty,
+    // and some have few entries
     test_matrix(rng & random, int64_t rows, int64_t cols, int32_t type, int32_t delta_bits, double density,
                 int64_t n_patterns, const extract_options & options)
         : rows(rows), cols(cols), type(type) {
@@ -79,8 +79,8 @@ static test_matrix make_random(rng & random, int32_t type) {
 
 // ---- memory ----
 
-// What fill_row_blocks() made, read as gpu-layout/row-blocks.h describes it: the elements, each once, and the slots of
-// each row.
+// Reads the result of fill_row_blocks() according to gpu-layout/row-blocks.h: each element must occur once. Also checks
+// the slots of each row.
 static void check_layout(const test_matrix & w, const std::string & name) {
     std::vector<uint8_t>    memory(static_cast<size_t>(bind_row_blocks(w.view, nullptr).nbytes_arrays), 0);
     const row_blocks_layout b = bind_row_blocks(w.view, memory.data());
@@ -146,7 +146,7 @@ struct on_device {
     gpu_layout  matrix = {};
     cuda_memory outgrown;
 
-    // roomy: more memory than a device reserves, which blocks of small matrices may need
+    // roomy: more memory than a device reserves, because blocks of small matrices may need more
     on_device(cuda_sparse_uploader & uploader, const test_matrix & w, bool in_blocks, bool roomy) {
         const macko_desc & desc = w.coded.desc;
         cuda_device_info   info;
@@ -247,7 +247,7 @@ GPU_TEST(random_shapes) {
     CHECK(used[1] >= (n_cases + 2) / 3, "only %d matrices were kept in blocks", used[1]);
 }
 
-// Every number of rows that a piece may have, in one matrix; and four columns of x that do not fit shared memory.
+// Every possible number of rows of a piece, in one matrix; and four columns of x that do not fit in shared memory.
 GPU_TEST(every_granularity_and_columns_that_do_not_fit) {
     if (few_cases()) {
         return;
@@ -265,7 +265,7 @@ GPU_TEST(every_granularity_and_columns_that_do_not_fit) {
     }
 }
 
-// The same bits every time: launched alone, as dependent launches, and from a graph.
+// Results must have the same bits every time: launched alone, as dependent launches, and from a graph.
 GPU_TEST(repeats_are_bit_identical) {
     const int         n_repeats = few_cases() ? 3 : 100;
     rng               random(3);

@@ -24,7 +24,7 @@ static double density_at(structure s, double density, double row_density, int64_
     }
 }
 
-// a matrix, dense and packed
+// A matrix, dense and packed.
 struct test_matrix {
     packed_matrix       packed;
     packed_view         view;
@@ -165,7 +165,7 @@ static double image_scale(const quantized_layout & m, int64_t group) {
     return static_cast<double>(float_of_f16(bits));
 }
 
-// The column of x that each word of shared memory holds; -1 for a word that holds none.
+// The column of x in each word of shared memory; -1 for a word without a column.
 static std::vector<int64_t> columns_of_words(const quantized_layout & m, int64_t words) {
     std::vector<int64_t> column_of(static_cast<size_t>(words), -1);
     for (int64_t place = 0; place < words; place++) {
@@ -174,7 +174,7 @@ static std::vector<int64_t> columns_of_words(const quantized_layout & m, int64_t
     return column_of;
 }
 
-// The number of the last group that is used, plus 1.
+// The index of the last group in use, plus 1.
 static int64_t groups_end(const std::vector<int> & uses) {
     int64_t group = static_cast<int64_t>(uses.size());
     while (group > 0 && uses[static_cast<size_t>(group - 1)] == 0) {
@@ -183,8 +183,7 @@ static int64_t groups_end(const std::vector<int> & uses) {
     return group;
 }
 
-// Checks each weight where a kernel would multiply it: by the words of x, not by columns. Returns the number of
-// segments.
+// Checks each weight at its place in a kernel: by the words of x, not by columns. Returns the number of segments.
 static int64_t check_image(const test_matrix & t, const quantized_image & image, const std::string & name) {
     const quantized_layout &   m     = image.matrix;
     const int64_t              words = 32 * m.width - 1, overshoot = m.overshoot;
@@ -295,8 +294,8 @@ TEST(layout_holds_the_matrix) {
           n_outliers, rests);
 }
 
-// The bytes that the device reserves against those of the file, for values that keep their type, and enough of them
-// that uniform masks never outgrow them.
+// The bytes that the device reserves compared with the bytes of the file, for values that keep their type, in matrices
+// so large that uniform masks never exceed the reserved bytes.
 TEST(reserved_memory_stays_near_the_file) {
     for (const int value_type : { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q4_0 }) {
         for (const int64_t cols : { 4096, 11008 }) {
@@ -323,7 +322,7 @@ TEST(reserved_memory_stays_near_the_file) {
 
 // ---- products ----
 
-// exact: x are integers that the 16 bits of the kernel hold as they are
+// exact: x are integers that the kernel's 16 bits represent exactly
 static std::vector<float> random_x(rng & random, int64_t ldx, int64_t n, bool exact) {
     std::vector<float> x(static_cast<size_t>(ldx * n));
     for (float & v : x) {
@@ -336,7 +335,7 @@ static std::vector<float> random_x(rng & random, int64_t ldx, int64_t n, bool ex
     return x;
 }
 
-// Rows of W x in float64, and what may be off: float32 sums, and x rounded to multiples of max |x| / 32767.
+// Rows of W x in float64, and their error bound: float32 sums, and x rounded to multiples of max |x| / 32767.
 static void reference(const test_matrix & w, int64_t row0, int64_t rows, const float * x,
                       const std::vector<float> & norm, float eps, bool exact, std::vector<double> & y,
                       std::vector<double> & bound) {
@@ -490,7 +489,7 @@ GPU_TEST(matrices_that_share_x) {
     }
 }
 
-// The rows of an expert, ids from device memory, ids out of range.
+// The rows of an expert, with ids in device memory, including ids out of range.
 GPU_TEST(experts_and_ids_out_of_range) {
     const int64_t shared_nbytes = shared_memory();
     for (uint64_t seed = 1; seed <= 6; seed++) {
@@ -520,7 +519,7 @@ GPU_TEST(experts_and_ids_out_of_range) {
     }
 }
 
-// NaN and infinities must not become numbers, and zeros and tiny x not NaN.
+// NaN and infinities must not become finite, and zeros and tiny x must not become NaN.
 GPU_TEST(nan_and_infinite_x_do_not_become_numbers) {
     const int64_t shared_nbytes = shared_memory();
     rng           random(3);
@@ -552,7 +551,7 @@ GPU_TEST(nan_and_infinite_x_do_not_become_numbers) {
     }
 }
 
-// The same bits every time: launched alone, as a dependent launch, and from a graph.
+// Results must have the same bits every time: launched alone, as a dependent launch, and from a graph.
 GPU_TEST(repeats_are_bit_identical) {
     const int64_t shared_nbytes = shared_memory();
     const int     n_repeats     = few_cases() ? 3 : 60;

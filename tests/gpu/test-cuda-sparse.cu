@@ -50,7 +50,7 @@ struct test_matrix {
         return b;
     }
 
-    // values: nearly all from 2^lowest on, within `binades` powers of two; cut: with 8 significant bits, as BF16 has
+    // values: almost all from 2^lowest on, within `binades` powers of two; cut: with 8 significant bits, like BF16
     test_matrix(rng & random, int64_t rows, int64_t cols, int type, int delta_bits, double density, structure s,
                 double binades = 12, double lowest = -8, bool cut = false)
         : rows(rows), cols(cols), type(type), delta_bits(delta_bits) {
@@ -94,9 +94,9 @@ struct test_matrix {
 
     macko_desc desc() const { return { rows, cols, type, delta_bits, coded.nnz }; }
 
-    // Uploads ranges of rows in shuffled order, from two threads, from memory that ends where the range ends. False if
-    // the layout that is asked for does not fit. max_outliers: the values that EXP_CODED cannot hold, as the header
-    // tells, or -1.
+    // Uploads ranges of rows in shuffled order, from two threads, from memory that ends where the range ends. Returns
+    // false if the requested layout does not fit. max_outliers: the number of values that EXP_CODED cannot represent,
+    // from the header, or -1.
     bool upload(rng & random, cuda_sparse_uploader & uploader, const std::string & layout = "", int32_t lanes = 0,
                 int64_t max_outliers = -1) {
         cuda_device_info info;
@@ -162,9 +162,9 @@ struct test_matrix {
     }
 };
 
-// y of rows [begin, end) for n columns in float64, with the sum of magnitudes that bounds its error. rounds: x, after
-// its norm, is rounded to the type of the weights. Where the last bits of the norm decide to which side x is rounded,
-// both are right: the bound grows by that.
+// y of rows [begin, end) for n columns in float64, with the sum of magnitudes for its error bound. rounds: x is rounded
+// to the type of the weights after its norm. If the last bits of the norm decide the direction of rounding, both
+// results are right, and the bound grows by the difference.
 static void reference(const test_matrix & w, int64_t begin, int64_t end, const std::vector<float> & x, int64_t ldx,
                       int64_t n, const std::vector<float> & norm, float eps, bool rounds, std::vector<double> & y,
                       std::vector<double> & magnitude) {
@@ -204,7 +204,7 @@ static void reference(const test_matrix & w, int64_t begin, int64_t end, const s
     }
 }
 
-// memory for x in 16 bits, filled with NaN before its first use
+// Memory for x in 16 bits, filled with NaN before its first use.
 static void * x16_memory() {
     static void * memory = nullptr;
     if (!memory) {
@@ -214,8 +214,8 @@ static void * x16_memory() {
     return memory;
 }
 
-// One product of one to three matrices that share x, checked element by element. Half of them may use memory for x in
-// 16 bits.
+// One product of one to three matrices with the same x, checked element by element. Half of the products may use memory
+// for x in 16 bits.
 static void check_product(rng & random, const std::vector<const test_matrix *> & w, int64_t n, const options & o,
                           const std::string & name) {
     const bool         x16  = random.unit() < 0.5;
@@ -260,8 +260,8 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
     for (size_t i = 0; i < out.count(); i++) {
         const int64_t m = out.rows(i);
         for (int64_t j = 0; j < n; j++) {
-            // A kernel for several columns may round x, all of a column; the one for a single column, and those for F32
-            // values, may not
+            // a kernel for several columns may round all elements of a column of x; the kernel for a single column, and
+            // the kernels for F32 values, may not
             double  worst[2]    = {};
             int64_t worst_at[2] = {};
             for (int64_t r = 0; r < m; r++) {
@@ -310,7 +310,7 @@ static const int BITS[]  = { 1, 2, 4, 8 };
 
 static const std::string MACKO = "MACKO", INLINE_DELTA = "INLINE_DELTA", EXP_CODED = "EXP_CODED";
 
-// One of the numbers of runs per row that kernels of INLINE_DELTA or EXP_CODED are built for
+// One of the numbers of runs per row for which there are kernels of INLINE_DELTA or EXP_CODED.
 static int32_t random_lanes(rng & random, const std::string & layout, const test_matrix & w) {
     const bool    coded = layout == EXP_CODED, banked = w.cols >= WIDE_COLS;
     const int32_t bits  = coded || w.delta_bits == 8 ? 6 : std::max(w.delta_bits, 2);
@@ -363,7 +363,8 @@ GPU_TEST(random_shapes_and_layouts) {
           used[0], used[1]);
 }
 
-// What the upload writes into an INLINE_DELTA group, and what the kernels and the count of positions make of it.
+// The result of the upload in an INLINE_DELTA group, and its interpretation by the kernels and by the count of
+// positions.
 template <int BITS> static void check_fused_group(rng & random) {
     group_bits<inline_delta<__half>, BITS> group   = {};
     uint32_t * const                       words   = &group.v.x;
@@ -398,7 +399,7 @@ TEST(values_and_deltas_share_the_bits_of_a_fused_group) {
     }
 }
 
-// The same for EXP_CODED. What kernels make of values is seen where matrices are made dense.
+// The same for EXP_CODED. Dense copies of matrices reveal how kernels interpret values.
 template <int BITS> static void check_coded_group(rng & random) {
     group_bits<exp_coded<__half>, BITS> group   = {};
     constexpr int                       ENTRIES = group_bits<exp_coded<__half>, BITS>::ENTRIES;
@@ -441,8 +442,9 @@ TEST(values_and_deltas_of_a_coded_group) {
     }
 }
 
-// A random matrix as INLINE_DELTA, if it fits; returns the bits of its deltas, or 0. NARROW: 2-bit deltas on file and
-// values of seven exponents; MIXED: 1, 2 or 4 bits and three or seven exponents; WIDE_DELTAS: deltas of 4 or 8 bits.
+// Makes a random matrix INLINE_DELTA, if it fits; returns the bits of its deltas, or 0. NARROW: 2-bit deltas in the
+// file and values of seven exponents; MIXED: 1, 2 or 4 bits and three or seven exponents; WIDE_DELTAS: deltas of 4 or 8
+// bits.
 enum fused_case { NARROW, MIXED, WIDE_DELTAS };
 static int check_fused(cuda_sparse_uploader & uploader, uint64_t seed, fused_case which) {
     const int64_t   widths[]  = { 31, 64, 300, 1000, 2048, 2049, 4096, 5120, 11008 };
@@ -470,9 +472,9 @@ static int check_fused(cuda_sparse_uploader & uploader, uint64_t seed, fused_cas
     return w.layout() == INLINE_DELTA ? w.device_bits() : 0;
 }
 
-// Values of 14 bits, and of 13 and 14 from files with deltas of any width: both types, narrow matrices and wide ones,
-// every number of lanes, batches, matrices whose values are small (F16 subnormals among them) and large, rows with many
-// outliers.
+// Values of 14 bits, and of 13 and 14 bits from files with deltas of any width: both types, narrow and wide matrices,
+// every number of lanes, batches, matrices with small values (including F16 subnormals) and large values, rows with
+// many outliers.
 GPU_TEST(fused_products_of_any_values) {
     const int n_cases = random_cases(400) / 2;
     int       fused = 0, used[7] = {}, wide[7] = {}; // used, wide: by bits of a delta
@@ -489,8 +491,8 @@ GPU_TEST(fused_products_of_any_values) {
           n_cases, wide[4], wide[6]);
 }
 
-// Values of three exponents and some others, as EXP_CODED: both types, all widths of deltas, batches,
-// small and large values, rows with many outliers, narrow matrices.
+// Values of three exponents and some others, as EXP_CODED: both types, all widths of deltas, batches, small and large
+// values, rows with many outliers, narrow matrices.
 GPU_TEST(coded_products_of_any_values) {
     const int     n_cases   = random_cases(400);
     const int64_t widths[]  = { 64, 1000, 2048, 2049, 3000, 4096, 4100, 5120, 11008 };
@@ -519,7 +521,7 @@ GPU_TEST(coded_products_of_any_values) {
           "of %d cases deltas had 2 bits in %d, 4 in %d, 6 in %d", n_cases, used[2], used[4], used[6]);
 }
 
-// Matrices of 2048 columns and more are EXP_CODED where that is smaller than other layouts.
+// Matrices of 2048 columns and more are EXP_CODED if that is smaller than other layouts.
 GPU_TEST(values_of_few_exponents_are_coded) {
     const auto layout_of = [&](int type, double binades, double lowest, double density, bool cut = true) {
         rng         random(6);
@@ -544,8 +546,8 @@ GPU_TEST(values_of_few_exponents_are_coded) {
     CHECK(layout_of(GGML_MACKO_TYPE_BF16, 3, 20, 0.5).first != EXP_CODED, "values that are too large");
 }
 
-// A header that tells how many outliers there are saves memory. A matrix that needs more for its structure, or has more
-// outliers, has memory of its own.
+// A header with the number of outliers saves memory. A matrix that needs more bytes because of its structure, or that
+// has more outliers, gets a separate allocation.
 GPU_TEST(coded_matrices_stay_within_what_their_headers_reserve) {
     for (const int type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16 }) {
         for (const double density : { 0.5, 0.3, 0.1 }) {
@@ -568,7 +570,7 @@ GPU_TEST(coded_matrices_stay_within_what_their_headers_reserve) {
             }
         }
     }
-    // hardly any entries: what EXP_CODED has for each row is more than what is reserved
+    // very few entries: the bytes per row of EXP_CODED exceed the reserved bytes
     for (const int delta_bits : { 4, 8 }) {
         rng         random(5);
         test_matrix w(random, 3000, 2048, GGML_MACKO_TYPE_F16, delta_bits, 0.0005, UNIFORM, 2.9, -8, true);
@@ -577,8 +579,8 @@ GPU_TEST(coded_matrices_stay_within_what_their_headers_reserve) {
     }
 }
 
-// x that is infinite, no number, tiny or huge, of an EXP_CODED matrix. A zero times an infinity is NaN in a dense
-// product as well, so rows without a weight there may be anything.
+// An x that is infinite, NaN, tiny or huge, with an EXP_CODED matrix. Zero times infinity is NaN in a dense product as
+// well, so rows without a weight in that column may have any result.
 GPU_TEST(coded_products_of_odd_x) {
     constexpr int64_t ROWS = 40, COLS = 2050;
     for (const int type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16 }) {
@@ -588,7 +590,7 @@ GPU_TEST(coded_products_of_odd_x) {
         for (const int64_t n : { 1, 2, 8 }) {
             for (const float scale : { 0x1p-100f, 0x1p-40f, 1.0f, 0x1p100f, INFINITY, NAN }) {
                 const bool finite = std::isfinite(scale);
-                // several columns are kept in 16 bits, and as F16 an infinity becomes the largest number
+                // several columns are stored in 16 bits, and an infinity becomes the largest F16 number
                 if (n > 1 && scale != 1.0f && (finite || (type == GGML_MACKO_TYPE_F16 && std::isinf(scale)))) {
                     continue;
                 }
@@ -622,7 +624,7 @@ GPU_TEST(coded_products_of_odd_x) {
     }
 }
 
-// Matrices are INLINE_DELTA if that fits their memory; those with many outliers stay as in the file.
+// Matrices are INLINE_DELTA if that fits in their memory; matrices with many outliers keep the layout of the file.
 GPU_TEST(matrices_are_fused_where_that_fits) {
     using layout_and_bits = std::pair<std::string, int32_t>;
     const auto layout_of  = [&](double binades, int lines, int delta_bits = 2, double density = 0.5) {
@@ -666,7 +668,7 @@ GPU_TEST(matrices_are_fused_where_that_fits) {
                       delta_bits, layout_name(w.device), layout_numbers(w.device).bank_width);
             }
         }
-        // rows of all densities: groups of fillers pass through more columns than there are
+        // rows of all densities: groups of fillers pass through more columns than exist
         rng         random(3);
         test_matrix w(random, 300, 2048, type, 4, 0.25, UNEVEN, 7.1, -10);
         w.upload(random, uploader);
@@ -678,8 +680,8 @@ GPU_TEST(matrices_are_fused_where_that_fits) {
     }
 }
 
-// Outliers are multiplied by 2^-exponent in float32: a matrix with one so small or large that it might lose bits stays
-// as in the file.
+// Outliers are multiplied by 2^-exponent in float32. A matrix with an outlier so small or large that it could lose bits
+// keeps the layout of the file.
 GPU_TEST(fused_outliers_keep_their_bits) {
     const auto layout_with = [&](uint16_t outlier) {
         rng         random(17);
@@ -703,7 +705,7 @@ GPU_TEST(fused_outliers_keep_their_bits) {
     }
 }
 
-// More rows than are resident on the GPU at a time: each is written where others have been.
+// More rows than are resident on the GPU at a time: rows reuse the memory of earlier rows.
 GPU_TEST(densify_of_more_rows_than_resident_blocks) {
     rng random(77);
     for (const int delta_bits : { 1, 2, 4, 8 }) {
@@ -720,7 +722,7 @@ GPU_TEST(densify_of_more_rows_than_resident_blocks) {
     }
 }
 
-// An x that does not fit shared memory: layout FILE.
+// An x that does not fit in shared memory: layout MACKO.
 GPU_TEST(x_that_does_not_fit_shared_memory) {
     if (few_cases()) {
         return;
@@ -737,9 +739,9 @@ GPU_TEST(x_that_does_not_fit_shared_memory) {
     }
 }
 
-// Products of many columns by tiles (tiles.cuh) of INLINE_DELTA and EXP_CODED matrices: all widths of deltas, rows of
-// all lengths, any number of columns, more rows than one tile of each multiprocessor, from narrow matrices to those of
-// which 8 rows leave no room for the sums in shared memory.
+// Products of many columns by tiles (tiles.cuh) with INLINE_DELTA and EXP_CODED matrices: all widths of deltas, rows of
+// all lengths, any number of columns, more rows than one tile per multiprocessor; from narrow matrices to matrices so
+// wide that 8 rows leave no space for the sums in shared memory.
 GPU_TEST(products_by_tiles) {
     const int     n_cases  = random_cases(400) / 2;
     const int64_t widths[] = { 64, 2048, 4096, 5120, 8192, 11008, 12288, 13824, 14336 };
@@ -812,7 +814,7 @@ GPU_TEST(matrices_that_share_x) {
           n_bf16, n_coded);
 }
 
-// The rows of an expert, ids from device memory, ids out of range.
+// The rows of an expert, with ids in device memory, including ids out of range.
 GPU_TEST(experts_and_ids_out_of_range) {
     for (uint64_t seed = 1; seed <= 8; seed++) {
         rng           random(seed);
@@ -847,8 +849,8 @@ GPU_TEST(experts_and_ids_out_of_range) {
     }
 }
 
-// Rows pruned to the same number of entries, as some methods do, have as many groups each. They fit the reserved memory
-// all the same.
+// Rows that were pruned to the same number of entries, as some methods do, have equal numbers of groups. They must
+// still fit in the reserved memory.
 GPU_TEST(rows_of_equal_length_are_fused) {
     rng         random(7);
     test_matrix w(random, 200, 4096, GGML_MACKO_TYPE_F16, 8, 0.1, EQUAL_ROWS, 7.1);
@@ -859,7 +861,7 @@ GPU_TEST(rows_of_equal_length_are_fused) {
     check_densify(w, "equal rows");
 }
 
-// The survey on the GPU, made while a matrix is uploaded, finds what the survey on the CPU finds.
+// The survey on the GPU during an upload must give the same result as the survey on the CPU.
 GPU_TEST(surveys_of_gpu_and_cpu_agree) {
     const int n_cases = random_cases(400) / 2;
     for (int i = 0; i < n_cases; i++) {
@@ -897,7 +899,7 @@ GPU_TEST(surveys_of_gpu_and_cpu_agree) {
     }
 }
 
-// The same bits every time: launched alone, as a dependent launch, and from a graph.
+// Results must have the same bits every time: launched alone, as a dependent launch, and from a graph.
 GPU_TEST(repeats_are_bit_identical) {
     const int n_repeats = few_cases() ? 3 : 100;
     for (const int bits : { 1, 2, 4, 8 }) {
@@ -924,7 +926,7 @@ static double reserved(const macko_desc & desc, int64_t padded, int64_t outliers
     return static_cast<double>(choose({ desc, padded, desc.type, outliers }, { SHARED }).nbytes);
 }
 
-// What the device reserves from the header alone stays near the bytes of the file.
+// The bytes that the device reserves from the header alone must be close to the bytes of the file.
 TEST(memory_stays_near_the_file) {
     for (const int64_t cols : { 2048, 4096, 8192, 11008, 12288, 28672 }) {
         for (int percent = 5; percent <= 90; percent += 5) {
@@ -956,8 +958,8 @@ TEST(memory_stays_near_the_file) {
     }
 }
 
-// The same for values of 8 significant bits, .7 % of them outliers, which a file has as 10 bits each and a bitmap. A
-// group has 16 entries and as many deltas of 2, 4 or 6 bits.
+// The same for values with 8 significant bits, 0.7 % of them outliers, which a file stores as 10 bits each and a
+// bitmap. A group has 16 entries and as many deltas of 2, 4 or 6 bits.
 TEST(memory_of_coded_values_stays_near_the_file) {
     constexpr int64_t ROWS = 4096;
     for (const int64_t cols : { 2048, 4096, 5120, 8192, 11008, 14336 }) {
@@ -965,7 +967,7 @@ TEST(memory_of_coded_values_stays_near_the_file) {
             const double     d    = percent / 100.0;
             const auto       nnz  = static_cast<int64_t>(d * static_cast<double>(ROWS * cols));
             const macko_desc desc = { ROWS, cols, GGML_MACKO_TYPE_BF16, 4, nnz };
-            // as a packed matrix is recoded
+            // like the MACKO rows of a packed matrix
             const auto   padded = n_padded(static_cast<int64_t>(static_cast<double>(nnz) / (1 - std::pow(1 - d, 16))));
             const double nbytes = reserved(desc, padded, nnz * 7 / 1000);
             const double file = static_cast<double>(nnz) * (10 + 0.007 * 32) / 8 + static_cast<double>(ROWS * cols) / 8;

@@ -1,5 +1,5 @@
-// Makes the N-th call of a kind fail: memory, reads, writes, and so on. Loaded with LD_PRELOAD, driven by
-// tests/inject.py through ctypes; until fail_nth_arm is called it only passes calls on.
+// Makes the N-th call of a kind fail: memory, reads, writes, and so on. It is loaded with LD_PRELOAD and controlled by
+// tests/inject.py through ctypes. Until fail_nth_arm is called, it only forwards calls.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -22,13 +22,13 @@ enum kind { NONE, ALLOC, READ, WRITE, FSYNC, RENAME, RESIZE, OPEN, THREAD, SHORT
 
 static atomic_int         armed_kind;
 static atomic_long        n_calls;
-static long               failing_call; // from 1 on; 0: none
+static long               failing_call; // counted from 1; 0: none
 static bool               fails_from_there_on;
-static char *             record; // where the modules are noted that the failing call came from
+static char *             record; // buffer for the names of the modules that made the failing call
 static size_t             record_nbytes;
 static _Thread_local bool is_inside; // our own calls are not counted
 
-// glibc's own names of these, so that no dlsym, which allocates, stands before the first allocation
+// glibc's own names of these functions, so that dlsym, which allocates, does not run before the first allocation
 extern void * __libc_malloc(size_t);
 extern void * __libc_calloc(size_t, size_t);
 extern void * __libc_realloc(void *, size_t);

@@ -1,21 +1,21 @@
-// Makes one call of the CUDA runtime fail, to see what becomes of it: the target ggml-macko-failing is the plugin,
-// linked so that its calls come here first (--wrap). inject_cuda_failures.py counts them and lets each fail in
-// turn.
+// Makes one call of the CUDA runtime fail, to test the consequences. The target ggml-macko-failing is the plugin,
+// linked so that its calls go through this file (--wrap). inject_cuda_failures.py counts the calls and lets each one
+// fail in turn.
 #include <cuda_runtime_api.h>
 #include <stdatomic.h>
 
 static atomic_long n_calls;
-static atomic_long failing_call; // from 1 on; 0: none
+static atomic_long failing_call; // counted from 1; 0: none
 static atomic_int  failing_error;
 
-// The next calls are counted from 1 on, and call `call` fails with `error`. Returns the number of calls before.
+// Counts the next calls from 1 on; call `call` fails with `error`. Returns the number of earlier calls.
 __attribute__((visibility("default"))) long ggml_macko_fail_cuda(long call, int error) {
     atomic_store(&failing_error, error);
     atomic_store(&failing_call, call);
     return atomic_exchange(&n_calls, 0);
 }
 
-// The last error of the thread, as the runtime keeps it: `<<< >>>` returns none.
+// The last error of the thread, as in the runtime: `<<< >>>` returns none.
 static _Thread_local cudaError_t last_error = cudaSuccess;
 
 static cudaError_t next_error(void) {
@@ -83,7 +83,7 @@ WRAP(cudaLaunchKernel, (const void * kernel, dim3 grid, dim3 block, void ** argu
      (kernel, grid, block, arguments, shared, s))
 #endif
 
-// a capture has to end even if ending it fails
+// a capture must end even if ending it fails
 cudaError_t __real_cudaStreamEndCapture(cudaStream_t s, cudaGraph_t * graph);
 cudaError_t __wrap_cudaStreamEndCapture(cudaStream_t s, cudaGraph_t * graph) {
     const cudaError_t error = next_error(), real = __real_cudaStreamEndCapture(s, graph);

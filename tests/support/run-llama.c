@@ -1,5 +1,4 @@
-// Greedy text from a model, with nothing but llama.h: for the tests of `macko run` with a program that knows nothing of
-// ggml-macko.
+// Greedy text from a model, using only llama.h, to test `macko run` with a program that has no code for ggml-macko.
 // usage: run-llama MODEL N_TOKENS PROMPT
 #include "llama.h"
 

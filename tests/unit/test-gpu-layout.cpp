@@ -1,5 +1,5 @@
-// The choice of a GPU's layout without a GPU: a table of headers and devices with their plans, what settle() makes of
-// surveys, and the survey of values on the CPU against brute force.
+// The choice of a GPU's layout without a GPU: a table of headers and devices with their plans, the results of settle()
+// for surveys, and the survey of values on the CPU against brute force.
 #include "codec/macko/encode.h"
 #include "codec/packed/packed.h"
 #include "codec/registry.h"
@@ -114,8 +114,8 @@ TEST(every_layout_that_is_left_out_has_a_reason) {
     }
 }
 
-// The reservation: a header that tells that few values are outliers saves memory, and every candidate that is made in
-// the reserved bytes fits them.
+// The reservation: a header with a small number of outliers saves memory, and every candidate that is made in the
+// reserved bytes fits in them.
 TEST(reserved_bytes) {
     for (const int64_t cols : { 64, 2048, 4096, 11008, 28672 }) {
         for (const int bits : { 1, 2, 4, 8 }) {
@@ -154,8 +154,7 @@ TEST(a_layout_that_is_asked_for_is_the_only_candidate) {
     CHECK(settle(choose_only(m, d, "none", 0), {}).candidate == 0, "behind the last candidate");
 }
 
-// Matrices share a launch if one kernel suits all of them: entries in the order of banks and ascending columns do not
-// mix.
+// Matrices share a launch if one kernel works for all of them: entries in bank order and ascending columns do not mix.
 TEST(same_kernel) {
     const gpu_matrix m       = matrix_of(300, 4096, F16, 4, .3);
     const auto       inlined = [&](int bits, int lanes, bool banked) {
@@ -174,7 +173,7 @@ TEST(same_kernel) {
 
 // ---- settle() ----
 
-// Answers each question of settle() and returns the text of the layout. answer(candidate, step, survey)
+// Answers each question of settle() with answer(candidate, step, survey), and returns the text of the layout.
 template <typename F> static std::string settled(const gpu_plan & plan, F && answer) {
     layout_survey found = {};
     for (int i = 0; i < 20; i++) {
@@ -269,7 +268,7 @@ struct random_matrix {
 
 static uint32_t float_bits(uint16_t bits, int type) { return bits_of_float(float_of_value(bits, type)); }
 
-// values that a group holds with an exponent
+// Number of values that a group can hold with an exponent.
 template <typename M> static int64_t n_held(const random_matrix & m, M layout, int exponent) {
     layout.exponent = exponent;
     return std::count_if(m.dense.begin(), m.dense.end(),
@@ -310,7 +309,7 @@ template <typename M> struct row_walk {
         if (!W) {
             return;
         }
-        // group g of the row is in run (offset + g) mod lanes by its place, but runs are consecutive: count them
+        // group g of the row is in run (offset + g) mod lanes by position, but runs are consecutive, so count them
         std::vector<int> of_lane(static_cast<size_t>(layout.lanes), 0);
         for (int g = 0; g < groups; g++) {
             of_lane[static_cast<size_t>((first_group % 8 + g) % layout.lanes)]++;

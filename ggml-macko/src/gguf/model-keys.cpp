@@ -577,7 +577,7 @@ struct tokenizer_rules {
 
 } // namespace
 
-// The first two are those of the architectures with rules.
+// The first two rows are for the architectures with rules.
 static const tokenizer_rules TOKENIZERS[] = {
     { "llama", false, true, { { "bos", 1 }, { "eos", 2 } } },
     { "gpt2", true, false, { { "bos", 11 }, { "eos", 11 } } },

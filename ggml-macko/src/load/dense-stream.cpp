@@ -106,7 +106,7 @@ static bool describes_storage(const std::string & key, bool split) {
            (split && key.compare(0, 6, "split.") == 0);
 }
 
-// The header of the dense file (FORMAT.md, end of section 2). offsets are those of the tensors in the data section.
+// The header of the dense file (FORMAT.md, end of section 2). offsets: of the tensors in the data section.
 static std::vector<uint8_t> dense_header(const model_file & file, const std::vector<gguf_tensor> & tensors,
                                          const std::vector<int64_t> & offsets) {
     const gguf_header &  h = file.header;

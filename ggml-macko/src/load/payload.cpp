@@ -188,7 +188,7 @@ struct payload_reader {
         running_sum                       nnz;
         const int                         n_team = static_cast<int>(std::min<int64_t>(n_max_team, n_blocks));
         std::vector<std::vector<uint8_t>> buffers(static_cast<size_t>(n_team));
-        // Threads take the blocks in order, so that running_sum never waits for a block that no thread has taken.
+        // Threads process the blocks in order, so running_sum never waits for a block without a thread.
         parallel_parts(n_team, n_blocks, 1, [&](int64_t b, int64_t, int thread) {
             macko_view view;
             int        status = GGML_MACKO_STATUS_OK;

@@ -341,7 +341,7 @@ int check_sparse_tensors(model_file * file) {
     if (!file->is_sparse) {
         return check_reserved_keys(file->header, false);
     }
-    // The version comes first, because a newer format may have keys that this version does not know.
+    // The version comes first, because a newer format may have keys that are unknown to this version.
     TRY(check_version(file->header));
     TRY(check_reserved_keys(file->header, true));
     TRY(read_matrices(file));

@@ -54,7 +54,7 @@ bool is_known(std::string_view variable) {
     return false;
 }
 
-// "a, b, c": the words of a variable, or the variables
+// "a, b, c": the words of a variable, or the names of all variables.
 std::string names(const char * variable) {
     std::string  text;
     const char * before = "";
@@ -76,7 +76,7 @@ template <typename F> void for_each_word(const char * variable, F && each) {
     }
 }
 
-// The place of a word among those of its variable, or -1.
+// Index of a word in its variable's list, or -1.
 int index_of(const char * variable, std::string_view word) {
     int i = 0;
     for (const setting & s : TABLE) {

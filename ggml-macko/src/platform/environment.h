@@ -22,15 +22,15 @@ struct setting {
 // The i-th row, or nullptr after the last one. The rows of a variable are adjacent.
 const setting * setting_at(size_t i);
 
-// One line that names the variable, the word and the allowed words, if a variable that begins with GGML_MACKO_ is not
-// in the table or has a word that is not. "" if all are right.
+// An error line with the variable, the word and the allowed words, if a variable that begins with GGML_MACKO_ is
+// missing in the table or contains a word that is not allowed. "" if there is no error.
 std::string find_error();
 // The same for one variable.
 std::string find_error(const char * variable);
 
-// "" if it is not set
+// "" if the variable is not set.
 const char * value_of(const char * variable);
-// One bit for each word that the variable holds: bit i is the i-th row of the variable in the table.
+// One bit for each word in the variable's value: bit i is the i-th row of the variable in the table.
 uint32_t words_of(const char * variable);
 bool     has(const char * variable, const char * word);
 

@@ -2,11 +2,11 @@
 // llama_model_load_from_file. Dense files are passed to the original function. GGML_MACKO_PLUGIN is the path of the
 // plugin (`macko run` sets it); the plugin reads the other variables (platform/environment.h).
 //
-// A client of llama.cpp's RPC backend whose server is gone ends with one line, where llama.cpp's own ends by a signal.
+// A client of llama.cpp's RPC backend whose server is gone ends with one line; llama.cpp alone would end with a signal.
 //
-// This file must not depend on any library but libc. The program's own ggml opens the plugin right after it has loaded
-// its other backends, so that options such as --list-devices and -dev MACKO0 know the plugin's devices, or when the
-// first model is loaded if the program does not call ggml_backend_load_all.
+// This file must not depend on any library except libc. The program's own ggml opens the plugin right after its other
+// backends, so that options such as --list-devices and -dev MACKO0 accept the plugin's devices. If the program does not
+// call ggml_backend_load_all, the plugin is opened when the first model is loaded.
 #include "platform/replace.h"
 
 #include "ggml-macko.h"
@@ -21,7 +21,7 @@
 #include <string.h>
 #include <unistd.h>
 
-// llama_model_params of any version. It is passed on the stack, where a function reads as much of it as it knows.
+// llama_model_params of any version. It is passed on the stack, and a function reads only the bytes of its own version.
 struct any_params {
     uint64_t words[32];
 };
@@ -42,8 +42,8 @@ static struct {
     last_error_t         last_error;
 } plugin; // all null if there is no plugin; then only dense files can be opened
 
-// Where the reader of stdout or stderr is gone, the program ends as it always did. A write to a connection fails
-// instead, so that the RPC backend sees it, and aborts.
+// If the reader of stdout or stderr is gone, the program ends as it would without this library. A write to a connection
+// fails instead, so that the RPC backend detects the failure and aborts.
 static void on_broken_pipe(int number) {
     struct pollfd output[] = { { .fd = STDOUT_FILENO }, { .fd = STDERR_FILENO } };
     if (poll(output, 2, 0) > 0 && ((output[0].revents | output[1].revents) & (POLLERR | POLLHUP))) {

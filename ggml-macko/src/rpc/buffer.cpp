@@ -154,7 +154,7 @@ void answer(buffer_context & buffer, const ggml_tensor * tensor, const rpc_messa
     memcpy(data, &result, std::min(n, sizeof(result)));
 }
 
-// ---- what ggml calls ----
+// ---- functions that ggml calls ----
 
 void buffer_free_buffer(ggml_backend_buffer_t buffer) { delete &context_of(buffer); }
 

@@ -90,7 +90,7 @@ server * server_of(load_session & session, ggml_backend_buffer_t buffer) {
     return it != session.staging.end() ? static_cast<server *>(it->second.get()) : nullptr;
 }
 
-// ---- what RPC buffers call ----
+// ---- functions of RPC buffers ----
 
 ggml_status claim(load_session & session, ggml_backend_buffer_t buffer, ggml_tensor * tensor,
                   const sparse_tensor_info & matrix) {

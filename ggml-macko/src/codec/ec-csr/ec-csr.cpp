@@ -1,4 +1,5 @@
-// EC-CSR arrays: check, decode, assemble. The layout is FORMAT.md section 6; names are those of the component tensors.
+// EC-CSR arrays: check, decode, assemble. FORMAT.md section 6 defines the layout and the names of the component
+// tensors.
 #include "codec/ec-csr/ec-csr.h"
 #include "codec/team.h"
 

@@ -39,7 +39,7 @@ struct graph_builder {
     float number() { return static_cast<float>(random.unit() * 2 - 1); }
 
     // F32, of n_matrices matrices, without a zero, and such that most products are negative: a bitmap
-    // (cpu/layout/bitmap.h) behind its header
+    // (cpu/layout/bitmap.h) after its header
     ggml_tensor * weights(int64_t n_matrices) {
         const int64_t    rows = ROWS * n_matrices;
         const macko_desc desc = { rows, COLS, GGML_MACKO_TYPE_F32, 4, rows * COLS };

@@ -19,7 +19,7 @@ using namespace macko::cuda;
 
 namespace {
 
-constexpr size_t  GUARD  = 4096;    // bytes in front of and behind every tensor
+constexpr size_t  GUARD  = 4096;    // bytes before and after every tensor
 constexpr uint8_t POISON = 0xff;    // NaN in every floating-point type
 constexpr double  U32    = 0x1p-24; // unit roundoff of float
 constexpr double  U_F16  = 0x1p-11;

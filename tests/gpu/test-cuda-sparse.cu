@@ -574,7 +574,7 @@ GPU_TEST(coded_matrices_stay_within_what_their_headers_reserve) {
     for (const int delta_bits : { 4, 8 }) {
         rng         random(5);
         test_matrix w(random, 3000, 2048, GGML_MACKO_TYPE_F16, delta_bits, 0.0005, UNIFORM, 2.9, -8, true);
-        w.upload(random, uploader); // sees that no bytes behind those are written
+        w.upload(random, uploader); // checks that no bytes after these are written
         check_densify(w, "hardly any entries");
     }
 }

@@ -57,7 +57,7 @@ struct tensor {
     std::vector<uint64_t> ne;
     uint32_t              type;
     bytes                 data;
-    uint64_t              hole = 0; // number of zeros behind data; serialize_header counts them without writing them
+    uint64_t              hole = 0; // number of zeros after data; serialize_header counts them without writing them
 };
 
 template <typename T> key scalar(const std::string & name, value_type type, T value) {

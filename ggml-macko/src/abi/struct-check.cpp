@@ -37,7 +37,7 @@ template <size_t... I> constexpr std::array<word, sizeof...(I)> all_callbacks(st
 // OBJECT: a struct of ggml
 template <typename OBJECT> struct probe {
     std::array<word, N_WORDS> words = all_callbacks(std::make_index_sequence<N_WORDS>());
-    static_assert(sizeof(OBJECT) < sizeof(words), "a callback behind the object must still be a word of the probe");
+    static_assert(sizeof(OBJECT) < sizeof(words), "a callback after the object must still be a word of the probe");
 
     OBJECT * get() { return reinterpret_cast<OBJECT *>(words.data()); }
     // Value of a member of type T at an offset.
@@ -135,7 +135,7 @@ const char * check_graph(ggml_context * ctx) {
         const char * begin = static_cast<const char *>(ggml_get_mem_buffer(ctx));
         return p >= begin && p < begin + ggml_get_mem_size(ctx);
     };
-    // ggml places a graph's arrays directly behind the struct, so the address of the first array reveals its size
+    // ggml places a graph's arrays directly after the struct, so the address of the first array reveals its size
     if (reinterpret_cast<const char *>(graph->nodes) != reinterpret_cast<const char *>(graph) + sizeof(ggml_cgraph)) {
         return "sizeof(ggml_cgraph)";
     }

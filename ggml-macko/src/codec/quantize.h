@@ -6,7 +6,7 @@
 namespace macko {
 
 // Quantizes n values of value_type (F32, F16 or BF16). blocks has space for packed_n_values(n) values; the values
-// behind n become padding. weights: the weights of the squared errors, not negative; nullptr: all weights are equal.
+// after n become padding. weights: the weights of the squared errors, not negative; nullptr: all weights are equal.
 // Only the search for Q4_NL's scales uses them. NOT_FINITE if a value is too large for an F16 scale. The bytes do not
 // depend on the number of threads.
 [[nodiscard]] int quantize(const void * values, int32_t value_type, const float * weights, int64_t n, int32_t type,

@@ -95,7 +95,7 @@ inline int quant_at(const uint8_t * block, int32_t type, int64_t i) {
     const int nibble = (block[2 + i % 16] >> (i / 16 * 4)) & 15;
     return type == GGML_MACKO_TYPE_Q4_NL ? Q4_NL_LEVELS[block[0] & 1][nibble] : nibble - 8;
 }
-// q of the padding behind the last non-zero; for Q4_NL, level 0.
+// q of the padding after the last non-zero; for Q4_NL, level 0.
 constexpr int   padding_quant(int32_t type) { return type == GGML_MACKO_TYPE_Q4_NL ? Q4_NL_LEVELS[0][0] : 0; }
 inline uint16_t quant_scale_bits(const uint8_t * block) { return static_cast<uint16_t>(block[0] | block[1] << 8); }
 

@@ -126,7 +126,7 @@ struct reader {
     std::vector<uint8_t> & bytes;
     int64_t                pos = 0;
 
-    // bytes of the file behind pos, whether already read or not
+    // bytes of the file after pos, whether already read or not
     int64_t left() const { return source.size() - pos; }
 
     // Reads from the file until bytes holds n bytes from pos on.
@@ -185,7 +185,7 @@ static int read_bools(reader & r, uint64_t n, const gguf_key & key) {
     return GGML_MACKO_STATUS_OK;
 }
 
-// Checks n values of a type and moves r behind them.
+// Checks n values of a type and moves r after them.
 static int read_values(reader & r, uint32_t type, uint64_t n, const gguf_key & key) {
     if (type == GGUF_STRING) {
         if (n > static_cast<uint64_t>(r.left()) / sizeof(uint64_t)) {
@@ -421,12 +421,12 @@ int read_gguf_header(const byte_source & source, gguf_header * header) {
     for (gguf_tensor & t : header->tensors) {
         t.offset += header->data_offset;
     }
-    // A file without tensors has no data section, so it may end right behind the header.
+    // A file without tensors has no data section, so it may end right after the header.
     const int64_t end        = n_tensors == 0 ? r.pos : header->data_offset + data_size;
     const int64_t end_padded = header->data_offset + data_size_padded; // at least end
     if (header->file_size > end_padded) {
         return fail(GGML_MACKO_STATUS_TRAILING_DATA,
-                    "data behind the last tensor (file of %" PRId64 " bytes vs %" PRId64 ")", header->file_size,
+                    "data after the last tensor (file of %" PRId64 " bytes vs %" PRId64 ")", header->file_size,
                     end_padded);
     }
     if (header->file_size != end && header->file_size != end_padded) {
@@ -483,7 +483,7 @@ bool gguf_header::get_float(const gguf_key & key, uint64_t i, double * out) cons
     }
 }
 
-// The string at p, which lies inside the header; *next points behind it.
+// The string at p, which lies inside the header; *next points after it.
 static std::string_view string_at(const std::vector<uint8_t> & bytes, size_t pos, size_t * next) {
     const size_t n = static_cast<size_t>(load_le<uint64_t>(bytes.data() + pos));
     *next          = pos + sizeof(uint64_t) + n;

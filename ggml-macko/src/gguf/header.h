@@ -35,7 +35,7 @@ struct gguf_key {
     uint64_t    n;            // number of elements of an array; otherwise 1
     size_t      begin;        // offset of the record (name, type, value) in gguf_header::bytes
     size_t      value;        // offset of the first element; a string begins with its length as u64
-    size_t      end;          // offset behind the record
+    size_t      end;          // offset after the record
 };
 
 struct gguf_tensor {

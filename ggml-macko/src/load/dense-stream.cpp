@@ -24,7 +24,7 @@ namespace {
 constexpr size_t  STREAM_NBYTES = 4 << 20;
 constexpr int64_t FEW_ZEROS     = 4096;
 
-// SEGMENT_UNREAD is the rest of a sparse tensor, behind its placeholder. Without a claim, both segments are dense
+// SEGMENT_UNREAD is the rest of a sparse tensor, after its placeholder. Without a claim, both segments are dense
 // elements.
 enum segment_kind { SEGMENT_HEADER, SEGMENT_FILE, SEGMENT_PLACEHOLDER, SEGMENT_UNREAD, SEGMENT_ZERO };
 

@@ -43,7 +43,7 @@ public:
     int64_t match_placeholder(const void * data, size_t n) const;
     // The first I/O error of a read through the stream, with its message; or OK.
     [[nodiscard]] int status() const;
-    // The position that the stream reports at offset. Inside a sparse tensor, it pretends that the file ends behind the
+    // The position that the stream reports at offset. Inside a sparse tensor, it pretends that the file ends after the
     // tensor's placeholder; at the end of the stream it is size().
     int64_t reported_offset(int64_t offset) const;
     // How many of the n bytes at offset one read of the stream returns. A sparse tensor is not read ahead, because a

@@ -105,7 +105,7 @@ TEST(truncated_file_is_refused) {
         for (size_t n = 0; n < b.size(); n++) {
             macko::gguf_header header;
             const int          status = macko::read_gguf_header(memory_source(b.data(), n), &header);
-            // only the padding behind the last tensor may be missing
+            // only the padding after the last tensor may be missing
             CHECK(status == S(TRUNCATED) || (status == S(OK) && n + 32 > b.size()), "cut at %zu of %zu: %s", n,
                   b.size(), ggml_macko_last_error());
             n_cases++;

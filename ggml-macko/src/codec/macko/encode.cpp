@@ -136,7 +136,7 @@ template <typename T> int encode_arrays(const T * dense, const macko_arrays & m,
     return GGML_MACKO_STATUS_OK;
 }
 
-constexpr size_t SLACK = 64; // bytes behind values and deltas: validate and consumers may load whole vectors
+constexpr size_t SLACK = 64; // bytes after values and deltas: validate and consumers may load whole vectors
 
 // Computes row_ptr from the entries of each row, and allocates memory for them.
 template <typename N> int allocate(const macko_desc & desc, N && entries_of_row, macko_matrix * m) {

@@ -79,7 +79,7 @@ int check_padding(const macko_desc & desc, int64_t n_stored, const void * values
         used |= deltas[i];
     }
     if (used) {
-        return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "padding behind the last of %lld entries is not zero",
+        return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "padding after the last of %lld entries is not zero",
                     static_cast<long long>(n_stored));
     }
     return GGML_MACKO_STATUS_OK;

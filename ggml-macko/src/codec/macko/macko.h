@@ -34,7 +34,7 @@ constexpr int64_t deltas_nbytes(int64_t n_padded, int32_t bits) { return (n_padd
 // Checks row_ptr (rows + 1 elements): starts with 0, never decreases, and its last element is n_stored with
 // n_padded(n_stored) = n_values.
 [[nodiscard]] int check_row_ptr(const macko_desc & desc, const int32_t * row_ptr, int64_t n_values);
-// Checks that the padding entries behind n_stored and the last bytes of deltas are zero. values and deltas start at
+// Checks that the padding entries after n_stored and the last bytes of deltas are zero. values and deltas start at
 // entry `base` (a multiple of 8); n_values and n_deltas are the matrix's component lengths.
 [[nodiscard]] int check_padding(const macko_desc & desc, int64_t n_stored, const void * values, const uint8_t * deltas,
                                 int64_t base, int64_t n_values, int64_t n_deltas);

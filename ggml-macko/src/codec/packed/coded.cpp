@@ -263,7 +263,7 @@ int check_outliers(const uint8_t * outliers, int64_t n, int32_t type, const code
     const uint32_t zero   = 0;
     return memcmp(outliers + nbytes, &zero, static_cast<size_t>(outliers_words(n, type) * 4 - nbytes)) == 0
                ? static_cast<int>(GGML_MACKO_STATUS_OK)
-               : fail(GGML_MACKO_STATUS_NOT_CANONICAL, "the bytes behind the last outlier are not zero");
+               : fail(GGML_MACKO_STATUS_NOT_CANONICAL, "the bytes after the last outlier are not zero");
 }
 
 int check_header(const uint32_t * words, int64_t n_words, int32_t type, int64_t nnz, coded_widths * w,
@@ -306,7 +306,7 @@ int open_coded(const uint32_t * words, int64_t n_words, int32_t type, int64_t nn
     if (found.bad != INT64_MAX) {
         return fail(GGML_MACKO_STATUS_NOT_CANONICAL,
                     found.bad < nnz ? "value %lld is an outlier, but not zero in its place"
-                                    : "value %lld, behind the last non-zero, is not zero",
+                                    : "value %lld, after the last non-zero, is not zero",
                     static_cast<long long>(found.bad));
     }
     v.outliers_before_.assign(1, 0);

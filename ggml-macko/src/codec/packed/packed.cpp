@@ -74,7 +74,7 @@ static int check_rest_of_index(const packed_arrays & a, int64_t n_bits) {
     for (int64_t i = (n_bits + 7) / 8; i < a.n_index; i++) {
         used |= a.index[i];
     }
-    return used ? fail(GGML_MACKO_STATUS_NOT_CANONICAL, "the index is not zero behind the last row")
+    return used ? fail(GGML_MACKO_STATUS_NOT_CANONICAL, "the index is not zero after the last row")
                 : static_cast<int>(GGML_MACKO_STATUS_OK);
 }
 
@@ -144,8 +144,8 @@ private:
     uint16_t sums_[256];
 };
 
-// Finds where the codes of each row begin: behind the row_ptr[r]-th code that stores a value. The first pass counts
-// these codes in pieces of the index, which tells which rows begin in each piece. Rows that begin behind the end of the
+// Finds where the codes of each row begin: after the row_ptr[r]-th code that stores a value. The first pass counts
+// these codes in pieces of the index, which tells which rows begin in each piece. Rows that begin after the end of the
 // index get its end. Returns the number of codes that store a value.
 static int64_t find_rows(const packed_arrays & a, int n_threads, std::vector<int64_t> * row_codes) {
     constexpr int64_t    PIECE  = 1 << 14; // bytes
@@ -167,7 +167,7 @@ static int64_t find_rows(const packed_arrays & a, int n_threads, std::vector<int
     row_codes->assign(static_cast<size_t>(rows), a.n_index * per_byte);
     parallel_parts(n_threads, a.n_index, PIECE, [&](int64_t begin, int64_t end, int) {
         int64_t n = before[static_cast<size_t>(begin / PIECE)];
-        // rows that begin behind the codes n + 1 ... of this piece
+        // rows that begin after the codes n + 1 ... of this piece
         auto row =
             std::upper_bound(a.row_ptr, a.row_ptr + rows, n, [](int64_t value, int32_t ptr) { return value < ptr; }) -
             a.row_ptr;
@@ -277,7 +277,7 @@ template <typename T> static int check_plain_values(const packed_arrays & a, int
                     static_cast<unsigned>(values[k]));
     }
     return fail(GGML_MACKO_STATUS_NOT_CANONICAL,
-                k < nnz ? "value %lld is zero" : "value %lld, behind the last non-zero, is not zero",
+                k < nnz ? "value %lld is zero" : "value %lld, after the last non-zero, is not zero",
                 static_cast<long long>(k));
 }
 
@@ -320,7 +320,7 @@ static int check_quant_values(const packed_arrays & a, int n_threads) {
     }
     for (int64_t k = nnz; k < a.n_values; k++) {
         if (quant_at(blocks + k / QUANT_BLOCK * nbytes, type, k % QUANT_BLOCK) != padding_quant(type)) {
-            return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "value %lld, behind the last non-zero, is not zero",
+            return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "value %lld, after the last non-zero, is not zero",
                         static_cast<long long>(k));
         }
     }

@@ -207,7 +207,7 @@ static int64_t n_zeros(const mul_mat_params & p) {
     return n;
 }
 
-// Number of chunks of the columns whose sums fit in the scratch memory, behind x.
+// Number of chunks of the columns whose sums fit in the scratch memory, after x.
 static int64_t max_column_chunks(const mul_mat_params & p) {
     const int64_t floats = (mul_mat_scratch_nbytes(p.w.cols, 1) - COUNTER_NBYTES) / int64_t(sizeof(float));
     return (floats - mask_words(p.w.cols) * 64) / (mask_words(p.columns.cols) * 64);

@@ -20,7 +20,7 @@ enum class x_layout {
 constexpr int64_t MAX_PLANES = 8;
 
 // rows16, compressed: the x of the non-zeros in a segment of a row, with zeros on both sides. There is space for a
-// whole group of zeros in front and one behind, and for stores of whole vectors.
+// whole group of zeros before it and one after it, and for stores of whole vectors.
 constexpr int64_t SEGMENT_WORDS    = 64; // mask words
 constexpr int64_t COMPRESSED_PLANE = SEGMENT_WORDS * 64 + 64 + 64;
 struct compressed_x {

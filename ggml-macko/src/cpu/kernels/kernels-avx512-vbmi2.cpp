@@ -128,7 +128,7 @@ struct simd : avx512, bundles_avx2 {
             const __m512i  lo   = _mm512_load_si512(x + word * 128);
             const __m512i  hi   = _mm512_load_si512(x + word * 128 + 64);
             // Adds non-zeros first ... first + 31 of the word, at the given positions. The x of missing non-zeros are
-            // zero, and the values behind the last one are finite.
+            // zero, and the values after the last one are finite.
             const auto add_entries = [&](int first, __m256i their_positions) __attribute__((always_inline)) {
                 const __mmask32 some = _cvtu32_mask32(_bzhi_u32(~0u, static_cast<unsigned>(n - first)));
                 const __m512i xs = _mm512_maskz_permutex2var_epi16(some, lo, _mm512_cvtepu8_epi16(their_positions), hi);
@@ -168,7 +168,7 @@ struct simd : avx512, bundles_avx2 {
         const __m512i positions = _mm512_load_si512(positions_0_63.position);
         _mm512_store_si512(low, _mm512_setzero_si512());
         _mm512_store_si512(high, _mm512_setzero_si512());
-        // each store overwrites the part of the previous store behind its last x
+        // each store overwrites the part of the previous store after its last x
         const auto put = [](uint8_t * out, __m512i bytes, int here) __attribute__((always_inline)) {
             if (FEW) {
                 _mm256_storeu_si256(reinterpret_cast<__m256i *>(out), _mm512_castsi512_si256(bytes));
@@ -260,7 +260,7 @@ struct simd : avx512, bundles_avx2 {
     }
 };
 
-// Loads read up to 64 bytes behind the values of the row, which VALUES_SLACK provides.
+// Loads read up to 64 bytes after the values of the row, which VALUES_SLACK provides.
 void expand_row(const uint64_t * masks, const uint8_t * values, int64_t cols, uint16_t * dense) {
     for (int64_t col = 0; col < cols; col += 32) {
         const auto    bits   = static_cast<uint32_t>(masks[col / 64] >> (col & 32));

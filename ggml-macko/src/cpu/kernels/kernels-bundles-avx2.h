@@ -207,7 +207,7 @@ struct bundles_avx2 {
     }
 
     // Appends the non-zeros of a bundle to the lists of their rows; `lists` has one list per row of the group.
-    // Overwrites up to eight elements behind the end of a list.
+    // Overwrites up to eight elements after the end of a list.
     template <int TYPE, typename LIST> static const uint8_t * decode_bundle(const uint8_t * at, LIST * lists) {
         if constexpr (is_quant_type(TYPE)) {
             return decode_quant_bundle<TYPE>(at, lists);

@@ -6,7 +6,7 @@
 namespace macko::cpu {
 namespace {
 
-constexpr int64_t PLANE_SLACK = 64; // bytes behind the last column of a plane: windows may begin at any column
+constexpr int64_t PLANE_SLACK = 64; // bytes after the last column of a plane: windows may begin at any column
 
 // The planes of an x in the scratch memory, and its scale.
 struct x_planes {

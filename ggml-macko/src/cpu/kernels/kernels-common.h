@@ -53,7 +53,7 @@ template <int STEP> INLINE uint32_t mask_bits(uint64_t bits, int s) {
 }
 
 // Reads the values of a row from front to back. next(n, buffer) returns a pointer to the next n values as PLAIN<TYPE>;
-// buffer has BUFFER<TYPE, n> floats. Kernels may read up to 64 values behind the n, and ignore them.
+// buffer has BUFFER<TYPE, n> floats. Kernels may read up to 64 values after the n, and ignore them.
 template <int TYPE> struct plain_reader {
     const uint8_t * at;
     INLINE void     start(const bitmap_matrix & w, int64_t row) {

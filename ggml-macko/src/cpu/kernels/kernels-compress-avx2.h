@@ -29,7 +29,7 @@ struct compress_avx2 {
     static void compress(const uint64_t * mask, int64_t stride, int64_t words, const uint8_t * x, bool,
                          int64_t (&n)[NR], compressed_x * out) {
         constexpr bool quant = is_quant_type(TYPE);
-        constexpr int  zeros = quant ? 4 : 1; // vectors of zeros behind the last x, and in front of a group
+        constexpr int  zeros = quant ? 4 : 1; // vectors of zeros after the last x, and in front of a group
         const auto     clear = [](uint8_t * at) __attribute__((always_inline)) {
             for (int i = 0; i < zeros; i++) {
                 _mm256_storeu_si256(reinterpret_cast<__m256i *>(at) + i, _mm256_setzero_si256());
@@ -54,7 +54,7 @@ struct compress_avx2 {
 #pragma GCC unroll 4
                 for (int r = 0; r < NR; r++) {
                     const uint64_t at = rotate_right(bits[r], 8 * s) & 0xff0;
-                    // overwrites the part of the previous store behind its last x
+                    // overwrites the part of the previous store after its last x
                     _mm_storeu_si128(
                         reinterpret_cast<__m128i *>(to[r]),
                         _mm_shuffle_epi8(xs, _mm_load_si128(reinterpret_cast<const __m128i *>(controls + at))));
@@ -139,7 +139,7 @@ struct compress_avx2 {
             return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(values), 16));
         }
     }
-    // Sum of value * x over n x. The values behind them are finite and multiplied by zeros.
+    // Sum of value * x over n x. The values after them are finite and multiplied by zeros.
     template <int TYPE> static float dot_floats(const uint8_t * values, int64_t n, const compressed_x & compressed) {
         constexpr int   PREFETCH = 4096; // bytes ahead
         const __m128i * w        = reinterpret_cast<const __m128i *>(values);

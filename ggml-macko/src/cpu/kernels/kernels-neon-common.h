@@ -177,7 +177,7 @@ struct neon : plain_mask_bits {
     static void compress(const uint64_t * mask, int64_t stride, int64_t words, const uint8_t * x, bool,
                          int64_t (&n)[NR], compressed_x * out) {
         constexpr bool quant = is_quant_type(TYPE);
-        constexpr int  zeros = quant ? 8 : 2; // vectors of zeros behind the last x, and in front of a group
+        constexpr int  zeros = quant ? 8 : 2; // vectors of zeros after the last x, and in front of a group
         const auto     clear = [](uint8_t * at) __attribute__((always_inline)) {
             for (int i = 0; i < zeros; i++) {
                 vst1q_u8(at + 16 * i, vdupq_n_u8(0));
@@ -202,7 +202,7 @@ struct neon : plain_mask_bits {
                 const uint8x16_t xs = vld1q_u8(x + 16 * s);
 #pragma GCC unroll 4
                 for (int r = 0; r < NR; r++) {
-                    // overwrites the part of the previous store behind its last x
+                    // overwrites the part of the previous store after its last x
                     vst1q_u8(to[r], vqtbl1q_u8(xs, vld1q_u8(tables_of_masks.pack[(bits[r] >> (8 * s)) & 255])));
                     to[r] += 2 * ((counts[r] >> (8 * s)) & 255);
                 }
@@ -251,7 +251,7 @@ struct neon : plain_mask_bits {
     }
     static uint16x8_t load16(const uint8_t * p) { return vreinterpretq_u16_u8(vld1q_u8(p)); }
 
-    // Sum of value * x over n x. The values behind them are finite and multiplied by zeros.
+    // Sum of value * x over n x. The values after them are finite and multiplied by zeros.
     template <int TYPE> static float dot_floats(const uint8_t * values, int64_t n, const compressed_x & compressed) {
         const uint8_t * x        = compressed.bytes;
         vec             total[4] = { zero(), zero(), zero(), zero() };

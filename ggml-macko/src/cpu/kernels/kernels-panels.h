@@ -11,7 +11,7 @@ struct nonzero_list {                         // the non-zeros of a row in a chu
     alignas(64) float weight[MAX_CHUNK + 64];
 };
 
-// Writes the next n values as weights, and up to W - 1 more behind them.
+// Writes the next n values as weights, and up to W - 1 more after them.
 template <int TYPE> INLINE void store_weights(const uint8_t * at, int n, float * weights) {
     for (int i = 0; i < n; i += W) {
         simd::store(weights + i, simd::template load_values<PLAIN<TYPE>>(at + i * value_size<TYPE>));

@@ -15,7 +15,7 @@ struct span_vector {
 static_assert(sizeof(span_vector) == bundle_vector_nbytes(GGML_MACKO_TYPE_F16), "no padding");
 
 // An entry is a non-zero: its column, relative to the start of a chunk of columns, times 65536, plus its value.
-constexpr int32_t NO_ENTRY = INT32_MAX; // behind the last entry of a row
+constexpr int32_t NO_ENTRY = INT32_MAX; // after the last entry of a row
 
 // Position up to which a row of a MACKO matrix has been read.
 struct macko_row {
@@ -31,7 +31,7 @@ struct span_ops {
     // one per column.
     int (*read_row)(int32_t delta_bits, macko_row * row, int64_t begin, int64_t limit, int n, int32_t * entries,
                     uint16_t * end);
-    // Writes the vectors of a bundle. first: index of the first entry of each piece; end: the column behind the span.
+    // Writes the vectors of a bundle. first: index of the first entry of each piece; end: the column after the span.
     // Returns the number of vectors.
     int (*write_vectors)(const int32_t * entries, const int32_t * first, int32_t end, span_vector * out);
 };

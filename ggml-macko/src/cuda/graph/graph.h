@@ -34,7 +34,7 @@ struct panel_buffers {
 // is a sparse weight.
 bool   graph_supports_op(const ggml_tensor * op, bool sparse); // whether the scheduler should assign op to this GPU
 bool   graph_has_kernel(const ggml_tensor * op, bool sparse);  // whether op can be queued; any computing op is allowed
-size_t graph_scratch_nbytes(const ggml_tensor * op, bool sparse); // memory behind op's data for its kernels; 0 for most
+size_t graph_scratch_nbytes(const ggml_tensor * op, bool sparse); // memory after op's data for its kernels; 0 for most
 
 // Whether a product with a sparse weight in host memory can be computed, with panels of panel_nbytes bytes on a GPU of
 // compute capability cc / 10. Such a weight is made dense for any number of columns.

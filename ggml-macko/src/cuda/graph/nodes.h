@@ -47,7 +47,7 @@ inline bool is_row_vector(const ggml_tensor * t, int64_t n) {
     return t->type == GGML_TYPE_F32 && t->ne[0] == n && ggml_nrows(t) == 1 && t->nb[0] == sizeof(float);
 }
 
-// Scratch memory of graph_scratch_nbytes(): the context's, or behind the node's result.
+// Scratch memory of graph_scratch_nbytes(): the context's, or after the node's result.
 inline char * scratch_of(const op_context & ctx, const ggml_tensor * node) {
     return ctx.scratch ? ctx.scratch : static_cast<char *>(node->data) + GGML_PAD(ggml_nbytes(node), 256);
 }

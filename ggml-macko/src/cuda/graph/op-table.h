@@ -12,7 +12,7 @@ struct op_row {
 
     // checks types, shapes and parameters only; tensors may have no data
     bool (*supported)(const ggml_tensor * op);
-    // bytes behind the result's data that the kernels use; null: none
+    // bytes after the result's data that the kernels use; null: none
     size_t (*scratch_nbytes)(const ggml_tensor * op);
     cudaError_t (*enqueue)(panel_pipeline & panels, ggml_tensor * node);
 };

@@ -78,7 +78,7 @@ __device__ __forceinline__ void sync_group(int group) { // barrier 0 is __syncth
 }
 
 // A group of threads copies rows of K or V to shared memory; each thread copies one chunk of every ROWS-th row.
-// Complete after a wait for copies and a barrier. Rows behind the last position are zeros.
+// Complete after a wait for copies and a barrier. Rows after the last position are zeros.
 template <int HEAD_DIM>
 __device__ __forceinline__ void load_tile(__half * tile, const char * base, int64_t nb1, int first, int n) {
     using config         = tile_config<HEAD_DIM>;

@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(QUANTIZED_THREADS, 1) quantized_kernel(const _
                 }
                 each_unit(
                     [&](int r, char * unit, int at) { copy_16(unit, reinterpret_cast<const char *>(from[r]) + at); });
-            } else { // the memory behind the end of the row may not exist
+            } else { // the memory after the end of the row may not exist
                 const int left = p.row_nbytes - chunk * S::NBYTES - copy_at;
                 each_unit([&](int r, char * unit, int at) {
                     const int before = static_cast<int>(from[r] & 15);

@@ -624,7 +624,7 @@ int * w_exponents(const op_tensor & x, char * scratch) {
     return reinterpret_cast<int *>(scratch + op_mul_mat_x16_nbytes(x));
 }
 
-// Converts w to H, one panel at a time, behind x16 in scratch.
+// Converts w to H, one panel at a time, after x16 in scratch.
 template <typename T, typename H>
 cudaError_t mul_mat_panels(const op_context & ctx, const op_tensor & w, const op_tensor & x, const char * x16,
                            const op_tensor & dst, bool vector, char * scratch) {

@@ -62,7 +62,7 @@ struct op_context {
     void * cublas_workspace = nullptr;
     // see cuda/graph/graph.h; null: sparse weights are never made dense, for any number of columns
     const struct panel_buffers * panels = nullptr;
-    // shared by all nodes, one after the other; null: each node has its own behind its result
+    // shared by all nodes, one after the other; null: each node has its own after its result
     char * scratch = nullptr;
 };
 

@@ -278,7 +278,7 @@ cuda_sparse_mul_mat_params fused_sparse_products::launch_params(const op_context
     p.n_matrices                   = 0;
     for (int j = first; j < n_; j++) {
         const member & m = members_[j];
-        if (!shares_kernel(members_[first].product, m.product)) {
+        if (j != first && !shares_kernel(members_[first].product, m.product)) {
             continue;
         }
         const stored_matrix & w = *stored(m.product->src[0]);

@@ -255,7 +255,7 @@ struct random_matrix {
                 }
             }
         }
-        const ggml_macko_option option = { "delta_bits", bits };
+        const ggml_macko_option option = { "index_bits", bits };
         const macko_desc        desc   = { rows, cols, type, 0, 0 };
         const codec &           format = *find_codec("macko");
         CHECK(encode_matrix(format, dense.data(), desc, &option, 1, 1, &encoded) == 0, "%s", ggml_macko_last_error());

@@ -122,7 +122,6 @@ class Sweep:
                     "rise_error": float(rise.std() / math.sqrt(len(rise) - 1)),
                     "measured": skipped_share(parts),
                     "wanted": [round(p.wanted, 4) for p in parts],
-                    "zeros": [p.zeros for p in parts],
                 }
                 if share == 0 and found.ppl != self.results[model]["ppl"]:
                     raise SystemExit(
@@ -139,19 +138,17 @@ class Sweep:
         for path in self.args.models:
             model = pathlib.Path(path).stem
             own = self.results[model]
-            rows, off, zeros = [], [], []
+            rows, off = [], []
             for score in SCORES:
                 for allocation in ALLOCATIONS:
                     found = [self.result(model, score, allocation, s) for s in self.shares]
                     rows.append([score, allocation, f"{own['ppl']:.2f}", *map(cell, found)])
                     off += [100 * (r["measured"] - s) for r, s in zip(found, self.shares)]
-                    zeros += [z for r in found for z in r["zeros"]]
             headers = ["score", "allocation", "0 %", *(f"{100 * s:g} %" for s in self.shares)]
             out.append(
                 f"### {model}\n\n{console.table(rows, headers, '')}\n\n{own['tokens']} tokens; standard error of the "
                 f"0 % column {own['error']:.2f}. Share measured on them minus the wanted one: {min(off):+.1f} to "
-                f"{max(off):+.1f} percentage points. Inputs of down that are exactly 0 on the calibration text: at "
-                f"most {max(zeros):.2g} of a layer's.\n"
+                f"{max(off):+.1f} percentage points.\n"
             )
         return "\n".join(out)
 

@@ -295,7 +295,7 @@ TEST(norms_of_keys_do_not_part_rotations) {
     finish(b, l.result);
     check_launches("as built", b.graph, { "rms_norm+mul", "rope", "rms_norm+mul", "rope_cache k", "attention" });
     graph_optimize(ctx, b.graph, nullptr);
-    check_launches("as optimised", b.graph, { "rms_norm+mul", "rms_norm+mul", "rope_attention" });
+    check_launches("as optimized", b.graph, { "rms_norm+mul", "rms_norm+mul", "rope_attention" });
 }
 
 model_shape quantized_cache_shape(int64_t n_tokens) {
@@ -405,7 +405,7 @@ TEST(products_of_one_input_are_brought_together) {
     finish(b, ggml_add(b.ctx, ggml_mul_mat(b.ctx, b.sparse_weight("k", 256, 256), x), y));
     check_launches("as built", b.graph, { "sparse q", "unary", "sparse k bias" });
     graph_optimize(ctx, b.graph, nullptr);
-    check_launches("as optimised", b.graph, { "sparse q+k", "unary", "add" });
+    check_launches("as optimized", b.graph, { "sparse q+k", "unary", "add" });
 }
 
 // A layer as built by llama.cpp.

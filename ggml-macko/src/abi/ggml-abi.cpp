@@ -18,7 +18,7 @@ namespace {
 
 using version = std::array<int, 3>;
 
-// Parses "0.25.3" or "0.25.3-dev". Text that is no version gives all zeros, which is older than any version.
+// Parses "0.25.3" or "0.25.3-dev". Other text gives all zeros, which is older than any version.
 version parse_version(const char * text) {
     version v = {};
     return text && sscanf(text, "%9d.%9d.%9d", &v[0], &v[1], &v[2]) == 3 ? v : version{};

@@ -60,7 +60,7 @@ static constexpr std::string_view OTHER_MATRICES[] = {
     "vis_down",
 };
 
-// Name parts of attn_ and ffn_ tensors that are no matrix, that are small, or that llama.cpp uses through a view.
+// Name parts of attn_ and ffn_ tensors that are not matrices, are small, or that llama.cpp uses through a view.
 static constexpr std::string_view NO_MATRICES[] = {
     "norm", "_rel_b", "_sinks", "_exp_probs", "_inp_", "_compressor", "_conv", "_res_score", "_rot_embd", "_tid2eid",
 };

@@ -118,7 +118,7 @@ struct payload_reader {
             const int64_t n =
                 (row_ptr[static_cast<size_t>(r) + 1] - row_ptr[static_cast<size_t>(r)]) * bits_per_entry / 8 +
                 row_nbytes;
-            // A block that is encoded on load does not contain the deltas of its neighbours. Because consumers copy
+            // A block that is encoded on load does not contain the deltas of its neighbors. Because consumers copy
             // whole bytes, it must not share a byte of deltas with them.
             const bool may_begin =
                 r % multiple == 0 &&

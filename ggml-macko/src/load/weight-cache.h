@@ -27,8 +27,8 @@ class weight_cache {
 public:
     // The cache of a model. made_for: everything else that its bytes depend on, besides model and library. IO or
     // BAD_ARGUMENT, with a message, if there is no folder for it, or if another user could write in that folder. A
-    // missing or outdated cache file is no error; a new file will be written, unless the model changed within the last
-    // two seconds: then a later change might leave its times the same.
+    // missing or outdated cache file is not an error; a new file will be written, unless the model changed within the
+    // last two seconds: then a later change might leave its times the same.
     [[nodiscard]] static int open(const model_file & model, const std::string & made_for,
                                   std::unique_ptr<weight_cache> * out);
     // Required alignment of a weight's memory, in bytes.

@@ -1,4 +1,4 @@
-// The file system: paths that are no regular file, and files that change while they are read.
+// The file system: paths that are not regular files, and files that change while they are read.
 #include "lies.h"
 
 TEST(file_system) {
@@ -100,7 +100,7 @@ TEST(open_sparse) {
     expect("directory", S(NOT_A_FILE), macko::model_file_open_sparse("/", macko::compression::off, false, &file));
 }
 
-// A consumer that copies whole bytes, like the one for GPUs, must not overwrite the codes of a neighbouring block with
+// A consumer that copies whole bytes, like the one for GPUs, must not overwrite the codes of an adjacent block with
 // zeros.
 TEST(compressed_blocks_are_not_the_sparse_file) {
     struct copier : macko::payload_consumer {

@@ -26,7 +26,7 @@ int check_extract_options(const extract_options & o) {
     return GGML_MACKO_STATUS_OK;
 }
 
-// ---- counting: compiled for several instruction sets, because popcounts vectorise ----
+// ---- counting: compiled for several instruction sets, because popcounts vectorize ----
 
 namespace {
 

@@ -78,7 +78,7 @@ __device__ __forceinline__ float add_squares(float sum, float4 v) {
     return fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, sum))));
 }
 
-// Sum over groups of WIDTH neighbouring lanes; every lane gets the same bits.
+// Sum over groups of WIDTH adjacent lanes; every lane gets the same bits.
 template <int WIDTH = 32> __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
     for (int offset = WIDTH / 2; offset > 0; offset /= 2) {

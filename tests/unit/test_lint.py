@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -35,3 +36,24 @@ def test_caches_and_builds_are_not_tracked():
 
 def test_tracked_files_do_not_name_the_folder_of_the_clone():
     assert git("grep", "--files-with-matches", "--fixed-strings", f"{generators.ROOT}/") == []
+
+
+@pytest.mark.parametrize(
+    "schema, pattern",
+    [("github-workflows", "workflows/*.yml"), ("github-issue-forms", "ISSUE_TEMPLATE/[!c]*.yml")],
+)
+def test_files_for_github_follow_their_schema(schema, pattern):
+    """They cannot run here; check-jsonschema brings the schemas with it."""
+    files = sorted((generators.ROOT / ".github").glob(pattern))
+    assert len(files) > 1
+    done = subprocess.run(
+        [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *files],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_workflows_run_what_contributors_run():
+    text = (generators.ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert set(re.findall(r"^      - run: (.*)$", text, re.MULTILINE)) == {"python3 tools/dev.py check", ".ci/run"}

@@ -10,6 +10,7 @@ struct ggml_macko_array {
 };
 
 struct ggml_macko_matrix {
+    int64_t                 struct_size;
     const char *            format;
     int64_t                 rows;
     int64_t                 cols;
@@ -27,6 +28,7 @@ struct ggml_macko_option {
 };
 
 struct ggml_macko_codec_info {
+    int64_t                  struct_size;
     const char *             name;
     int32_t                  n_arrays;
     const char *             suffixes[8];
@@ -53,6 +55,7 @@ enum ggml_macko_fault {
 };
 
 struct ggml_macko_error {
+    int64_t struct_size;
     bool    is_equal;
     int32_t fault;
     int64_t row;
@@ -68,6 +71,7 @@ int ggml_macko_measure_error(const struct ggml_macko_matrix * m, const void * de
                              int64_t n_weights, int n_threads, struct ggml_macko_error * out);
 
 struct ggml_macko_layout {
+    int64_t      struct_size;
     int64_t      nbytes;
     int64_t      own_nbytes;
     const char * name;

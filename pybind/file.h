@@ -9,6 +9,7 @@ int64_t ggml_macko_file_size(const struct ggml_macko_file * file);
 int64_t ggml_macko_file_alignment(const struct ggml_macko_file * file);
 
 struct ggml_macko_tensor_info {
+    int64_t      struct_size;
     const char * name;
     int32_t      type;
     int32_t      n_dims;
@@ -21,6 +22,7 @@ int64_t ggml_macko_file_n_tensors(const struct ggml_macko_file * file);
 int     ggml_macko_file_tensor(const struct ggml_macko_file * file, int64_t i, struct ggml_macko_tensor_info * info);
 
 struct ggml_macko_sparse_info {
+    int64_t      struct_size;
     const char * name;
     const char * format;
     int32_t      type;

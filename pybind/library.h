@@ -63,6 +63,7 @@ enum ggml_macko_type {
 
 const char * ggml_macko_last_error(void);
 const char * ggml_macko_status_name(int status);
+int32_t      ggml_macko_api_version(void);
 const char * ggml_macko_version(void);
 const char * ggml_macko_oldest_llama_cpp_python(void);
 const char * ggml_macko_newest_llama_cpp_python(void);

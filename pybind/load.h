@@ -24,6 +24,7 @@ struct ggml_macko_params_layout {
 struct llama_model;
 struct llama_model_params;
 struct ggml_macko_llama {
+    int64_t struct_size;
     void (*load_from_file)(void);
     void (*load_from_file_ptr)(void);
     void (*model_free)(void);

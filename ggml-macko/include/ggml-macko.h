@@ -7,19 +7,32 @@
 //     No function throws, aborts or prints.
 //   - Matrices are row-major, rows x cols, and cols is ggml's ne[0]. Types are ggml type ids (enum ggml_macko_type).
 //   - n_threads <= 0 means all cores.
+//   - A struct whose first member is struct_size will grow at its end. The caller sets struct_size to the sizeof of the
+//     struct before each call. A function that fills the struct sets it to the number of bytes that the library knows.
+//     BAD_ARGUMENT if struct_size is smaller than the library needs.
 //   - FORMAT.md specifies the file format.
 #pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <stdio.h>
 
-#ifdef __cplusplus
-#define GGML_MACKO_API extern "C" __attribute__((visibility("default")))
+#if defined(_WIN32) && defined(GGML_MACKO_BUILD) // the library itself, and programs that link it statically
+#define GGML_MACKO_EXPORT __declspec(dllexport)
+#elif defined(_WIN32)
+#define GGML_MACKO_EXPORT __declspec(dllimport)
 #else
-#define GGML_MACKO_API __attribute__((visibility("default")))
+#define GGML_MACKO_EXPORT __attribute__((visibility("default")))
 #endif
+#ifdef __cplusplus
+#define GGML_MACKO_API extern "C" GGML_MACKO_EXPORT
+#else
+#define GGML_MACKO_API GGML_MACKO_EXPORT
+#endif
+
+// Version of this API, as RELEASE.md defines it. It rises when a program must be changed or compiled again. New
+// functions, new constants and new members at the end of a struct with struct_size do not change it.
+#define GGML_MACKO_API_VERSION 1
 
 enum ggml_macko_status {
     GGML_MACKO_STATUS_OK = 0,
@@ -90,6 +103,8 @@ enum ggml_macko_type {
 GGML_MACKO_API const char * ggml_macko_last_error(void);
 // Name of a status, "GGML_MACKO_STATUS_..."; "unknown" if there is no such status.
 GGML_MACKO_API const char * ggml_macko_status_name(int status);
+// GGML_MACKO_API_VERSION of the library. A program that was compiled with another version must not call the library.
+GGML_MACKO_API int32_t ggml_macko_api_version(void);
 // Version of this package, for example "0.1.0".
 GGML_MACKO_API const char * ggml_macko_version(void);
 // The range of versions that the plugin supports. It was built with the headers of the newest version.
@@ -130,6 +145,7 @@ struct ggml_macko_array {
 
 // A matrix in any format: its description from the file's header, and its components.
 struct ggml_macko_matrix {
+    int64_t                 struct_size;
     const char *            format; // a format name from ggml_macko_codec_at()
     int64_t                 rows;
     int64_t                 cols;
@@ -147,6 +163,7 @@ struct ggml_macko_option { // an option of an encoder
 };
 
 struct ggml_macko_codec_info {
+    int64_t                  struct_size;
     const char *             name;                            // value of macko.tensor.format
     int32_t                  n_arrays;                        // number of components
     const char *             suffixes[GGML_MACKO_MAX_ARRAYS]; // suffixes of the component names, with the dot
@@ -197,6 +214,7 @@ enum ggml_macko_fault {
 
 // How an encoded matrix differs from the dense one.
 struct ggml_macko_error {
+    int64_t struct_size;
     bool    is_equal;         // all elements are equal, bit for bit
     int32_t fault;            // an enum ggml_macko_fault
     int64_t row;              // position of the first faulty element (NOT_ZERO, TOO_LARGE)
@@ -218,6 +236,7 @@ GGML_MACKO_API int ggml_macko_measure_error(const struct ggml_macko_matrix * m, 
 
 // How a device keeps a matrix in memory.
 struct ggml_macko_layout {
+    int64_t      struct_size;
     int64_t      nbytes;     // bytes of device memory that are reserved; the header of the matrix decides them
     int64_t      own_nbytes; // bytes that a GPU allocates in addition for an unusual structure; 0: none
     const char * name;       // name of the layout; without data, the first choice
@@ -298,8 +317,9 @@ GGML_MACKO_API int64_t ggml_macko_file_size(const struct ggml_macko_file * file)
 GGML_MACKO_API int64_t ggml_macko_file_alignment(const struct ggml_macko_file * file);
 
 struct ggml_macko_tensor_info { // a tensor in the file's own tensor table, where components are tensors
-    const char * name;          // owned by the file
-    int32_t      type;          // ggml type id
+    int64_t      struct_size;
+    const char * name; // owned by the file
+    int32_t      type; // ggml type id
     int32_t      n_dims;
     int64_t      ne[4];  // unused dimensions 1
     int64_t      offset; // offset of the data, from the start of the file
@@ -311,13 +331,14 @@ GGML_MACKO_API int     ggml_macko_file_tensor(const struct ggml_macko_file * fil
                                               struct ggml_macko_tensor_info * info);
 
 struct ggml_macko_sparse_info { // a sparse matrix in a file
-    const char * name;          // dense name X
-    const char * format;        // a format name from ggml_macko_codec_at()
-    int32_t      type;          // dense ggml type
-    int32_t      value_type;    // of the stored values: `type`, or a quantized type if the format allows it
-    int32_t      index_bits;    // macko.tensor.index_bits
-    int32_t      n_dims;        // dimensions of the dense tensor
-    int64_t      ne[4];         // dense shape
+    int64_t      struct_size;
+    const char * name;       // dense name X
+    const char * format;     // a format name from ggml_macko_codec_at()
+    int32_t      type;       // dense ggml type
+    int32_t      value_type; // of the stored values: `type`, or a quantized type if the format allows it
+    int32_t      index_bits; // macko.tensor.index_bits
+    int32_t      n_dims;     // dimensions of the dense tensor
+    int64_t      ne[4];      // dense shape
     int64_t      nnz;
     int64_t      nbytes; // bytes of all components
     int64_t      nbytes_dense;
@@ -378,6 +399,7 @@ struct llama_model;
 struct llama_model_params;
 // Functions of the process's libllama, to which this library is not linked, cast to a type that cffi can bind.
 struct ggml_macko_llama {
+    int64_t struct_size;
     void (*load_from_file)(void);     // llama_model_load_from_file
     void (*load_from_file_ptr)(void); // llama_model_load_from_file_ptr
     void (*model_free)(void);         // llama_model_free

@@ -1,6 +1,7 @@
 // The registry of formats: the properties of each row, and a format of this test, "toy", added through register_codec()
 // like in a user's program. It must load, validate, decode and encode through the loader and the C API without changes
 // to them.
+#include "capi/struct-size.h"
 #include "codec/macko/encode.h"
 #include "codec/quants.h"
 #include "codec/registry.h"
@@ -79,7 +80,7 @@ public:
     std::vector<int32_t> row_ptr;
 
     ggml_macko_matrix matrix() const override {
-        ggml_macko_matrix m   = { nullptr, desc.rows, desc.cols, desc.type, desc.type, 1, desc.nnz, 3, {} };
+        ggml_macko_matrix m   = { 0, nullptr, desc.rows, desc.cols, desc.type, desc.type, 1, desc.nnz, 3, {} };
         m.arrays[TOY_VALUES]  = { values.data(), static_cast<int64_t>(values.size()), desc.type };
         m.arrays[TOY_COLS]    = { cols.data(), static_cast<int64_t>(4 * cols.size()), GGML_MACKO_TYPE_I32 };
         m.arrays[TOY_ROW_PTR] = { row_ptr.data(), static_cast<int64_t>(4 * row_ptr.size()), GGML_MACKO_TYPE_I32 };
@@ -300,14 +301,14 @@ TEST(c_api_serves_a_registered_format) {
     const std::vector<uint16_t> dense = sample_matrix();
     bool                        found = false;
     for (int32_t i = 0; i < ggml_macko_codec_count(); i++) {
-        ggml_macko_codec_info info;
+        auto info = macko::sized<ggml_macko_codec_info>();
         CHECK(ggml_macko_codec_at(i, &info) == 0, "%s", ggml_macko_last_error());
         found |= !strcmp(info.name, "toy") && info.n_arrays == 3 && !strcmp(info.suffixes[1], ".cols") &&
                  info.n_options == 1 && info.options[0].value == 1000;
     }
     CHECK(found, "the list of codecs");
     ggml_macko_encoded * e = nullptr;
-    ggml_macko_matrix    m = {};
+    auto                 m = macko::sized<ggml_macko_matrix>();
     CHECK(ggml_macko_encode("toy", dense.data(), GGML_MACKO_TYPE_F16, ROWS, COLS, nullptr, 0, 2, &e) == 0 &&
               ggml_macko_encoded_matrix(e, &m) == 0 && !strcmp(m.format, "toy"),
           "%s", ggml_macko_last_error());
@@ -336,6 +337,11 @@ TEST(c_api_serves_a_registered_format) {
     ggml_macko_matrix wrong = m;
     wrong.format            = "nonesuch";
     CHECK(ggml_macko_validate(&wrong, 1) == GGML_MACKO_STATUS_BAD_ARGUMENT, "an unknown format");
+    wrong             = m;
+    wrong.struct_size = sizeof(m) - 1;
+    CHECK(ggml_macko_validate(&wrong, 1) == GGML_MACKO_STATUS_BAD_ARGUMENT, "a struct of an API that there never was");
+    wrong.struct_size = sizeof(m) + 8;
+    CHECK(ggml_macko_validate(&wrong, 1) == GGML_MACKO_STATUS_OK, "a struct of a later API");
     wrong          = m;
     wrong.n_arrays = 2;
     CHECK(ggml_macko_validate(&wrong, 1) == GGML_MACKO_STATUS_BAD_ARGUMENT, "an array too few");

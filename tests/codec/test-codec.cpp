@@ -1,5 +1,6 @@
 // The MACKO codec against FORMAT.md: literal bytes, a slow independent encoder, round trips by bit pattern, every
 // refusal. `test-codec --bench` prints speeds instead (GB of dense F16 per second).
+#include "capi/struct-size.h"
 #include "codec/macko/encode.h"
 #include "ggml-macko.h"
 #include "test.h"
@@ -17,7 +18,7 @@ struct encoded {
     macko::macko_arrays  m = {};
     int64_t              n_values() const { return ggml_macko_n_padded(m.n_stored); }
     ggml_macko_matrix    matrix() const {
-        ggml_macko_matrix out = { "macko", m.rows, m.cols, m.type, m.type, m.delta_bits, m.nnz, 3, {} };
+        ggml_macko_matrix out = { sizeof(out), "macko", m.rows, m.cols, m.type, m.type, m.delta_bits, m.nnz, 3, {} };
         out.arrays[0]         = { m.values, n_values() * (m.type == GGML_MACKO_TYPE_F32 ? 4 : 2), m.type };
         out.arrays[1]         = { m.deltas, (int64_t)deltas.size(), GGML_MACKO_TYPE_I8 };
         out.arrays[2]         = { m.row_ptr, 4 * (int64_t)row_ptr.size(), GGML_MACKO_TYPE_I32 };
@@ -40,7 +41,7 @@ static int     bits_index(int bits) { return bits == 1 ? 0 : bits == 2 ? 1 : bit
 static void check_c_api(const encoded & e, const void * dense, int n_threads) {
     const ggml_macko_option option = { "index_bits", e.m.delta_bits };
     ggml_macko_encoded *    out    = nullptr;
-    ggml_macko_matrix       m      = {};
+    auto                    m      = macko::sized<ggml_macko_matrix>();
     CHECK(ggml_macko_encode("macko", dense, e.m.type, e.m.rows, e.m.cols, &option, 1, threads(n_threads), &out) == 0 &&
               ggml_macko_encoded_matrix(out, &m) == 0,
           "%s", ggml_macko_last_error());

@@ -1,9 +1,9 @@
 """README.md and the pages under docs/ and lab/: links lead somewhere; blocks of commands run from top to bottom.
 
 A page runs in a folder of its own, in which the names that the text uses exist: model-f16.gguf, text.txt, held-out.txt,
-models/, tools/. Blocks ```sh run as scripts; in ```console the lines behind "$ " run and the others must be part of
-what they print; ```python runs as a doctest, or as a script where it has no prompt. An HTML comment before a block says
-what cannot be run here, and why: "not run: REASON" or "output differs: REASON".
+examples/, models/, tools/. Blocks ```sh run as scripts; in ```console the lines behind "$ " run and the others must be
+part of what they print; ```python runs as a doctest, or as a script where it has no prompt. An HTML comment before a
+block says what cannot be run here, and why: "not run: REASON" or "output differs: REASON".
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     scratch = tmp_path / "page"
     scratch.mkdir()
     hf_checkpoint.write(scratch / "checkpoint")
-    for name in ("models", "tools"):
+    for name in ("examples", "models", "tools"):
         (scratch / name).symlink_to(ROOT / name)
     dense = generators.SHARED / "docs-4m-f16.gguf"
     shutil.copyfile(dense if dense.exists() else generators.DEMO, scratch / "model-f16.gguf")

@@ -31,7 +31,7 @@ static bool run(const uint8_t * data, size_t size) {
                                           { "mantissa_bits", values[0] },
                                           { "exponent_bits", values[1] } };
     ggml_macko_encoded *    e         = nullptr;
-    ggml_macko_matrix       again;
+    auto                    again     = macko::sized<ggml_macko_matrix>();
     FUZZ_CHECK(ggml_macko_encode(m.format, dense.data(), m.type, m.rows, m.cols, options, coded ? 4 : 1, 1, &e) == 0 &&
                    ggml_macko_encoded_matrix(e, &again) == 0,
                "%s", ggml_macko_last_error());

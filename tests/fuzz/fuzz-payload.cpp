@@ -34,9 +34,9 @@ static int32_t type_at(uint8_t i) { return TYPES[i % std::size(TYPES)]; }
 constexpr int64_t MAX_ROWS = 1 << 16;
 
 static bool run(const uint8_t * data, size_t size) {
-    input                 in = { data, size };
-    const auto            d  = in.take<description>();
-    ggml_macko_codec_info info;
+    input      in   = { data, size };
+    const auto d    = in.take<description>();
+    auto       info = macko::sized<ggml_macko_codec_info>();
     FUZZ_CHECK(ggml_macko_codec_at(d.format % ggml_macko_codec_count(), &info) == 0, "%s", ggml_macko_last_error());
     owned_matrix        owned;
     ggml_macko_matrix & m = owned.matrix;
@@ -97,7 +97,8 @@ static std::vector<bytes> seeds() {
             return static_cast<uint8_t>(std::find(std::begin(TYPES), std::end(TYPES), type) - std::begin(TYPES));
         };
         description d = {};
-        for (ggml_macko_codec_info info; ggml_macko_codec_at(d.format, &info) == 0 && strcmp(info.name, m.format);) {
+        for (auto info = macko::sized<ggml_macko_codec_info>();
+             ggml_macko_codec_at(d.format, &info) == 0 && strcmp(info.name, m.format);) {
             d.format++;
         }
         d.type       = index(m.type);

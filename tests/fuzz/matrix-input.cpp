@@ -47,8 +47,8 @@ static std::vector<ggml_macko_option> options_of(const std::string & format, con
 }
 
 bool encode_input(input in, int32_t plain_type, int64_t max_elements, encoded_input * out) {
-    const auto            d = in.take<description>();
-    ggml_macko_codec_info info;
+    const auto d    = in.take<description>();
+    auto       info = macko::sized<ggml_macko_codec_info>();
     FUZZ_CHECK(ggml_macko_codec_at(d.format % ggml_macko_codec_count(), &info) == 0, "%s", ggml_macko_last_error());
     static constexpr int32_t TYPES[] = { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 };
 
@@ -77,7 +77,7 @@ bool encode_input(input in, int32_t plain_type, int64_t max_elements, encoded_in
         FUZZ_CHECK(status == GGML_MACKO_STATUS_NOT_FINITE, "refused: %s", ggml_macko_last_error());
         return false;
     }
-    ggml_macko_matrix m;
+    auto m = macko::sized<ggml_macko_matrix>();
     FUZZ_CHECK(ggml_macko_encoded_matrix(e, &m) == 0, "%s", ggml_macko_last_error());
     out->encoded.matrix = m;
     for (int i = 0; i < m.n_arrays; i++) {

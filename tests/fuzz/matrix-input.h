@@ -2,6 +2,7 @@
 // (patches), so that most are valid or nearly valid.
 #pragma once
 
+#include "capi/struct-size.h"
 #include "fuzz.h"
 
 #include <memory>
@@ -10,7 +11,7 @@ namespace fuzz {
 
 // A matrix with arrays of exactly their size, so that a sanitizer detects each read past them.
 struct owned_matrix {
-    ggml_macko_matrix          matrix = {};
+    ggml_macko_matrix          matrix = macko::sized<ggml_macko_matrix>();
     std::unique_ptr<uint8_t[]> memory[GGML_MACKO_MAX_ARRAYS];
 
     void set(int i, const void * data, int64_t nbytes, int32_t type);

@@ -873,7 +873,7 @@ GPU_TEST(surveys_of_gpu_and_cpu_agree) {
                          static_cast<structure>(random.range(0, N_STRUCTURES - 1)), random.unit() < 0.5 ? 2.9 : 7.1, -8,
                          random.unit() < 0.5);
         w.upload(random, uploader);
-        ggml_macko_matrix m = { "macko", w.rows, w.cols, w.type, w.type, w.delta_bits, w.coded.nnz, 3, {} };
+        ggml_macko_matrix m = { sizeof(m), "macko", w.rows, w.cols, w.type, w.type, w.delta_bits, w.coded.nnz, 3, {} };
         m.arrays[0]         = { w.values.data(), static_cast<int64_t>(w.values.size()), w.type };
         m.arrays[1]         = { w.deltas.data(), static_cast<int64_t>(w.deltas.size()), GGML_MACKO_TYPE_I8 };
         m.arrays[2]         = { w.row_ptr.data(), static_cast<int64_t>(w.row_ptr.size()) * 4, GGML_MACKO_TYPE_I32 };

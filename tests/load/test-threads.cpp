@@ -1,5 +1,6 @@
 // Concurrent loads, codec calls and products, for ThreadSanitizer (GGML_MACKO_SANITIZE=thread): several threads read
 // the same files and other files, and each call uses threads of its own. The results must equal those of one thread.
+#include "capi/struct-size.h"
 #include "gguf-builder.h"
 #include "load/dense-stream.h"
 #include "load/payload.h"
@@ -126,7 +127,7 @@ static std::vector<float> use_codecs(const bytes & dense, int64_t rows, int64_t 
     };
     for (const char * format : { "macko", "packed", "ec-csr" }) {
         ggml_macko_encoded *    e = nullptr;
-        ggml_macko_matrix       m = {};
+        auto                    m = macko::sized<ggml_macko_matrix>();
         ggml_macko_cpu_matrix * w = nullptr;
         bytes                   again(dense.size());
         ggml_macko_count        count;
@@ -183,8 +184,8 @@ TEST(concurrent_codecs_and_products_give_what_one_gives) {
         dense = d.type == builder::TYPE_F16 ? &d : dense;
     }
     const auto              cols = static_cast<int64_t>(dense->ne[0]), rows = static_cast<int64_t>(dense->ne[1]);
-    ggml_macko_encoded *    e = nullptr;
-    ggml_macko_matrix       matrix;
+    ggml_macko_encoded *    e      = nullptr;
+    auto                    matrix = macko::sized<ggml_macko_matrix>();
     ggml_macko_cpu_matrix * shared = nullptr;
     CHECK(ggml_macko_encode("packed", dense->data.data(), builder::TYPE_F16, rows, cols, nullptr, 0, 1, &e) == 0 &&
               ggml_macko_encoded_matrix(e, &matrix) == 0 && ggml_macko_cpu_matrix_init(&matrix, 1, &shared) == 0,

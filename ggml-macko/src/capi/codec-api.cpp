@@ -1,5 +1,6 @@
 // The C API over the codecs, and the version of the library. Checks arguments, calls one function of a codec, and keeps
 // exceptions inside.
+#include "capi/struct-size.h"
 #include "codec/macko/encode.h"
 #include "codec/matrix-error.h"
 #include "codec/negative-zeros.h"
@@ -19,23 +20,24 @@ static int null_pointer() { return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null po
 // Finds the format of m and makes a view, which points into m's arrays.
 static int open_checked(const ggml_macko_matrix * m, int n_threads, std::unique_ptr<codec_view> * view) {
     const codec * format = nullptr;
-    if (!m) {
-        return null_pointer();
-    }
+    TRY(check_size(m));
     TRY(find_format(m->format, &format));
     return open_matrix(*format, *m, threads_for(n_threads, n_elements(*m)), view);
 }
+
+int32_t ggml_macko_api_version(void) { return GGML_MACKO_API_VERSION; }
 
 const char * ggml_macko_version(void) { return GGML_MACKO_VERSION; }
 
 int32_t ggml_macko_codec_count(void) { return static_cast<int32_t>(all_codecs().size()); }
 
 int ggml_macko_codec_at(int32_t i, ggml_macko_codec_info * info) {
-    if (!info || i < 0 || i >= ggml_macko_codec_count()) {
+    TRY(check_size(info));
+    if (i < 0 || i >= ggml_macko_codec_count()) {
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "no codec %d", i);
     }
     const codec & c = *all_codecs()[static_cast<size_t>(i)];
-    *info           = {};
+    *info           = sized<ggml_macko_codec_info>();
     info->name      = c.name();
     info->n_arrays  = static_cast<int32_t>(c.components().size());
     info->n_options = static_cast<int32_t>(c.options().size());
@@ -62,11 +64,13 @@ int ggml_macko_encode(const char * format, const void * dense, int32_t type, int
 }
 
 int ggml_macko_encoded_matrix(const ggml_macko_encoded * e, ggml_macko_matrix * m) {
-    if (!e || !m) {
+    if (!e) {
         return null_pointer();
     }
-    *m        = e->arrays->matrix();
-    m->format = e->format->name();
+    TRY(check_size(m));
+    *m             = e->arrays->matrix();
+    m->struct_size = sizeof(*m);
+    m->format      = e->format->name();
     return GGML_MACKO_STATUS_OK;
 }
 
@@ -95,15 +99,23 @@ int ggml_macko_measure_error(const ggml_macko_matrix * m, const void * dense, co
                              int n_threads, ggml_macko_error * out) {
     return c_boundary([&]() -> int {
         std::unique_ptr<codec_view> view;
-        if (!dense || !out) {
+        if (!dense) {
             return null_pointer();
         }
+        TRY(check_size(out));
         TRY(open_checked(m, n_threads, &view));
         if (weights && (n_weights < 1 || m->rows % n_weights)) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%lld rows cannot be split into %lld matrices of equal size",
                         static_cast<long long>(m->rows), static_cast<long long>(n_weights));
         }
-        return measure_error(*view, dense, weights, n_weights, threads_for(n_threads, m->rows * m->cols), out);
+        ggml_macko_error error = {};
+        const int        n     = threads_for(n_threads, m->rows * m->cols);
+        if (const int status = measure_error(*view, dense, weights, n_weights, n, &error)) {
+            return status;
+        }
+        *out             = error;
+        out->struct_size = sizeof(*out);
+        return GGML_MACKO_STATUS_OK;
     });
 }
 

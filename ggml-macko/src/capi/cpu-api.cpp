@@ -1,4 +1,5 @@
 // The C API over the CPU kernels: products of plain arrays, without ggml.
+#include "capi/struct-size.h"
 #include "codec/macko/encode.h"
 #include "codec/macko/matrix-view.h"
 #include "codec/registry.h"
@@ -79,7 +80,7 @@ static int pack_matrix(const codec_view & view, const ggml_macko_matrix & m, int
     TRY(recode(view, n_threads, &recoded));
     const int64_t      n_values = n_padded(recoded.row_ptr.back());
     const macko_desc & d        = recoded.desc;
-    ggml_macko_matrix  r        = { nullptr, d.rows, d.cols, d.type, d.type, d.delta_bits, d.nnz, 3, {} };
+    ggml_macko_matrix  r        = { 0, nullptr, d.rows, d.cols, d.type, d.type, d.delta_bits, d.nnz, 3, {} };
     r.arrays[MACKO_VALUES]      = { recoded.values.data(), n_values * value_nbytes(d.type), d.type };
     r.arrays[MACKO_DELTAS]      = { recoded.deltas.data(), deltas_nbytes(n_values, d.delta_bits), GGML_MACKO_TYPE_I8 };
     r.arrays[MACKO_ROW_PTR]     = { recoded.row_ptr.data(), 4 * (d.rows + 1), GGML_MACKO_TYPE_I32 };
@@ -89,7 +90,8 @@ static int pack_matrix(const codec_view & view, const ggml_macko_matrix & m, int
 
 int ggml_macko_cpu_matrix_init(const ggml_macko_matrix * m, int n_threads, ggml_macko_cpu_matrix ** out) {
     return c_boundary([&]() -> int {
-        if (!m || !out || !m->format) {
+        TRY(check_size(m));
+        if (!out || !m->format) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
         const codec * format = nullptr;
@@ -108,7 +110,9 @@ int ggml_macko_cpu_matrix_init(const ggml_macko_matrix * m, int n_threads, ggml_
 
 int ggml_macko_cpu_layout(const ggml_macko_matrix * m, ggml_macko_layout * layout) {
     return c_boundary([&]() -> int {
-        if (!m || !m->format || !layout) {
+        TRY(check_size(m));
+        TRY(check_size(layout));
+        if (!m->format) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
         const codec * format = nullptr;
@@ -117,7 +121,7 @@ int ggml_macko_cpu_layout(const ggml_macko_matrix * m, ggml_macko_layout * layou
         TRY(check_header(*format, *m));
         TRY(select_kernels(&kernels));
         const cpu_plan plan = choose_cpu_layout(rows_desc(*format, *m), m->value_type, m->arrays[0].nbytes);
-        *layout             = {};
+        *layout             = sized<ggml_macko_layout>();
         layout->nbytes      = plan.nbytes;
         layout->name        = plan.layout;
         layout->is_settled  = strcmp(plan.layout, "BUNDLES") != 0;

@@ -1,4 +1,5 @@
 // The C API over GGUF files. Checks arguments, calls one function, and keeps exceptions inside.
+#include "capi/struct-size.h"
 #include "codec/team.h"
 #include "load/compress.h"
 #include "load/payload.h"
@@ -42,11 +43,13 @@ int64_t ggml_macko_file_n_sparse(const ggml_macko_file * file) {
 }
 
 int ggml_macko_file_tensor(const ggml_macko_file * file, int64_t i, ggml_macko_tensor_info * info) {
-    if (!file || !info || i < 0 || i >= ggml_macko_file_n_tensors(file)) {
+    TRY(check_size(info));
+    if (!file || i < 0 || i >= ggml_macko_file_n_tensors(file)) {
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "no tensor %lld", static_cast<long long>(i));
     }
     const gguf_tensor & t = file->model->header.tensors[static_cast<size_t>(i)];
-    *info                 = { t.name.c_str(),
+    *info                 = { sizeof(*info),
+                              t.name.c_str(),
                               t.type,
                               t.n_dims,
                               { t.ne[0], t.ne[1], t.ne[2], t.ne[3] },
@@ -57,7 +60,8 @@ int ggml_macko_file_tensor(const ggml_macko_file * file, int64_t i, ggml_macko_t
 }
 
 int ggml_macko_file_sparse(const ggml_macko_file * file, int64_t i, ggml_macko_sparse_info * info) {
-    if (!file || !info || i < 0 || i >= ggml_macko_file_n_sparse(file)) {
+    TRY(check_size(info));
+    if (!file || i < 0 || i >= ggml_macko_file_n_sparse(file)) {
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "no sparse matrix %lld", static_cast<long long>(i));
     }
     const sparse_tensor_info & s      = file->model->sparse[static_cast<size_t>(i)];
@@ -65,7 +69,8 @@ int ggml_macko_file_sparse(const ggml_macko_file * file, int64_t i, ggml_macko_s
     for (size_t c = 0; c < s.n_tensors; c++) {
         nbytes += file->model->header.tensors[s.first + c].nbytes;
     }
-    *info = { s.name.c_str(),
+    *info = { sizeof(*info),
+              s.name.c_str(),
               s.format->name(),
               s.desc.type,
               s.value_type,

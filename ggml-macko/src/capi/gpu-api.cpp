@@ -1,5 +1,6 @@
 // The C API over the GPU's layout of a matrix. Checks arguments, calls one function, and keeps exceptions inside. Needs
 // neither CUDA nor a GPU.
+#include "capi/struct-size.h"
 #include "codec/registry.h"
 #include "codec/team.h"
 #include "gpu-layout/survey.h"
@@ -12,7 +13,9 @@ namespace {
 
 int check_arguments(const ggml_macko_matrix * m, int64_t shared_nbytes, const ggml_macko_layout * layout,
                     const codec ** format) {
-    if (!m || !m->format || !layout) {
+    TRY(check_size(m));
+    TRY(check_size(layout));
+    if (!m->format) {
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
     }
     if (shared_nbytes < 0 || shared_nbytes > INT32_MAX) {
@@ -61,7 +64,7 @@ int ggml_macko_gpu_layout(const ggml_macko_matrix * m, bool stacked, int64_t sha
                                                       m->value_type, m->arrays[0].nbytes);
         matrix.in_blocks        = matrix.in_blocks && !stacked;
         cuda::gpu_plan plan     = cuda::choose(matrix, cuda::gpu_device_of(shared_nbytes));
-        *layout                 = {};
+        *layout                 = sized<ggml_macko_layout>();
         layout->nbytes          = plan.nbytes;
         layout->is_settled      = plan.candidates.size() == 1;
         describe(plan.candidates[0].shape, reasons_of(plan), layout);

@@ -2,6 +2,7 @@
 // does the loading.
 #include "abi/ggml-abi.h"
 #include "backend/load-session.h"
+#include "capi/struct-size.h"
 #include "cpu/kernels/kernels.h"
 #include "platform/environment.h"
 #include "rpc/client.h"
@@ -129,8 +130,8 @@ static int load_sparse(load_session & session, model_params params, int32_t flag
 int ggml_macko_load_model(const char * path, const llama_model_params * params, int32_t flags,
                           const ggml_macko_llama * llama, llama_model ** model) {
     return c_boundary([&]() -> int {
-        if (!path || !params || !llama || !llama->load_from_file || !llama->load_from_file_ptr || !llama->model_free ||
-            !model) {
+        TRY(check_size(llama));
+        if (!path || !params || !llama->load_from_file || !llama->load_from_file_ptr || !llama->model_free || !model) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
         if (flags & ~(GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS | GGML_MACKO_LOAD_SPARSE_ONLY |

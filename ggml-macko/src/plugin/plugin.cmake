@@ -70,3 +70,4 @@ target_compile_options(ggml-macko-preload PRIVATE -fvisibility=hidden)
 target_link_libraries(ggml-macko-preload PRIVATE ${CMAKE_DL_LIBS} pthread)
 
 install(TARGETS ggml-macko ggml-macko-preload DESTINATION ggml_macko COMPONENT python)
+install(FILES ${PROJECT_SOURCE_DIR}/ggml-macko/include/ggml-macko.h DESTINATION ggml_macko/include COMPONENT python)

@@ -112,6 +112,7 @@ REPLACEMENT(void, ggml_backend_load_all, (void)) {
 REPLACEMENT(struct llama_model *, llama_model_load_from_file, (const char * path, struct any_params params)) {
     pthread_once(&once, load_plugin);
     struct ggml_macko_llama llama = {
+        .struct_size        = sizeof(llama),
         .load_from_file     = (function_t)ORIGINAL(llama_model_load_from_file),
         .load_from_file_ptr = (function_t)OTHER(llama_model_load_from_file_ptr),
         .model_free         = (function_t)OTHER(llama_model_free),

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import errors
-from .library import check, ffi, lib, text
+from .library import check, ffi, lib, new_struct, text
 
 Array = npt.NDArray[Any]
 
@@ -37,7 +37,7 @@ class Codec:
 
 def codecs() -> tuple[Codec, ...]:
     """All formats of the library."""
-    info = ffi().new("struct ggml_macko_codec_info *")
+    info = new_struct("ggml_macko_codec_info")
     found = []
     for i in range(lib().ggml_macko_codec_count()):
         check(lib().ggml_macko_codec_at(i, info))
@@ -136,7 +136,7 @@ def encode(
         lib().ggml_macko_encode(format.encode(), pointer, type_id, *dense.shape, c_options, len(names), n_threads, out)
     )
     owner = ffi().gc(out[0], lib().ggml_macko_encoded_free)
-    m = ffi().new("struct ggml_macko_matrix *")
+    m = new_struct("ggml_macko_matrix")
     check(lib().ggml_macko_encoded_matrix(owner, m))
     components = [m.arrays[i] for i in range(m.n_arrays)]
     return EncodedMatrix(
@@ -158,7 +158,7 @@ def _copied(pointer: Any, nbytes: int, dtype: np.dtype[Any]) -> Array:
 
 def _c_header(m: MatrixHeader) -> Any:
     """The C struct of a matrix whose arrays have no data."""
-    c = ffi().new("struct ggml_macko_matrix *")
+    c = new_struct("ggml_macko_matrix")
     if len(m.nbytes) != len(m.types) or len(m.nbytes) > len(c.arrays):
         raise errors.error(errors.BAD_ARGUMENT, f"{len(m.nbytes)} arrays with {len(m.types)} types")
     name = ffi().new("char[]", m.format.encode())
@@ -242,7 +242,7 @@ def gpu_layout(
     """How a GPU keeps a matrix: of a header the candidates, with values the layout. Needs no GPU. Raises MackoError for
     a header that no file may have, or for values that are not valid.
     """
-    out = ffi().new("struct ggml_macko_layout *")
+    out = new_struct("ggml_macko_layout")
     c = _c_header(m) if isinstance(m, MatrixHeader) else c_matrix(m)
     check(lib().ggml_macko_gpu_layout(c, stacked, shared_nbytes, n_threads, out))
     return _device_layout(out)
@@ -252,7 +252,7 @@ def cpu_layout(m: MatrixHeader) -> DeviceLayout:
     """How the CPU kernels in use keep a matrix, as its header decides. Raises MackoError for a header that no file may
     have.
     """
-    out = ffi().new("struct ggml_macko_layout *")
+    out = new_struct("ggml_macko_layout")
     check(lib().ggml_macko_cpu_layout(_c_header(m), out))
     return _device_layout(out)
 
@@ -310,7 +310,7 @@ def measure_error(m: EncodedMatrix, dense: Array, weights: Array | None = None, 
         raise errors.error(errors.BAD_ARGUMENT, f"shape {dense.shape} of a matrix of {(m.rows, m.cols)}")
     if weights is not None and (weights.ndim != 2 or weights.shape[1] != m.cols):
         raise errors.error(errors.BAD_ARGUMENT, f"weights {weights.shape} of {m.cols} columns")
-    out = ffi().new("struct ggml_macko_error *")
+    out = new_struct("ggml_macko_error")
     c_weights, n_weights = _floats(weights), 0 if weights is None else len(weights)
     c_dense = ffi().from_buffer("const void *", dense)
     check(lib().ggml_macko_measure_error(c_matrix(m), c_dense, c_weights, n_weights, n_threads, out))

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from .library import check, ffi, lib, text
+from .library import check, ffi, lib, new_struct, text
 
 WEIGHT_OTHER, WEIGHT_BLOCK, WEIGHT_HEAD = range(3)  # enum ggml_macko_weight_use
 
@@ -63,7 +63,7 @@ class File:
 
     def tensors(self) -> list[FileTensor]:
         """FileTensor of each entry, in table order."""
-        info = ffi().new("struct ggml_macko_tensor_info *")
+        info = new_struct("ggml_macko_tensor_info")
         out = []
         for i in range(lib().ggml_macko_file_n_tensors(self._c)):
             check(lib().ggml_macko_file_tensor(self._c, i, info))
@@ -73,7 +73,7 @@ class File:
 
     def sparse(self) -> list[FileSparse]:
         """FileSparse of each sparse matrix."""
-        info = ffi().new("struct ggml_macko_sparse_info *")
+        info = new_struct("ggml_macko_sparse_info")
         out = []
         for i in range(lib().ggml_macko_file_n_sparse(self._c)):
             check(lib().ggml_macko_file_sparse(self._c, i, info))

@@ -59,6 +59,13 @@ def lib() -> Any:
     return _library
 
 
+def new_struct(name: str) -> Any:
+    """A C struct of zeros that knows its size."""
+    struct = ffi().new(f"struct {name} *")
+    struct.struct_size = ffi().sizeof(struct[0])
+    return struct
+
+
 def text(c_string: Any) -> str:
     """A C string, which C owns."""
     raw: bytes = ffi().string(c_string)

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .library import check, ffi, lib
+from .library import check, ffi, lib, new_struct
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def load_model(
     Raises FileFormatError for a damaged sparse file, FileAccessError for a directory, FIFO, socket or device, and
     LoadError if llama.cpp refused a sparse one.
     """
-    c_functions = ffi().new("struct ggml_macko_llama *")
+    c_functions = new_struct("ggml_macko_llama")
     for name in ("load_from_file", "load_from_file_ptr", "model_free"):
         setattr(c_functions, name, ffi().cast("void (*)(void)", getattr(functions, name)))
     for name, place in _layout(functions.params).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections import namedtuple
 
 import pytest
 
+import ggml_macko
 from ggml_macko.commands import cli
 from support import generators
 
@@ -19,6 +21,13 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 Done = namedtuple("Done", "code out err")
+
+
+def pytest_configure(config):
+    """In .venv the package must be this tree (or its debug build): else an edited file would not be what is tested."""
+    package = pathlib.Path(ggml_macko.__file__).resolve()
+    if pathlib.Path(sys.prefix) == generators.ROOT / ".venv" and pathlib.Path(sys.prefix) in package.parents:
+        raise pytest.UsageError(f"{package.parent} is an installed wheel; python3 tools/dev.py check installs the tree")
 
 
 @pytest.fixture

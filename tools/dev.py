@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 """Builds and tests this repository. Needs git, Python 3.9+, a C++17 compiler and CMake; the rest goes into .venv/.
 
-  python3 tools/dev.py demo [--dense MODEL.gguf]   build, then prune, convert, verify and generate: sizes and speeds
-  python3 tools/dev.py lint [--fix]                format, lint and types, with the versions that pyproject.toml pins
-  python3 tools/dev.py test [--quick]              lint, build, then all tests (C++, sanitized fuzzing, Python)
+  python3 tools/dev.py check [--fix]           a minute or two: format, lint, types, build, unit tests
+  python3 tools/dev.py test                    everything: also sanitized fuzzing and the end-to-end tests
+  python3 tools/dev.py demo [--dense MODEL]    install a wheel, then prune, convert, verify and generate
 
-The first build compiles llama-cpp-python from source, which takes minutes; pip caches the result.
+check and test install the package in editable mode: .venv/ uses python/ as it is, and the libraries of build/dev, which
+`cmake --build build/dev` renews. The first call compiles llama-cpp-python from source, which takes minutes; pip
+caches the result. ccache is used where it is installed.
 
 environment variables:
-  GGML_MACKO_CUDA   ON, OFF or AUTO (default): whether to build for NVIDIA GPUs. AUTO builds for them if nvcc is found,
-                    which takes minutes; OFF never does, and needs no CUDA toolkit.
+  GGML_MACKO_CUDA   ON, OFF or AUTO (if nvcc is found): whether to build for NVIDIA GPUs, which takes minutes. Without
+                    it, test builds for them if nvcc is found, demo if there is a GPU, and check if build/dev does.
 """
 
 from __future__ import annotations
@@ -25,20 +27,23 @@ import sys
 import time
 import venv
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
+READY = VENV / "ready"  # the pyproject.toml whose requirements .venv has, beside the editable package
 BUILD = ROOT / "build" / "dev"
 DIST = ROOT / "build" / "dist"
 SANITIZED = ROOT / "build" / "sanitized"
 ARM64 = ROOT / "build" / "arm64"
 CPUS = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-FIX = "python3 tools/dev.py lint --fix"
+CUDA = os.environ.pop("GGML_MACKO_CUDA", "")  # the library refuses names that it does not read
+FIX = "python3 tools/dev.py check --fix"
 
 MAX_COLUMNS = 120
-# clang-format formats neither the declarations that cffi parses (pybind/) nor tables of data (*.inc)
-FORMATTED = ("ggml-macko", "pybind", "tests", "tools")
+# folders of what clang-format formats, which are no tables of data (*.inc)
+FORMATTED = ("examples", "ggml-macko", "pybind", "tests", "tools")
 CPP_SUFFIXES = {".c", ".cpp", ".cu", ".cuh", ".h"}
 
 
@@ -47,6 +52,25 @@ def run(*command: object, env: dict[str, str] | None = None) -> None:
     start = time.monotonic()
     subprocess.run([str(c) for c in command], check=True, cwd=ROOT, env=env)
     print(f"  ({time.monotonic() - start:.0f} s)", file=sys.stderr, flush=True)
+
+
+def run_together(commands: dict[str, list[object]]) -> None:
+    """Runs commands at the same time and prints the output of each when it ends. Ends the process if one fails."""
+
+    def run_one(name: str) -> bool:
+        start = time.monotonic()
+        command = [str(c) for c in commands[name]]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        seconds = time.monotonic() - start
+        output = done.stdout if done.returncode or name.startswith("pytest") else ""
+        print(f"+ {name}: {'failed' if done.returncode else 'passed'} ({seconds:.0f} s)\n{output}", end="", flush=True)
+        return done.returncode == 0
+
+    with ThreadPoolExecutor(len(commands)) as pool:
+        passed = dict(zip(commands, pool.map(run_one, commands)))
+    failed = [name for name, ok in passed.items() if not ok]
+    if failed:
+        sys.exit(f"error: failed: {', '.join(failed)}; {FIX} mends what a formatter can")
 
 
 # ---- build ----
@@ -62,11 +86,21 @@ def cuda_architectures() -> str:
     return ";".join(sorted({cap.replace(".", "") for cap in found})) or "75-virtual;90"
 
 
-def cuda_option() -> str:
-    value = os.environ.pop("GGML_MACKO_CUDA", "") or "AUTO"  # the library refuses names that it does not read
+def has_gpu() -> bool:
+    return bool(shutil.which("nvidia-smi")) and subprocess.run(["nvidia-smi"], capture_output=True).returncode == 0
+
+
+def cuda_options(default: str) -> list[str]:
+    value = CUDA or default
     if value not in ("ON", "OFF", "AUTO"):
         sys.exit(f"error: GGML_MACKO_CUDA={value}: must be ON, OFF or AUTO")
-    return value
+    return [f"GGML_MACKO_CUDA={value}", f"GGML_MACKO_CUDA_ARCHITECTURES={cuda_architectures()}"]
+
+
+def use_ccache() -> None:
+    if shutil.which("ccache"):
+        for language in ("C", "CXX", "CUDA"):
+            os.environ.setdefault(f"CMAKE_{language}_COMPILER_LAUNCHER", "ccache")
 
 
 def create_venv() -> None:
@@ -80,24 +114,47 @@ def create_venv() -> None:
         os.environ["PATH"] = f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}"
 
 
-def install(extra: str) -> None:
-    """Puts a wheel of the package into build/dist, and installs it with the extra; build/dev keeps the C++ build."""
-    cuda = cuda_option()
-    create_venv()
-    run(PYTHON, "-m", "pip", "install", "-q", "scikit-build-core>=0.10", "cffi", "ninja", "pip>=23.1")
-    shutil.rmtree(DIST, ignore_errors=True)
-    run(
-        PYTHON, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", DIST, "-C", f"build-dir={BUILD}",
-        "-C", "cmake.args=-GNinja", "-C", f"cmake.define.GGML_MACKO_CUDA={cuda}",
-        "-C", f"cmake.define.GGML_MACKO_CUDA_ARCHITECTURES={cuda_architectures()}", ".",
-    )  # fmt: skip
-    (wheel,) = DIST.glob("*.whl")
+def install_package(package: list[object], extra: str) -> None:
+    """Installs the package, and then what it and its extra need."""
+    run(PYTHON, "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", "--no-build-isolation", *package)
     # llama-cpp-python is compiled here, without the library of llama.cpp's command-line programs
     hook = shlex.quote(f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={ROOT / 'cmake' / 'llama-cpp-python.cmake'}")
     environment = {**os.environ, "CMAKE_ARGS": f"{os.environ.get('CMAKE_ARGS', '')} {hook}".strip()}
-    run(PYTHON, "-m", "pip", "install", f"{wheel}[{extra}]", env=environment)
-    # again, since pip keeps an installed package of the same version
-    run(PYTHON, "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", wheel)
+    run(PYTHON, "-m", "pip", "install", "-q", f"ggml-macko[{extra}]", env=environment)
+
+
+def install_build_requirements() -> None:
+    create_venv()
+    run(PYTHON, "-m", "pip", "install", "-q", "scikit-build-core>=0.10", "cffi", "ninja", "pip>=23.1")
+
+
+def prepare() -> None:
+    """Makes .venv what check and test need: the package in editable mode, all requirements of tests, and the tools."""
+    create_venv()
+    wanted = (ROOT / "pyproject.toml").read_text()
+    if READY.exists() and READY.read_text() == wanted:
+        return
+    install_build_requirements()
+    run(PYTHON, "-m", "pip", "install", "-q", *lint_requirements())
+    install_package(["-e", ROOT], "test")
+    READY.write_text(wanted)
+
+
+def configure(*definitions: str) -> None:
+    """CMake's step for build/dev; the libraries that are built there become part of the editable package."""
+    definitions = ("GGML_MACKO_EDITABLE=ON", f"Python3_EXECUTABLE={PYTHON}", *definitions)
+    run("cmake", "-S", ROOT, "-B", BUILD, "-GNinja", *(f"-D{d}" for d in definitions))
+
+
+def build_wheel(cuda: list[str]) -> pathlib.Path:
+    """Puts a wheel of the package into build/dist; build/dev keeps the C++ build."""
+    shutil.rmtree(DIST, ignore_errors=True)
+    run(
+        PYTHON, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", DIST, "-C", f"build-dir={BUILD}",
+        "-C", "cmake.args=-GNinja", *(part for d in cuda for part in ("-C", f"cmake.define.{d}")), ".",
+    )  # fmt: skip
+    (wheel,) = DIST.glob("*.whl")
+    return wheel
 
 
 # ---- lint ----
@@ -130,125 +187,132 @@ def long_lines() -> Iterator[str]:
                 yield f"{path}:{number}: {len(line)} columns, at most {MAX_COLUMNS}"
 
 
-def check_style(fix: bool) -> list[str]:
-    """Runs ruff and clang-format; returns the names of those that found something."""
-    create_venv()
-    run(PYTHON, "-m", "pip", "install", "-q", *lint_requirements())
-    checks: dict[str, list[object]] = {
-        "ruff check": ["ruff", "check", "--output-format", "concise", *(["--fix"] if fix else [])],
-        "ruff format": ["ruff", "format", *([] if fix else ["--check", "--diff"])],
-        "clang-format": ["clang-format", *(["-i"] if fix else ["--dry-run", "-Werror"]), *cpp_files()],
-    }
-    failed = []
-    for name, command in checks.items():
-        print(f"+ {name}", file=sys.stderr, flush=True)
-        if subprocess.run([str(VENV / "bin" / str(command[0])), *map(str, command[1:])], cwd=ROOT).returncode != 0:
-            failed.append(name)
+def stop_at_long_lines() -> None:
     too_long = list(long_lines())
     if too_long:
-        print("\n".join(too_long))
-        failed.append("line length")
-    return failed
+        sys.exit("\n".join(too_long))
 
 
-def check_types() -> list[str]:
-    """Runs mypy, which reads the types of the installed dependencies, for each system: branches for others it skips."""
-    failed = []
-    for system in ("linux", "darwin"):
-        print(f"+ mypy --platform {system}", file=sys.stderr, flush=True)
-        command = [PYTHON, "-m", "mypy", "--platform", system, "--cache-dir", f".mypy_cache/{system}"]
-        if subprocess.run(command, cwd=ROOT).returncode != 0:
-            failed.append(f"mypy for {system}")
-    return failed
+def style_checks() -> dict[str, list[object]]:
+    tools = VENV / "bin"
+    return {
+        "ruff check": [tools / "ruff", "check", "--output-format", "concise"],
+        "ruff format": [tools / "ruff", "format", "--check", "--diff"],
+        "clang-format": [tools / "clang-format", "--dry-run", "-Werror", *cpp_files()],
+    }
 
 
-def stop_if_failed(failed: list[str]) -> None:
-    if failed:
-        sys.exit(f"error: lint failed: {', '.join(failed)}; {FIX} mends what a formatter can")
+def type_check(system: str) -> dict[str, list[object]]:
+    """mypy reads the types of the installed dependencies; it skips branches for systems other than the one named."""
+    command = [PYTHON, "-m", "mypy", "--platform", system, "--cache-dir", f".mypy_cache/{system}"]
+    return {f"mypy for {system}": command}
 
 
-def lint(args: argparse.Namespace) -> None:
-    failed = check_style(args.fix)
-    if subprocess.run([PYTHON, "-c", "import cffi, gguf, llama_cpp, numpy, tabulate"], cwd=VENV).returncode != 0:
-        install("test")
-    stop_if_failed(failed + check_types())
+def fix_style() -> None:
+    run(VENV / "bin" / "ruff", "check", "--fix-only", "-q")
+    run(VENV / "bin" / "ruff", "format", "-q")
+    run(VENV / "bin" / "clang-format", "-i", *cpp_files())
 
 
 # ---- commands ----
 
 
 def demo(args: argparse.Namespace) -> None:
-    install("plot")
+    install_build_requirements()
+    wheel = build_wheel(cuda_options("AUTO" if has_gpu() else "OFF"))
+    READY.unlink(missing_ok=True)  # the wheel takes the place of the editable package
+    install_package([wheel], "plot")
     run(PYTHON, "tools/demo.py", *(["--dense", args.dense] if args.dense else []))
+
+
+def check(args: argparse.Namespace) -> None:
+    prepare()
+    if args.fix:
+        fix_style()
+    stop_at_long_lines()
+    is_configured = (BUILD / "CMakeCache.txt").exists() and not CUDA
+    configure(*([] if is_configured else cuda_options("OFF")))
+    run_together({**style_checks(), **type_check("linux"), "build": ["cmake", "--build", BUILD]})
+    run_together(
+        {
+            "ctest": ["ctest", "--test-dir", BUILD, "--output-on-failure", "-LE", "slow"],
+            "pytest": [PYTHON, "-m", "pytest", "-q", "tests/unit"],
+        }
+    )
+
+
+def missing_for_arm64() -> list[str]:
+    return [name for name in ("aarch64-linux-gnu-g++", "qemu-aarch64") if not shutil.which(name)]
+
+
+def build_everything() -> None:
+    """All builds at the same time, with format, lint and types: what one leaves idle, another uses."""
+    core_only = ["-GNinja", "-DGGML_MACKO_PLUGIN=OFF", "-DGGML_MACKO_CUDA=OFF", f"-DPython3_EXECUTABLE={PYTHON}"]
+    run("cmake", "-S", ROOT, "-B", SANITIZED, "-DGGML_MACKO_SANITIZE=ON", *core_only)
+    builds: dict[str, list[object]] = {
+        "build": ["cmake", "--build", BUILD, "--target", "all", "ggml-macko-debug"],
+        "sanitized build": ["cmake", "--build", SANITIZED],
+    }
+    missing = missing_for_arm64()
+    if missing:
+        print(f"+ arm64: skipped, no {' and no '.join(missing)}", file=sys.stderr, flush=True)
+    else:
+        toolchain = ROOT / "cmake" / "aarch64-linux-gnu.cmake"
+        run("cmake", "-S", ROOT, "-B", ARM64, f"-DCMAKE_TOOLCHAIN_FILE={toolchain}", *core_only)
+        builds["arm64 build"] = ["cmake", "--build", ARM64]
+    run_together({**builds, **style_checks(), **type_check("linux"), **type_check("darwin")})
+
+
+def run_ctest(folder: pathlib.Path, env: dict[str, str] | None = None) -> None:
+    run("ctest", "--test-dir", folder, "--output-on-failure", "-j", CPUS, env=env)
+
+
+def run_pytest(*args: object, env: dict[str, str]) -> None:
+    """One process per core: waiting threads of one must not take the core of another."""
+    environment = {"OMP_WAIT_POLICY": "passive", **os.environ, **env}
+    run(PYTHON, "-m", "pytest", "-n", CPUS, "--dist", "worksteal", *args, env=environment)
 
 
 def test_debug_build() -> None:
     """The plugin without optimization, with libstdc++'s assertions; its link compares the definitions of every type."""
-    run("cmake", "--build", BUILD, "--target", "ggml-macko-debug")
     package = BUILD / "debug" / "ggml_macko"
-    ignored = shutil.ignore_patterns("*.so", "__pycache__")  # a library that a developer copied there is not this one
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")  # links to the optimized libraries
     shutil.copytree(ROOT / "python" / "ggml_macko", package, ignore=ignored, dirs_exist_ok=True)
-    shutil.copy(BUILD / "_ffi.py", package)
     shutil.copy(BUILD / "libggml-macko-preload.so", package)
-    environment = {**os.environ, "PYTHONPATH": str(package.parent)}
     tests = ["tests/codec/test_sparse_matrix.py", "tests/end-to-end/test_model_runs.py"]
-    run(PYTHON, "-m", "pytest", "-q", "-m", "not slow and not gpu", *tests, env=environment)
+    run_pytest("-q", "-m", "not slow and not gpu", *tests, env={"PYTHONPATH": str(package.parent)})
 
 
-def test_arm64() -> None:
-    """The C++ tests, the kernels for arm64 among them, under emulation where a cross compiler is installed.
-
-    A Neoverse N1 has no FMLAL: kernels-neon-fhm is tested with QEMU_CPU=max (lab/kernels-cpu.md).
-    """
-    missing = [name for name in ("aarch64-linux-gnu-g++", "qemu-aarch64") if not shutil.which(name)]
-    if missing:
-        print(f"+ arm64: skipped, no {' and no '.join(missing)}", file=sys.stderr, flush=True)
-        return
-    run(
-        "cmake", "-S", ROOT, "-B", ARM64, "-GNinja", f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake/aarch64-linux-gnu.cmake'}",
-        "-DGGML_MACKO_PLUGIN=OFF", "-DGGML_MACKO_CUDA=OFF", f"-DPython3_EXECUTABLE={PYTHON}",
-    )  # fmt: skip
-    run("cmake", "--build", ARM64)
-    environment = {"QEMU_CPU": "neoverse-n1", **os.environ}
-    run("ctest", "--test-dir", ARM64, "--output-on-failure", "-j", CPUS, env=environment)
-
-
-def test(args: argparse.Namespace) -> None:
-    stop_if_failed(check_style(fix=False))
-    install("test")
-    stop_if_failed(check_types())
-    run("cmake", BUILD)  # again: test-graph-fusion links the ggml of llama-cpp-python, which is installed only now
-    run("cmake", "--build", BUILD)
-    run("ctest", "--test-dir", BUILD, "--output-on-failure", "-j", CPUS)
-    run(
-        "cmake", "-S", ROOT, "-B", SANITIZED, "-GNinja", "-DGGML_MACKO_SANITIZE=ON", "-DGGML_MACKO_PLUGIN=OFF",
-        "-DGGML_MACKO_CUDA=OFF", f"-DPython3_EXECUTABLE={PYTHON}",
-    )  # fmt: skip
-    run("cmake", "--build", SANITIZED)
-    run("ctest", "--test-dir", SANITIZED, "--output-on-failure", "-j", CPUS)
-    test_arm64()
+def test(_: argparse.Namespace) -> None:
+    prepare()
+    stop_at_long_lines()
+    cuda = cuda_options("AUTO")
+    configure(*cuda)
+    build_everything()
+    build_wheel(cuda)  # test_wheel.py looks inside
+    run_ctest(BUILD)
+    run_ctest(SANITIZED)
+    if not missing_for_arm64():
+        # a Neoverse N1 has no FMLAL: kernels-neon-fhm is tested with QEMU_CPU=max (lab/kernels-cpu.md)
+        run_ctest(ARM64, env={"QEMU_CPU": "neoverse-n1", **os.environ})
     test_debug_build()
-    # one process per core; waiting threads of one must not take the core of another
-    environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
-    command = [PYTHON, "-m", "pytest", "-n", CPUS, "--dist", "loadfile", "--durations", "25"]
-    run(*command, *(["-m", "not slow"] if args.quick else []), env=environment)
+    run_pytest("--durations", "25", env={})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
+    check_parser = commands.add_parser("check", help="format, lint, types, build and unit tests")
+    check_parser.add_argument("--fix", action="store_true", help="first rewrite files where a formatter can")
+    check_parser.set_defaults(func=check)
+    commands.add_parser("test", help="check, build and run everything").set_defaults(func=test)
     demo_parser = commands.add_parser("demo", help="build and run the main job")
     demo_parser.add_argument(
         "--dense", metavar="MODEL.gguf", help="a dense F16 or BF16 model: also prune it to 30 %% and 50 %% zeros"
     )
     demo_parser.set_defaults(func=demo)
-    lint_parser = commands.add_parser("lint", help="check formatting, lint and types")
-    lint_parser.add_argument("--fix", action="store_true", help="rewrite files where a formatter can")
-    lint_parser.set_defaults(func=lint)
-    test_parser = commands.add_parser("test", help="lint, build and run all tests")
-    test_parser.add_argument("--quick", action="store_true", help="without the tests marked slow")
-    test_parser.set_defaults(func=test)
     args = parser.parse_args()
+    use_ccache()
     try:
         args.func(args)
     except subprocess.CalledProcessError as e:

@@ -69,5 +69,11 @@ target_include_directories(ggml-macko-preload PRIVATE ${macko_includes})
 target_compile_options(ggml-macko-preload PRIVATE -fvisibility=hidden)
 target_link_libraries(ggml-macko-preload PRIVATE ${CMAKE_DL_LIBS} pthread)
 
+if(GGML_MACKO_EDITABLE)
+    foreach(target ggml-macko ggml-macko-preload)
+        add_custom_command(TARGET ${target} POST_BUILD COMMAND ${CMAKE_COMMAND} -E create_symlink
+            $<TARGET_FILE:${target}> ${PROJECT_SOURCE_DIR}/python/ggml_macko/$<TARGET_FILE_NAME:${target}>)
+    endforeach()
+endif()
 install(TARGETS ggml-macko ggml-macko-preload DESTINATION ggml_macko COMPONENT python)
 install(FILES ${PROJECT_SOURCE_DIR}/ggml-macko/include/ggml-macko.h DESTINATION ggml_macko/include COMPONENT python)

@@ -111,7 +111,7 @@ def _label_points(axes: Axes, points: Sequence[Point]) -> None:
         overlaps = [Bbox.intersection(box, other) for other in taken]
         covered = sum(max(0.0, n + 3) for n in beyond) + sum(o.width * o.height + 1 for o in overlaps if o is not None)
         if covered:
-            return 1000 * covered
+            return float(1000 * covered)
         own_marker = tuple(line.vertices[0])
         n_crossed = sum(line.intersects_path(other) or other.intersects_bbox(box) for other in lines)
         return float(n_crossed + sum(line.intersects_bbox(o) for o in taken if not o.contains(*own_marker)))

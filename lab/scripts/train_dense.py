@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -22,12 +23,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ggml_macko import console
+from ggml_macko import console, errors
 from ggml_macko.gguf.files import Key, Model, Tensor, make_key
 from ggml_macko.gguf.outputs import AtomicOutput
 from ggml_macko.gguf.writer import NewTensor, Writer
 from ggml_macko.recovery.options import RecoverOptions
-from ggml_macko.recovery.recover import imitate
+from ggml_macko.recovery.recover import RecoverReport, Task, train_file
 from ggml_macko.values import TYPE_F16, TYPE_F32, Array, to_float
 
 ARCHITECTURES = ("llama", "arcee")
@@ -142,6 +143,30 @@ def write_start(
         writer.finish()
         output.seal()
         output.commit()
+
+
+def check_vocabulary(model: Model, teacher: Model) -> None:
+    """Raises MackoError unless the two read the same tokens."""
+    found, wanted = (
+        {key.name: key.record for key in m.keys if key.name.startswith("tokenizer.ggml.")} for m in (model, teacher)
+    )
+    if found != wanted:
+        raise errors.error(errors.BAD_ARGUMENT, f"{model.path}: another vocabulary than {teacher.path} has")
+
+
+def imitate(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    options: RecoverOptions,
+    *,
+    teacher: str | os.PathLike[str],
+) -> RecoverReport:
+    """Trains all weights of a dense GGUF, embeddings and head too, so that it behaves like `teacher`, a model of any
+    shape with the same vocabulary; see recover.recover(). Weights that are zero stay zero.
+    """
+    options.check()
+    task = Task(check_vocabulary, lambda model: model.tensors, lambda options, report: [])
+    return train_file(task, source, output, teacher, options, False)
 
 
 def main() -> int:

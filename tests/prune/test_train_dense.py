@@ -11,7 +11,6 @@ import pytest
 
 from ggml_macko import errors
 from ggml_macko.gguf.files import Model
-from ggml_macko.recovery import recover
 from ggml_macko.recovery.options import RecoverOptions
 from support import generators, gguf_bytes, tiny_models
 
@@ -123,7 +122,7 @@ def test_teacher_with_another_vocabulary_is_refused(tmp_path, tool, files):
     tool.write_start(start, other, tool.Size(*SHAPE.values()), 0)
     options = RecoverOptions(text=str(text), n_ctx=32)
     with pytest.raises(errors.MackoError, match="another vocabulary"):
-        recover.imitate(start, tmp_path / "out.gguf", options, teacher=teacher)
+        tool.imitate(start, tmp_path / "out.gguf", options, teacher=teacher)
     assert not (tmp_path / "out.gguf").exists()
 
 

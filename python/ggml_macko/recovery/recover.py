@@ -74,26 +74,10 @@ def recover(
     or OSError.
     """
     options.check()
-    return _train_file(_Task(check_pair, trained_tensors, provenance), source, output, dense, options, force)
+    return train_file(Task(check_pair, trained_tensors, provenance), source, output, dense, options, force)
 
 
-def imitate(
-    source: str | os.PathLike[str],
-    output: str | os.PathLike[str],
-    options: RecoverOptions,
-    *,
-    teacher: str | os.PathLike[str],
-    force: bool = False,
-) -> RecoverReport:
-    """Trains all weights of a dense GGUF, embeddings and head too, so that it behaves like `teacher`, a model of any
-    shape with the same vocabulary; see recover(). Weights that are zero stay zero.
-    """
-    options.check()
-    task = _Task(check_vocabulary, lambda model: model.tensors, lambda options, report: [])
-    return _train_file(task, source, output, teacher, options, force)
-
-
-class _Task(NamedTuple):
+class Task(NamedTuple):
     """What differs between training what pruning left and training a whole model."""
 
     check: Callable[[Model, Model], None]  # of the model to train and the teacher; raises MackoError
@@ -101,14 +85,15 @@ class _Task(NamedTuple):
     keys: Callable[[RecoverOptions, RecoverReport], list[Key]]  # metadata of the result
 
 
-def _train_file(
-    task: _Task,
+def train_file(
+    task: Task,
     source: str | os.PathLike[str],
     output: str | os.PathLike[str],
     dense: str | os.PathLike[str],
     asked: RecoverOptions,
     force: bool,
 ) -> RecoverReport:
+    """Trains the tensors of a task and writes the model; raises as recover() does."""
     with contextlib.ExitStack() as stack:
         pruned, teacher = (stack.enter_context(Model(path)) for path in (source, dense))
         texts_in = [asked.text] + ([asked.held_out] if asked.held_out is not None else [])
@@ -165,15 +150,6 @@ def check_pair(pruned: Model, teacher: Model) -> None:
                 f"{pruned.path}: {name}: shape {found or 'none'}, but {wanted or 'none'} in {teacher.path}: it was not "
                 "made from that model",
             )
-
-
-def check_vocabulary(model: Model, teacher: Model) -> None:
-    """Raises MackoError unless the two read the same tokens."""
-    found, wanted = (
-        {key.name: key.record for key in m.keys if key.name.startswith("tokenizer.ggml.")} for m in (model, teacher)
-    )
-    if found != wanted:
-        raise errors.error(errors.BAD_ARGUMENT, f"{model.path}: another vocabulary than {teacher.path} has")
 
 
 # ---- training ----

@@ -75,14 +75,11 @@ int ggml_macko_gpu_layout(const ggml_macko_matrix * m, bool stacked, int64_t sha
         }
         std::unique_ptr<codec_view> view;
         const int                   threads = threads_for(n_threads, m->rows * m->cols);
-        int                         status  = open_matrix(*format, *m, threads, &view);
-        status                              = status ? status : view->check_rows(threads);
-        cuda::layout_survey  found;
-        cuda::layout_verdict verdict;
-        status = status ? status : cuda::survey_on_cpu(&plan, *view, threads, &found, &verdict);
-        if (status) {
-            return status;
-        }
+        cuda::layout_survey         found;
+        cuda::layout_verdict        verdict;
+        TRY(open_matrix(*format, *m, threads, &view));
+        TRY(view->check_rows(threads));
+        TRY(cuda::survey_on_cpu(&plan, *view, threads, &found, &verdict));
         layout->is_settled = true;
         layout->own_nbytes = verdict.nbytes > plan.nbytes ? verdict.nbytes : 0;
         describe(verdict.shape, verdict.reason, layout);

@@ -170,9 +170,7 @@ void fill_row_blocks(const ec_csr_view & view, int n_threads, const row_blocks_l
 int smallest_rows(const ec_csr_view & view, int n_threads, gpu_matrix * rows) {
     const macko_desc & desc  = view.arrays().desc;
     ggml_macko_count   count = {};
-    if (const int status = count_rows(view, n_threads, &count)) {
-        return status;
-    }
+    TRY(count_rows(view, n_threads, &count));
     int64_t least = 0;
     for (const int32_t bits : { desc.delta_bits, 1, 2, 4, 8 }) {
         const int64_t n = count.n_stored[bits == 1 ? 0 : bits == 2 ? 1 : bits == 4 ? 2 : 3];

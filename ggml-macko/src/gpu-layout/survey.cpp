@@ -195,9 +195,7 @@ int survey_on_cpu(gpu_plan * plan, const codec_view & view, int n_threads, layou
         *verdict = settle(*plan, *found);
         if (plan->matrix.in_blocks && !std::holds_alternative<row_blocks_shape>(verdict->shape)) {
             gpu_matrix rows = {};
-            if (const int status = smallest_rows(static_cast<const ec_csr_view &>(view), n_threads, &rows)) {
-                return status;
-            }
+            TRY(smallest_rows(static_cast<const ec_csr_view &>(view), n_threads, &rows));
             *plan  = choose(rows, plan->device);
             *found = {};
             continue;
@@ -207,9 +205,7 @@ int survey_on_cpu(gpu_plan * plan, const codec_view & view, int n_threads, layou
         }
         shape_survey &   of    = found->of[plan->candidates[verdict->candidate].survey];
         const gpu_layout bound = bind_layout(plan->matrix, verdict->shape, verdict->nbytes, nullptr);
-        if (const int status = std::visit(surveyor{ *plan, view, n_threads, verdict->needs, &of }, bound)) {
-            return status;
-        }
+        TRY(std::visit(surveyor{ *plan, view, n_threads, verdict->needs, &of }, bound));
         of.done = verdict->needs;
     }
 }

@@ -107,9 +107,7 @@ public:
         ggml_macko_count      count   = {};
         TRY(count_finite(dense, desc, n_threads, &count));
         desc.nnz = count.nnz;
-        if (const int status = check_ec_csr_desc(desc)) { // check again, with nnz
-            return status;
-        }
+        TRY(check_ec_csr_desc(desc)); // check again, with nnz
         auto result = std::make_unique<encoded_ec_csr>();
         TRY(encode_blocks(desc, dense, extract, n_threads, &result->blocks));
         // Fillers that blocks leave in their rows may cost more than the blocks save, so compare the whole matrix with

@@ -51,12 +51,9 @@ int upload_matrix(gpu & device, cuda_sparse_uploader & uploader, const sparse_te
     m->rows_per_matrix = matrix.ne[1];
     m->plan            = plan_of(device, matrix);
     upload_consumer consumer(uploader, m->plan);
-    int             status = uploader.begin(m->plan, dst);
-    status                 = status ? status : read(consumer);
-    status                 = status ? status : uploader.finish(&m->matrix, &m->verdict, &m->outgrown);
-    if (status) {
-        return status;
-    }
+    TRY(uploader.begin(m->plan, dst));
+    TRY(read(consumer));
+    TRY(uploader.finish(&m->matrix, &m->verdict, &m->outgrown));
     log_debug("%s: %s: %s, %lld bytes reserved%s (%s)\n", device.name.c_str(), matrix.name.c_str(),
               text_of(m->verdict.shape).c_str(), static_cast<long long>(m->plan.nbytes),
               m->outgrown ? ", memory of its own" : "", m->verdict.reason.c_str());

@@ -157,15 +157,11 @@ struct cuda_sparse_uploader::impl {
         if (v.needs == survey_step::GROUPS || (at.counted != candidate && at.made != candidate)) {
             at.counted = candidate;
             at.made    = -1;
-            if (const int status = count_groups(r, m, found)) {
-                return status;
-            }
+            TRY(count_groups(r, m, found));
         }
         if (v.needs != survey_step::GROUPS && at.made != candidate) {
             at.made = candidate;
-            if (const int status = make_groups(r, m, found)) {
-                return status;
-            }
+            TRY(make_groups(r, m, found));
         }
         m.overshoot = found->overshoot;
         return GGML_MACKO_STATUS_OK;
@@ -198,9 +194,7 @@ struct cuda_sparse_uploader::impl {
             return GGML_MACKO_STATUS_OK;
         }
         void * memory = nullptr;
-        if (const int status = memory_of(v.nbytes, &memory)) {
-            return status;
-        }
+        TRY(memory_of(v.nbytes, &memory));
         std::vector<uint8_t> arrays(static_cast<size_t>(sizes.nbytes_arrays), 0);
         fill_row_blocks(view, at.n_threads, bind_row_blocks(view, arrays.data()));
         m                = bind_row_blocks(view, memory);
@@ -212,13 +206,9 @@ struct cuda_sparse_uploader::impl {
     int advance(const layout_verdict & v, gpu_layout * out) {
         shape_survey & found  = at.survey.of[at.plan.candidates[v.candidate].survey];
         void *         memory = nullptr;
-        if (const int status = memory_of(v.nbytes, &memory)) {
-            return status;
-        }
+        TRY(memory_of(v.nbytes, &memory));
         *out = bind_layout(at.plan.matrix, v.shape, v.nbytes, memory);
-        if (const int status = std::visit([&](auto & m) { return step(m, v, &found); }, *out)) {
-            return status;
-        }
+        TRY(std::visit([&](auto & m) { return step(m, v, &found); }, *out));
         found.done = std::max(found.done, v.needs);
         return GGML_MACKO_STATUS_OK;
     }
@@ -230,9 +220,7 @@ struct cuda_sparse_uploader::impl {
             if (at.verdict.candidate == at.plan.candidates.size()) { // of a forced plan
                 return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "no layout fits the matrix%s", at.verdict.reason.c_str());
             }
-            if (const int status = advance(at.verdict, &at.layout)) {
-                return status;
-            }
+            TRY(advance(at.verdict, &at.layout));
         } while (at.verdict.needs != survey_step::NOTHING);
         return GGML_MACKO_STATUS_OK;
     }
@@ -259,9 +247,7 @@ int cuda_sparse_uploader::create(int device, std::unique_ptr<cuda_sparse_uploade
 int cuda_sparse_uploader::begin(const gpu_plan & plan, void * dst) {
     impl & s = *impl_;
     CUDA_OK(cudaSetDevice(s.device));
-    if (const int status = s.arrived()) { // copies of a matrix that was given up
-        return status;
-    }
+    TRY(s.arrived()); // copies of a matrix that was given up
     s.at      = {};
     s.at.plan = plan;
     s.at.dst  = dst;
@@ -326,9 +312,7 @@ int cuda_sparse_uploader::whole(const codec_view & view, int n_threads) {
     layout_verdict v = settle(s.at.plan, s.at.survey);
     if (v.needs == survey_step::NBYTES) {
         gpu_layout blocks;
-        if (const int status = s.advance(v, &blocks)) {
-            return status;
-        }
+        TRY(s.advance(v, &blocks));
         v = settle(s.at.plan, s.at.survey);
     }
     if (std::holds_alternative<row_blocks_shape>(v.shape)) {
@@ -336,22 +320,18 @@ int cuda_sparse_uploader::whole(const codec_view & view, int n_threads) {
     }
     gpu_matrix   rows = {};
     macko_matrix recoded;
-    int          status = smallest_rows(static_cast<const ec_csr_view &>(view), n_threads, &rows);
-    status              = status ? status : recode(view, rows.desc.delta_bits, n_threads, &recoded);
-    status              = status ? status : begin(choose(rows, s.at.plan.device), s.at.dst);
-    return status ? status : upload_rows(*this, recoded, n_threads);
+    TRY(smallest_rows(static_cast<const ec_csr_view &>(view), n_threads, &rows));
+    TRY(recode(view, rows.desc.delta_bits, n_threads, &recoded));
+    TRY(begin(choose(rows, s.at.plan.device), s.at.dst));
+    return upload_rows(*this, recoded, n_threads);
 }
 
 int cuda_sparse_uploader::finish(gpu_layout * out, layout_verdict * verdict, cuda_memory * outgrown) {
     impl & s = *impl_;
     CUDA_OK(cudaSetDevice(s.device));
-    if (const int status = s.arrived()) {
-        return status;
-    }
+    TRY(s.arrived());
     if (s.at.verdict.needs != survey_step::NOTHING) { // no whole has been made
-        if (const int status = s.make()) {
-            return status;
-        }
+        TRY(s.make());
     }
     *out     = s.at.layout;
     *verdict = s.at.verdict;

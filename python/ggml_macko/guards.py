@@ -205,8 +205,8 @@ GUARDS = (
     ),
     Guard(
         "Llama.detokenize",
-        "a token outside of the vocabulary ends the process",
-        "A token outside of the vocabulary ends the process",
+        "a token outside the vocabulary ends the process",
+        "A token outside the vocabulary ends the process",
         _inside(_in_use, _tokens_are_known),
     ),
     Guard(

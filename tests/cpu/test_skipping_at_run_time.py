@@ -290,7 +290,7 @@ def test_one_line_says_how_many_weights_have_thresholds(calibrated, monkeypatch,
 def test_parts_that_are_not_named_are_not_skipped(calibrated, tmp_path, monkeypatch):
     monkeypatch.setenv("GGML_MACKO_LOAD", "act-thresholds")
     file = gb.read(with_thresholds(calibrated("docs-4m"), tmp_path / "two.gguf", LARGEST).read_bytes())
-    for name in ("down", "share", "threshold", "zeros"):
+    for name in ("down", "share", "threshold"):
         del file.key(f"macko.act.part.{name}").value[1:3]
     (tmp_path / "two.gguf").write_bytes(gb.write(file))
     tap = Downs()

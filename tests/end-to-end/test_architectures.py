@@ -49,7 +49,7 @@ def make(folder, arch: str, experts: bool = False):
     """A pruned dense model of an architecture."""
     code = (
         f"import sys, pathlib; sys.path.insert(0, {str(generators.ROOT / 'tests')!r})\n"
-        "import architectures, gguf_bytes\n"
+        "from support import architectures, gguf_bytes\n"
         f"pathlib.Path(sys.argv[1]).write_bytes(gguf_bytes.write(architectures.make({arch!r}, {experts})))"
     )
     raw = folder / "raw.gguf"  # in a process of its own, which llama.cpp may end

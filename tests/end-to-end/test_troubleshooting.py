@@ -193,10 +193,10 @@ def _(p):
 
 @row("<variable>: unknown environment variable")
 def _(p):
-    return p.macko_process("generate", "-m", p.sparse, "-p", "The", GGML_MACKO_CPU_KERNELS="avx2")
+    return p.macko_process("generate", "-m", p.sparse, "-p", "The", GGML_MACKO_KERNELS="avx2")
 
 
-@row("GGML_MACKO_CPU_KERNELS=<name>: not supported")
+@row("GGML_MACKO_CPU_KERNELS=<name>: <reason>")
 def _(p):
     other = "avx2" if platform.machine() == "aarch64" else "neon"
     return p.macko_process("generate", "-m", p.sparse, "-p", "The", GGML_MACKO_CPU_KERNELS=other)

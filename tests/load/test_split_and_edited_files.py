@@ -55,7 +55,7 @@ REFUSED = {
     "a tensor too few": (
         lambda parts: parts[2].tensors.pop(),
         None,
-        "the shards hold 93 tensors, split.tensors.count says 94",
+        "the shards have 93 tensors, but split.tensors.count is 94",
     ),
     "a tensor twice": (
         lambda parts: parts[2].tensors.__setitem__(0, parts[1].tensors[0]),
@@ -65,12 +65,12 @@ REFUSED = {
     "metadata in two parts": (
         lambda parts: parts[1].set("macko.version", gb.U32, 1),
         None,
-        "belongs into the first shard",
+        "belongs in the first shard",
     ),
     "parts in another alignment": (
         lambda parts: (parts[1].set("general.alignment", gb.U32, 64), setattr(parts[1], "alignment", 64)),
         None,
-        "general.alignment is not that",
+        "general.alignment differs from the first shard's",
     ),
     "components out of order": (lambda parts: parts[1].tensors.reverse(), None, "blk."),
     "a part that is cut off": (

@@ -198,7 +198,7 @@ def test_layout_of_parameters_is_found_without_ctypes():
 @pytest.mark.parametrize("version", VERSIONS)
 def test_layout_of_parameters_is_known_for_every_version(version):
     """The table in capi/load-api.cpp against the headers."""
-    source = (check_versions.SOURCES / "capi" / "load.cpp").read_text()
+    source = (check_versions.SOURCES / "capi" / "load-api.cpp").read_text()
     table = re.search(r"KNOWN_LAYOUTS\[\] = \{(.*?)\n\};", source, re.DOTALL)[1]
     known = [[int(n) for n in row.split(",")] for row in re.findall(r"\{ ([-\d, ]+) \}", table)]
     facts = {**RECORD["common"], **VERSIONS[version]["differs"]}

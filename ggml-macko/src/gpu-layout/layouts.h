@@ -2,7 +2,7 @@
 // loaded, never stored on file. docs/design/gpu-layouts.md draws each of them.
 //
 // Adding a layout: a struct and a shape in a header of its own, both added to the variants here; one entry in choose()
-// (choose.h); an upload in cuda/sparse/upload.cu; a family of kernels, which launches and densify visit.
+// (choose.h); an upload in cuda/sparse/uploader.cpp; a family of kernels, which launches and densify visit.
 #pragma once
 
 #include "gpu-layout/exp-coded.h"

@@ -1,5 +1,5 @@
 // A survey of a matrix's values on the CPU: what settle() needs beside the header. The GPU makes the same survey while
-// a matrix is loaded (cuda/sparse/upload.cu). Plain C++.
+// a matrix is loaded (cuda/sparse/repack.cu). Plain C++.
 #pragma once
 
 #include "gpu-layout/choose.h"

@@ -137,6 +137,9 @@ def prepare() -> None:
     install_build_requirements()
     run(PYTHON, "-m", "pip", "install", "-q", *lint_requirements())
     install_package(["-e", ROOT], "test")
+    # the path alone: scikit-build-core's import hook would also hide packages in PYTHONPATH, such as the debug build
+    for path in VENV.glob("lib/python*/site-packages/_editable_skbc_ggml_macko.pth"):
+        path.write_text(f"{ROOT / 'python'}\n")
     READY.write_text(wanted)
 
 

@@ -6,9 +6,9 @@
 
 namespace macko::cuda {
 
-// What the header of a matrix decides: the bytes to reserve, and the candidates in the order of preference. Whatever
-// the values are, one of the candidates fits; all fit the reserved bytes where zeros are at random places and no more
-// than a few percent of the values are outliers.
+// Returns all decisions that need only the header: the bytes to reserve, and the candidates in the order of preference.
+// Whatever the values are, one of the candidates fits; all fit the reserved bytes where zeros are at random places and
+// no more than a few percent of the values are outliers.
 gpu_plan choose(const gpu_matrix & matrix, const gpu_device & device);
 // The same with no candidates but those of one layout (a name that layout_name() gives) with so many lanes (0: those
 // that suit the matrix), for tests and measurements. No candidates: there are no kernels for it.

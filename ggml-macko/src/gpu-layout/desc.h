@@ -1,4 +1,4 @@
-// What choose() decides by: the header of a matrix, and the GPU. Plain C++: no ggml, no CUDA.
+// The inputs of choose(): the header of a matrix, and the GPU. Plain C++: no ggml, no CUDA.
 #pragma once
 
 #include "codec/codec.h"

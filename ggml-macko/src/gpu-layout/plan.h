@@ -17,7 +17,8 @@ struct layout_candidate {
     std::string  reason; // why it stands where it stands
 };
 
-// What the header of a matrix decides. The first candidate that settle() (choose.h) accepts becomes the layout.
+// The decisions that need only the header of a matrix. The first candidate that settle() (choose.h) accepts becomes
+// the layout.
 struct gpu_plan {
     gpu_matrix                    matrix;
     gpu_device                    device;

@@ -1,4 +1,5 @@
-// What the kernels of all layouts share: where results go, and what they are launched with. Internal to cuda/sparse.
+// Code that the kernels of all layouts share: the destinations of results, and the arguments of a launch. Internal to
+// cuda/sparse.
 #pragma once
 
 #include "cuda/lib/common.cuh"
@@ -20,7 +21,7 @@ struct result_operand {
     int32_t       first_warp_rows; // warp_rows: the rows that a warp has at a time
 };
 
-// What the kernels of all layouts get. OPERAND: of one matrix, a result_operand with the arrays of a layout
+// The arguments of the kernels of all layouts. OPERAND: a result_operand with the arrays of one matrix in its layout
 template <typename OPERAND> struct product_launch {
     OPERAND         m[CUDA_SPARSE_MAX_GROUPED];
     const float *   x;
@@ -300,7 +301,7 @@ int columns_at_once(const exp_coded_layout & w, const cuda_sparse_mul_mat_params
 int columns_at_once(const quantized_layout & w, const cuda_sparse_mul_mat_params & a, const cuda_device_info & device);
 int columns_at_once(const row_blocks_layout & w, const cuda_sparse_mul_mat_params & a, const cuda_device_info & device);
 // One launch, with a kernel that is built for nx columns: 1, 2, 4 or 8, of which a has at most so many. w: a.w[0],
-// whose kernel suits all of a. Of experts all columns, one each.
+// whose kernel suits all of a. With experts: all columns, one each.
 cudaError_t multiply(const macko_layout & w, const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream);
 cudaError_t multiply(const inline_delta_layout & w, const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream);
 cudaError_t multiply(const exp_coded_layout & w, const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream);

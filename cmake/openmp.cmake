@@ -7,12 +7,5 @@ if(GGML_MACKO_FUZZ OR GGML_MACKO_SANITIZE STREQUAL "thread")
     find_package(Threads REQUIRED)
     target_link_libraries(OpenMP::OpenMP_CXX INTERFACE Threads::Threads)
 else()
-    if(APPLE AND NOT OpenMP_ROOT) # Apple's compiler comes without OpenMP; Homebrew keeps libomp out of the search paths
-        find_program(brew brew)
-        if(brew)
-            execute_process(COMMAND ${brew} --prefix libomp
-                OUTPUT_VARIABLE OpenMP_ROOT OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
-        endif()
-    endif()
     find_package(OpenMP REQUIRED)
 endif()

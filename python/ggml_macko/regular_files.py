@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Iterator
 
-from . import errors, system
+from . import errors
 
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
@@ -60,7 +60,7 @@ def read_at(file: io.FileIO, offset: int, out: memoryview) -> int:
     """Fills `out` with the bytes from `offset` on. Returns how many there were: fewer only at the end of the file."""
     done = 0
     while done < len(out):
-        n = system.read_into(file.fileno(), out[done : done + (1 << 30)], offset + done)
+        n = os.preadv(file.fileno(), [out[done:]], offset + done)
         if n == 0:
             break
         done += n

@@ -24,9 +24,8 @@ model_file::~model_file() {
 int64_t model_file::size() const { return shards.empty() ? 0 : shards.back().begin + shards.back().opened.st_size; }
 
 static int read_shard(const file_shard & shard, int64_t offset, uint8_t * out, int64_t n) {
-    constexpr int64_t most = 1 << 30; // macOS refuses to read more than INT_MAX bytes at once
     while (n > 0) {
-        const ssize_t got = pread(shard.fd, out, static_cast<size_t>(std::min(n, most)), offset);
+        const ssize_t got = pread(shard.fd, out, static_cast<size_t>(n), offset);
         if (got < 0) {
             if (errno == EINTR) {
                 continue;
@@ -65,7 +64,7 @@ int model_file::read(int64_t offset, void * dst, int64_t n) const {
 }
 
 bool is_same_file(const struct stat & a, const struct stat & b) {
-    const timespec of_a = platform::modification_time(a), of_b = platform::modification_time(b);
+    const timespec of_a = a.st_mtim, of_b = b.st_mtim;
     return a.st_dev == b.st_dev && a.st_ino == b.st_ino && a.st_size == b.st_size && of_a.tv_sec == of_b.tv_sec &&
            of_a.tv_nsec == of_b.tv_nsec;
 }
@@ -90,7 +89,7 @@ int model_file::open(const char * file_path) {
     shard.path         = file_path;
     // Without O_NONBLOCK, opening a FIFO that has no writer would block.
     shard.fd             = ::open(file_path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
-    const bool is_socket = shard.fd < 0 && platform::is_socket_error(errno);
+    const bool is_socket = shard.fd < 0 && errno == ENXIO;
     if (!is_socket && (shard.fd < 0 || fstat(shard.fd, &shard.opened) != 0)) {
         return fail(GGML_MACKO_STATUS_IO, "%s", strerror(errno));
     }

@@ -33,7 +33,7 @@ template <typename T> void put(std::vector<uint8_t> & to, T value) {
 }
 
 std::string text_of(const struct stat & file) {
-    const timespec written = platform::modification_time(file), changed = platform::change_time(file);
+    const timespec written = file.st_mtim, changed = file.st_ctim;
     char           text[160];
     snprintf(text, sizeof(text), "%ju %ju %jd bytes, written %jd.%09ld, changed %jd.%09ld\n",
              static_cast<uintmax_t>(file.st_dev), static_cast<uintmax_t>(file.st_ino),
@@ -128,7 +128,7 @@ int weight_cache::open(const model_file & model, const std::string & made_for, s
     const time_t now = time(nullptr);
     for (const file_shard & shard : model.shards) {
         cache->key_ += "model " + text_of(shard.opened);
-        cache->too_young_ = cache->too_young_ || platform::change_time(shard.opened).tv_sec + TOO_YOUNG >= now;
+        cache->too_young_ = cache->too_young_ || shard.opened.st_ctim.tv_sec + TOO_YOUNG >= now;
     }
 
     const std::unique_ptr<char, void (*)(void *)> real_path(realpath(model.path.c_str(), nullptr), free);
@@ -293,7 +293,7 @@ void weight_cache::remove_old_partials() const {
         struct stat       s    = {};
         if (file.size() > n && file.compare(file.size() - n, n, PARTIAL_SUFFIX) == 0 &&
             fstatat(folder_fd_, file.c_str(), &s, AT_SYMLINK_NOFOLLOW) == 0 && S_ISREG(s.st_mode) &&
-            platform::modification_time(s).tv_sec + OLD_PARTIAL < time(nullptr)) {
+            s.st_mtim.tv_sec + OLD_PARTIAL < time(nullptr)) {
             unlinkat(folder_fd_, file.c_str(), 0);
         }
     }

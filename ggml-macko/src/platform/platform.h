@@ -1,6 +1,5 @@
-// Functions that differ between operating systems. Only this folder uses calls, headers and macros that are not in
-// POSIX; test_platform.py checks this rule. The systems are Linux and macOS. The macOS code follows Apple's headers and
-// the sources of its libc and dyld, but has never been run.
+// Functions of Linux. Only this folder uses calls, headers and macros that are not in POSIX; test_platform.py checks
+// this rule.
 #pragma once
 
 #include <cstddef>
@@ -12,9 +11,9 @@
 #include <sys/types.h>
 
 // Marks a function that gcc compiles twice, the second time for AVX2. The dynamic linker of Linux chooses one (ifunc).
-// macOS has no ifunc, and sanitizers cannot start with it.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && \
-    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+// Sanitizers cannot start with it.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && \
+    !defined(__SANITIZE_THREAD__)
 #define MACKO_CLONES __attribute__((target_clones("default", "avx2")))
 #else
 #define MACKO_CLONES
@@ -25,23 +24,16 @@ namespace macko::platform {
 // Fills memory from the system's generator of cryptographic random numbers. Returns false and sets errno on failure.
 [[nodiscard]] bool random_bytes(void * out, size_t n);
 
-// Time of the last write to a file, and of the last change to its content, name, owner or mode.
-timespec modification_time(const struct stat & file);
-timespec change_time(const struct stat & file);
 // fstat() of the shared library or program that contains this function. Returns false if the file is not found.
 [[nodiscard]] bool stat_this_library(struct stat * out);
 // The user's folder for cached data; "" if there is none.
 std::string user_cache_folder();
-// Whether open(2), without creating anything, failed with this errno because the path is a socket: ENXIO on Linux (also
-// the error for a device without a driver), EOPNOTSUPP on macOS.
-bool is_socket_error(int error);
 
 // Callbacks of a stdio stream. errno holds the reason of a failure. Exceptions must stay inside.
 struct stream_functions {
     ssize_t (*read)(void * context, char * buffer, size_t n) noexcept; // bytes, 0 at the end, or -1
     // *offset is relative to whence (SEEK_SET ...) and becomes the new position; returns 0, or -1. ftell() passes 0
-    // with SEEK_CUR and returns the new position. macOS never passes other offsets with SEEK_CUR: it calls ftell() and
-    // then uses SEEK_SET.
+    // with SEEK_CUR and returns the new position.
     int (*seek)(void * context, int64_t * offset, int whence) noexcept;
     int (*close)(void * context) noexcept;
 };
@@ -49,7 +41,7 @@ struct stream_functions {
 FILE * open_stream(void * context, const stream_functions & functions);
 
 // Maps zeroed pages; nullptr on failure. reserve: Linux refuses a mapping that would not fit in memory and swap.
-// Without it, and on macOS, the mapping reserves only addresses, and each page gets memory at its first write.
+// Without it, the mapping reserves only addresses, and each page gets memory at its first write.
 void * map_memory(size_t nbytes, bool reserve);
 void   unmap_memory(void * memory, size_t nbytes);
 // Makes pages of map_memory() read as zeros and frees their memory.
@@ -58,17 +50,14 @@ void discard_memory(void * memory, size_t nbytes);
 // not change the file. Returns false on failure. unmap_file() replaces the pages by zeros.
 [[nodiscard]] bool map_file(void * at, size_t nbytes, int fd, off_t offset);
 void               unmap_file(void * at, size_t nbytes);
-// Advise the system about memory that is read repeatedly, and about memory that stays mostly unused. No effect on
-// macOS.
+// Advise the system about memory that is read repeatedly, and about memory that stays mostly unused.
 void use_huge_pages(void * memory, size_t nbytes);
 void use_small_pages(void * memory, size_t nbytes);
 // Returns freed blocks of malloc to the system, as far as the C library supports it.
 void trim_heap();
 
 // A function in a loaded library whose symbols may not be global; nullptr if there is none. library: the name without
-// "lib" and suffix. If several files with that name are loaded, the function comes from the file with a version in its
-// name (libggml.so.0, libggml.0.dylib), because other libraries link to that file. Linux searches the global symbols
-// first.
+// "lib" and suffix. The global symbols are searched first, then the file libNAME.so.0, to which other libraries link.
 void * find_function(const char * library, const char * name);
 
 #if defined(__aarch64__)

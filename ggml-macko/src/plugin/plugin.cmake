@@ -1,17 +1,11 @@
 # The plugin: core + ggml's vtables; built against llama.cpp's headers, linked to nothing of it but a soname.
-if(APPLE)
-    # ggml's functions are found when the plugin is loaded, in any library that the process has: libggml-base among
-    # them, which nobody opens by itself (dlopen hides only the library that it was asked for)
-    set(macko_ggml_base -Wl,-undefined,dynamic_lookup)
-else()
-    # An empty library with ggml's soname: it gives the plugin the dependency, which the process's own libggml-base
-    # satisfies.
-    file(WRITE ${CMAKE_CURRENT_BINARY_DIR}/empty.c "")
-    add_library(ggml-base-soname SHARED ${CMAKE_CURRENT_BINARY_DIR}/empty.c)
-    set_target_properties(ggml-base-soname PROPERTIES
-        OUTPUT_NAME ggml-base SOVERSION 0 LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/soname)
-    set(macko_ggml_base -Wl,--no-as-needed ggml-base-soname -Wl,--as-needed)
-endif()
+# An empty library with ggml's soname: it gives the plugin the dependency, which the process's own libggml-base
+# satisfies.
+file(WRITE ${CMAKE_CURRENT_BINARY_DIR}/empty.c "")
+add_library(ggml-base-soname SHARED ${CMAKE_CURRENT_BINARY_DIR}/empty.c)
+set_target_properties(ggml-base-soname PROPERTIES
+    OUTPUT_NAME ggml-base SOVERSION 0 LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/soname)
+set(macko_ggml_base -Wl,--no-as-needed ggml-base-soname -Wl,--as-needed)
 
 add_library(ggml-macko MODULE
     abi/ggml-abi.cpp
@@ -41,12 +35,7 @@ target_compile_definitions(ggml-macko PRIVATE GGML_BACKEND_DL GGML_BACKEND_BUILD
     GGML_MACKO_NEWEST_LLAMA_CPP_PYTHON="${LLAMA_CPP_PYTHON_VERSION}"
     GGML_MACKO_OLDEST_GGML="${LLAMA_CPP_OLDEST_GGML}"
     GGML_MACKO_NEWEST_GGML="${LLAMA_CPP_GGML_VERSION}")
-if(APPLE)
-    target_link_libraries(ggml-macko PRIVATE -Wl,-force_load,$<TARGET_FILE:macko-core> macko-core)
-else()
-    target_link_libraries(ggml-macko PRIVATE -Wl,--whole-archive macko-core -Wl,--no-whole-archive)
-endif()
-target_link_libraries(ggml-macko PRIVATE ${macko_ggml_base})
+target_link_libraries(ggml-macko PRIVATE -Wl,--whole-archive macko-core -Wl,--no-whole-archive ${macko_ggml_base})
 set_target_properties(ggml-macko PROPERTIES BUILD_RPATH "" INSTALL_RPATH "" SKIP_BUILD_RPATH ON)
 
 if(TARGET macko-cuda)
@@ -58,12 +47,7 @@ if(TARGET macko-cuda)
     target_link_libraries(ggml-macko PRIVATE macko-cuda)
 endif()
 
-if(APPLE) # dyld preloads no bundles, which modules are there; the program has the functions that it replaces
-    add_library(ggml-macko-preload SHARED plugin/preload.c)
-    target_link_libraries(ggml-macko-preload PRIVATE -Wl,-undefined,dynamic_lookup)
-else()
-    add_library(ggml-macko-preload MODULE plugin/preload.c)
-endif()
+add_library(ggml-macko-preload MODULE plugin/preload.c)
 target_include_directories(ggml-macko-preload SYSTEM PRIVATE ${LLAMA_CPP_DIR}/include ${LLAMA_CPP_DIR}/ggml/include)
 target_include_directories(ggml-macko-preload PRIVATE ${macko_includes})
 target_compile_options(ggml-macko-preload PRIVATE -fvisibility=hidden)

@@ -114,8 +114,8 @@ REPLACEMENT(struct llama_model *, llama_model_load_from_file, (const char * path
     struct ggml_macko_llama llama = {
         .struct_size        = sizeof(llama),
         .load_from_file     = (function_t)ORIGINAL(llama_model_load_from_file),
-        .load_from_file_ptr = (function_t)OTHER(llama_model_load_from_file_ptr),
-        .model_free         = (function_t)OTHER(llama_model_free),
+        .load_from_file_ptr = (function_t)ORIGINAL(llama_model_load_from_file_ptr),
+        .model_free         = (function_t)ORIGINAL(llama_model_free),
     };
     if (!llama.load_from_file || !llama.load_from_file_ptr || !llama.model_free) {
         fprintf(stderr, "ggml-macko: this program is not linked to a shared libllama\n");
@@ -124,8 +124,8 @@ REPLACEMENT(struct llama_model *, llama_model_load_from_file, (const char * path
     if (!plugin.load_model) {
         return ((load_from_file_t)llama.load_from_file)(path, params);
     }
-    const function_t     default_params = (function_t)OTHER(llama_model_default_params);
-    const int32_t        has_load_mode  = OTHER(llama_load_mode_name) != NULL;
+    const function_t     default_params = (function_t)ORIGINAL(llama_model_default_params);
+    const int32_t        has_load_mode  = ORIGINAL(llama_load_mode_name) != NULL;
     struct llama_model * model          = NULL;
     if (plugin.find_params_layout(default_params, has_load_mode, &llama.params) ||
         plugin.load_model(path, (const struct llama_model_params *)&params, 0, &llama, &model)) {

@@ -23,7 +23,7 @@ def variables(options: bindings.LoadOptions) -> dict[str, str]:
         if not path.exists():
             raise errors.error(errors.IO, f"{path} is missing: install ggml-macko again")
         if set(str(path)) & set(system.PRELOAD_SEPARATORS):  # the dynamic linker would see two paths, and only warn
-            text = f"{path}: {system.PRELOAD_VARIABLE} cannot name a path with {system.SEPARATORS_TEXT}"
+            text = f"{path}: {system.PRELOAD_VARIABLE} cannot name a path with a space or a colon"
             raise errors.error(errors.IO, text)
     return {
         system.PRELOAD_VARIABLE: str(bindings.PRELOAD_PATH),

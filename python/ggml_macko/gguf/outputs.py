@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Callable, TypeVar
 
-from .. import console, errors, system
+from .. import console, errors
 from ..regular_files import check_regular, named, write_at
 
 _MAX_NAME = 200  # bytes of an output's name that its partial file repeats; the rest of 255 is ours
@@ -218,9 +218,9 @@ class AtomicOutput:
         """All data is written: make it durable, then turn it into a file of its format."""
         with named(self.path):
             assert self._file is not None
-            system.flush_to_disk(self._fd)
+            os.fsync(self._fd)
             write_at(self._file, 0, memoryview(self._signature))
-            system.flush_to_disk(self._fd)
+            os.fsync(self._fd)
 
     def commit(self) -> None:
         """Gives the sealed file its name. Raises MackoError if an output without force appeared meanwhile, or if the

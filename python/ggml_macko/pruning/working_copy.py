@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from .. import console, errors, system
+from .. import console, errors
 from ..gguf.files import Key, Model, Tensor, make_key
 from ..gguf.outputs import AtomicOutput
 from ..gguf.writer import NewTensor, Writer
@@ -121,8 +121,8 @@ class WorkingCopy:
         """Says that n_tensors more are done, with n_chunks chunks of the text; all that was written is durable then."""
         file = self.tensors.file
         with named(self.path):
-            system.flush_to_disk(file.fileno())
+            os.fsync(file.fileno())
             self.n_done, self.n_chunks = self.n_done + n_tensors, n_chunks
             write_at(file, self._n_chunks_at, memoryview(struct.pack("<I", n_chunks)))
             write_at(file, self._n_done_at, memoryview(struct.pack("<I", self.n_done)))
-            system.flush_to_disk(file.fileno())
+            os.fsync(file.fileno())

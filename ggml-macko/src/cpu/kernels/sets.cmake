@@ -1,21 +1,11 @@
-# what is compiled for: macOS builds for other processors than its own
-set(macko_processor ${CMAKE_SYSTEM_PROCESSOR})
-if(APPLE AND CMAKE_OSX_ARCHITECTURES)
-    set(macko_processor ${CMAKE_OSX_ARCHITECTURES})
-    list(LENGTH macko_processor n)
-    if(n GREATER 1)
-        message(FATAL_ERROR "CMAKE_OSX_ARCHITECTURES: one at a time, since each has kernels of its own")
-    endif()
-endif()
-
 # One file per instruction set; dispatch.cpp picks one at run time, and asks the CPU for what these flags promise.
 set(macko_sets "")
-if(macko_processor MATCHES "x86_64|AMD64")
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64")
     set(macko_avx2         -mavx2 -mfma -mf16c -mbmi -mbmi2 -mpopcnt)
     set(macko_avx512       -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mbmi -mbmi2 -mpopcnt)
     set(macko_avx512-vbmi2 ${macko_avx512} -mavx512vbmi -mavx512vbmi2 -mavx512vnni)
     set(macko_sets avx2 avx512 avx512-vbmi2)
-elseif(macko_processor MATCHES "aarch64|arm64")
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64")
     set(macko_neon "")
     set(macko_neon-dotprod -march=armv8.2-a+dotprod)
     set(macko_neon-fhm     -march=armv8.2-a+dotprod+fp16fml)

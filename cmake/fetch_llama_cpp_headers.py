@@ -1,7 +1,7 @@
-"""Unpacks the llama.cpp headers of one llama-cpp-python source distribution: VERSION OUT_DIR.
+"""Unpacks the headers of llama.cpp and of its xxHash from a llama-cpp-python source distribution: VERSION OUT_DIR.
 
 pip downloads the archive, or takes it from its cache. Only the headers, ggml's CMakeLists.txt (for the version number)
-and the licence are kept.
+and the licenses are kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import tarfile
 import tempfile
 
 WANTED = re.compile(
-    r"[^/]+/vendor/llama\.cpp/((?:include|ggml/include|ggml/src)/[^/]+\.h|ggml/CMakeLists\.txt|LICENSE)$"
+    r"[^/]+/vendor/llama\.cpp/((?:include|ggml/include|ggml/src)/[^/]+\.h|vendor/hash/xxhash/(?:xxhash\.h|LICENSE)"
+    r"|ggml/CMakeLists\.txt|LICENSE)$"
 )
 
 

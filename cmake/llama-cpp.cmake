@@ -1,8 +1,8 @@
 # Headers of the llama.cpp inside the newest llama-cpp-python that pyproject.toml allows (ggml-backend-impl.h is in no
-# wheel). Sets
+# wheel), and of xxHash, which llama.cpp includes. Sets
 #   LLAMA_CPP_PYTHON_OLDEST   the ends of the range in pyproject.toml
 #   LLAMA_CPP_PYTHON_VERSION
-#   LLAMA_CPP_DIR             tree with include/, ggml/include/, ggml/src/*.h
+#   LLAMA_CPP_DIR             tree with include/, ggml/include/, ggml/src/*.h, vendor/hash/xxhash/xxhash.h
 #   LLAMA_CPP_OLDEST_GGML     what ggml_version() returns in the oldest of the range
 #   LLAMA_CPP_GGML_VERSION    and in that tree
 string(REGEX MATCH "\"llama-cpp-python>=([0-9.]+),<=([0-9.]+)\"" _ "${GGML_MACKO_PYPROJECT}")
@@ -14,7 +14,7 @@ if(GGML_MACKO_LLAMA_CPP_DIR)
     set(LLAMA_CPP_DIR ${GGML_MACKO_LLAMA_CPP_DIR})
 else()
     set(LLAMA_CPP_DIR ${CMAKE_CURRENT_BINARY_DIR}/llama-cpp-python-${LLAMA_CPP_PYTHON_VERSION})
-    if(NOT EXISTS ${LLAMA_CPP_DIR}/ggml/CMakeLists.txt)
+    if(NOT EXISTS ${LLAMA_CPP_DIR}/vendor/hash/xxhash/xxhash.h)
         message(STATUS "fetching the headers of llama-cpp-python ${LLAMA_CPP_PYTHON_VERSION}")
         execute_process(
             COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_LIST_DIR}/fetch_llama_cpp_headers.py

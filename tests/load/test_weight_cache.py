@@ -15,7 +15,8 @@ import gguf
 import numpy as np
 import pytest
 
-from ggml_macko import convert, errors
+from ggml_macko import convert, errors, system
+from ggml_macko.native import library
 from support import generators, other_device
 from support.llama_logits import logits, open_model
 
@@ -270,6 +271,46 @@ def test_files_of_another_user_are_not_used(sparse, kept, cached):
     assert cached(sparse)[1] == ("no", f"{kept}: another user owns or may write the folder")
 
 
+def test_link_in_place_of_the_folder_is_not_followed(sparse, kept, cached, tmp_path):
+    """In a folder that several users may write, another user may have made it."""
+    (tmp_path / "own").mkdir(mode=0o700)
+    kept.parent.mkdir()
+    kept.symlink_to(tmp_path / "own")
+    assert cached(sparse)[1] == ("no", f"{kept}: Not a directory")
+    assert list((tmp_path / "own").iterdir()) == []
+
+
+def test_library_is_identified_by_its_code_in_memory_and_not_by_the_file_at_its_path(sparse, kept, tmp_path):
+    """A process that is older than an upgrade writes the layout of the old library, which the new one must not map."""
+    shutil.copytree(library.PACKAGE, tmp_path / "ggml_macko", ignore=shutil.ignore_patterns("__pycache__"))
+    path = tmp_path / "ggml_macko" / system.PLUGIN
+    notes = subprocess.run(["readelf", "-n", path], capture_output=True, text=True, check=True).stdout
+    build_id = re.search(r"Build ID: ([0-9a-f]{40})", notes)[1]
+    program = (
+        "import sys; from ggml_macko.native import library; library.lib()\n"
+        "from support.llama_logits import open_model\n"
+        "print('ready', flush=True); input()\n"
+        "open_model(sys.argv[1], weight_cache=True, verbose=True)"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-c", program, str(sparse)]
+
+    def start() -> subprocess.Popen:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(command, env=env, text=True, **pipes)
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    old = start()
+    content = path.read_bytes()
+    assert content.count(bytes.fromhex(build_id)) == 1
+    path.unlink()
+    path.write_bytes(content.replace(bytes.fromhex(build_id), bytes(20)))
+    for process, said in ((old, "wrote"), (start(), "wrote"), (start(), "mapped")):
+        err = process.communicate("\n")[1]
+        assert process.returncode == 0 and f"cache: {said}" in err, err
+
+
 @pytest.mark.parametrize("what", ["symlink", "fifo", "folder", "empty"])
 def test_what_is_no_cache_file_is_not_opened_as_one(sparse, kept, cached, tmp_path, what):
     want, _ = cached(sparse)
@@ -327,15 +368,16 @@ def test_full_disk_is_said_and_the_load_goes_on(sparse, kept):
     assert list(kept.iterdir()) == []
 
 
-def test_partial_files_are_removed_when_they_are_a_day_old(sparse, kept, cached):
+def test_own_partial_files_are_removed_when_they_are_a_day_old(sparse, kept, cached):
     kept.mkdir(parents=True, mode=0o700)
-    old, young, other = kept / ".a.partial", kept / ".b.partial", kept / "c.weights"
-    for path in (old, young, other):
+    old, young = (kept / f".{stem}-{'0' * 16}.weights.{'a' * 16}.partial" for stem in "ab")
+    others = [kept / name for name in (".model.gguf.0123456789abcdef.partial", ".x.partial", "c.weights")]
+    for path in (old, young, *others):
         path.touch()
         if path != young:
             os.utime(path, (time.time() - 90000,) * 2)
     assert cached(sparse)[1][0] == "wrote"
-    assert not old.exists() and young.exists() and other.exists()
+    assert not old.exists() and all(path.exists() for path in (young, *others))
 
 
 def test_processes_that_load_at_once_do_not_disturb_each_other(sparse, kept):

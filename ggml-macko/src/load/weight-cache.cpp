@@ -8,7 +8,11 @@
 #include <cstring>
 #include <dirent.h>
 #include <fcntl.h>
+#include <fnmatch.h>
 #include <unistd.h>
+
+#define XXH_INLINE_ALL
+#include <xxhash/xxhash.h>
 
 namespace macko {
 
@@ -21,9 +25,13 @@ struct cache_header {
 constexpr char MAGIC[8] = { 'm', 'a', 'c', 'k', 'o', 'w', 'c', '1' };
 // limit for names and key, with ample margin; a longer index is damaged
 constexpr uint64_t MAX_INDEX_NBYTES = 64 << 20;
-constexpr char     PARTIAL_SUFFIX[] = ".partial";
 constexpr time_t   OLD_PARTIAL      = 24 * 3600; // seconds; no process writes a cache for that long
 constexpr time_t   TOO_YOUNG        = 2;         // seconds; longer than the time resolution of any file system
+
+// names of files that are being written, for fnmatch(): .STEM-HASH.weights.RANDOM.partial
+#define HEX4          "[0-9a-f][0-9a-f][0-9a-f][0-9a-f]"
+#define HEX16         HEX4 HEX4 HEX4 HEX4
+#define PARTIAL_NAMES ".*-" HEX16 ".weights." HEX16 ".partial"
 
 int64_t to_whole(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -46,53 +54,17 @@ bool is_ours_alone(const struct stat & file) {
     return file.st_uid == geteuid() && (file.st_mode & (S_IWGRP | S_IWOTH)) == 0;
 }
 
-constexpr int LANES = 8; // lanes of a checksum, which vector instructions add in parallel
-
-struct lane_sums {
-    uint64_t sum[LANES] = {}, sum_of_sums[LANES] = {};
-};
-
-MACKO_CLONES void add_words(lane_sums & sums, const uint8_t * words, size_t n_rows) {
-    lane_sums s = sums;
-    for (size_t r = 0; r < n_rows; r++, words += sizeof(s.sum)) {
-        for (int i = 0; i < LANES; i++) {
-            uint64_t word;
-            memcpy(&word, words + i * static_cast<int>(sizeof(word)), sizeof(word));
-            s.sum[i] += word;
-            s.sum_of_sums[i] += s.sum[i];
-        }
-    }
-    sums = s;
-}
-
 constexpr int64_t PIECE = 1 << 20; // bytes per thread and step
 
 } // namespace
-
-uint64_t checksum(const void * data, size_t nbytes) {
-    constexpr size_t row  = LANES * sizeof(uint64_t);
-    const auto *     at   = static_cast<const uint8_t *>(data);
-    const size_t     rest = nbytes % row;
-    lane_sums        sums;
-    add_words(sums, at, nbytes / row);
-    uint8_t last[row] = {};
-    memcpy(last, at + nbytes - rest, rest);
-    add_words(sums, last, 1);
-    uint64_t all = nbytes;
-    for (int i = 0; i < LANES; i++) {
-        all = (all ^ sums.sum[i]) * 0x9e3779b97f4a7c15ull;
-        all = ((all >> 29 | all << 35) ^ sums.sum_of_sums[i]) * 0xbf58476d1ce4e5b9ull;
-    }
-    return all ^ all >> 32;
-}
 
 static uint64_t checksum_by_all(const void * data, int64_t nbytes) {
     std::vector<uint64_t> pieces(static_cast<size_t>((nbytes + PIECE - 1) / PIECE));
     parallel_parts(threads_for(0, nbytes), nbytes, PIECE, [&](int64_t begin, int64_t end, int) {
         pieces[static_cast<size_t>(begin / PIECE)] =
-            checksum(static_cast<const uint8_t *>(data) + begin, static_cast<size_t>(end - begin));
+            XXH3_64bits(static_cast<const uint8_t *>(data) + begin, static_cast<size_t>(end - begin));
     });
-    return checksum(pieces.data(), pieces.size() * sizeof(uint64_t));
+    return XXH3_64bits(pieces.data(), pieces.size() * sizeof(uint64_t));
 }
 
 size_t weight_cache::page_size() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
@@ -111,7 +83,7 @@ int weight_cache::open(const model_file & model, const std::string & made_for, s
     cache->folder_ += "/ggml-macko";
     mkdir(cache->folder_.c_str(), 0700);
     struct stat folder = {};
-    cache->folder_fd_  = ::open(cache->folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    cache->folder_fd_  = ::open(cache->folder_.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (cache->folder_fd_ < 0 || fstat(cache->folder_fd_, &folder) != 0) {
         return fail(GGML_MACKO_STATUS_IO, "%s: %s", cache->folder_.c_str(), strerror(errno));
     }
@@ -120,11 +92,11 @@ int weight_cache::open(const model_file & model, const std::string & made_for, s
                     cache->folder_.c_str());
     }
 
-    struct stat library = {};
-    if (!platform::stat_this_library(&library)) {
-        return fail(GGML_MACKO_STATUS_IO, "the file of this library was not found");
+    const std::string library = platform::build_id();
+    if (library.empty()) {
+        return fail(GGML_MACKO_STATUS_IO, "this library was linked without a build id");
     }
-    cache->key_      = "library " + text_of(library) + made_for + "\n";
+    cache->key_      = "library " + library + "\n" + made_for + "\n";
     const time_t now = time(nullptr);
     for (const file_shard & shard : model.shards) {
         cache->key_ += "model " + text_of(shard.opened);
@@ -136,7 +108,7 @@ int weight_cache::open(const model_file & model, const std::string & made_for, s
     std::string       stem = model.path.substr(model.path.find_last_of('/') + 1);
     stem                   = stem.substr(0, std::min<size_t>(stem.find_last_of('.'), 100));
     char number[32];
-    snprintf(number, sizeof(number), "-%016" PRIx64 ".weights", checksum(path.data(), path.size()));
+    snprintf(number, sizeof(number), "-%016" PRIx64 ".weights", XXH3_64bits(path.data(), path.size()));
     cache->name_ = stem + number;
     cache->path_ = cache->folder_ + "/" + cache->name_;
     cache->read_index();
@@ -192,7 +164,7 @@ void weight_cache::read_index() {
     }
     std::vector<uint8_t> index(static_cast<size_t>(h.index_nbytes));
     if (!read_all(file_, index.data(), index.size(), h.index_begin) ||
-        checksum(index.data(), index.size()) != h.index_checksum || !parse_index(index, h.index_begin)) {
+        XXH3_64bits(index.data(), index.size()) != h.index_checksum || !parse_index(index, h.index_begin)) {
         entries_.clear();
     }
 }
@@ -288,13 +260,11 @@ void weight_cache::remove_old_partials() const {
         return;
     }
     while (const dirent * found = readdir(folder)) {
-        const std::string file = found->d_name;
-        const size_t      n    = strlen(PARTIAL_SUFFIX);
-        struct stat       s    = {};
-        if (file.size() > n && file.compare(file.size() - n, n, PARTIAL_SUFFIX) == 0 &&
-            fstatat(folder_fd_, file.c_str(), &s, AT_SYMLINK_NOFOLLOW) == 0 && S_ISREG(s.st_mode) &&
+        struct stat s = {};
+        if (fnmatch(PARTIAL_NAMES, found->d_name, 0) == 0 &&
+            fstatat(folder_fd_, found->d_name, &s, AT_SYMLINK_NOFOLLOW) == 0 && S_ISREG(s.st_mode) &&
             s.st_mtim.tv_sec + OLD_PARTIAL < time(nullptr)) {
-            unlinkat(folder_fd_, file.c_str(), 0);
+            unlinkat(folder_fd_, found->d_name, 0);
         }
     }
     closedir(folder);
@@ -308,7 +278,7 @@ int weight_cache::begin_file() {
     }
     char number[32];
     snprintf(number, sizeof(number), ".%016" PRIx64, random);
-    partial_name_ = "." + name_ + number + PARTIAL_SUFFIX;
+    partial_name_ = "." + name_ + number + ".partial";
     partial_      = openat(folder_fd_, partial_name_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
     if (partial_ < 0) {
         return failed("cannot create it");
@@ -362,7 +332,7 @@ int weight_cache::commit() {
     cache_header h   = {};
     h.index_begin    = static_cast<uint64_t>(end_);
     h.index_nbytes   = index.size();
-    h.index_checksum = checksum(index.data(), index.size());
+    h.index_checksum = XXH3_64bits(index.data(), index.size());
     h.key_nbytes     = key_.size();
     memcpy(h.magic, MAGIC, sizeof(MAGIC));
     TRY(write(end_, index.data(), index.size()));

@@ -3,8 +3,8 @@
 //
 // Kernels use mapped weights without the checks of a payload, so a cache file is used only if
 //   * it and its folder belong to this user, and no other user may write them;
-//   * this very library made it, for the same kernels, from files with the same inode, size and times as the model's
-//     (key, below), which passed the checks at that time;
+//   * a library with the same build id made it, for the same kernels, from files with the same inode, size and times
+//     as the model's (key, below), which passed the checks at that time;
 //   * the checksum of each weight is correct, at each load.
 //
 // A cache file, in the byte order of the machine. It is replaced as a whole when any part of it no longer matches:
@@ -77,8 +77,5 @@ private:
     int     n_mapped_      = 0;
     int64_t nbytes_mapped_ = 0;
 };
-
-// A checksum against accidents, not against attackers; about 20 GB/s.
-uint64_t checksum(const void * data, size_t nbytes);
 
 } // namespace macko

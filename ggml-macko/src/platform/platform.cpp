@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
+#include <link.h>
 #include <malloc.h>
 #include <string>
 #include <sys/mman.h>
@@ -31,12 +32,6 @@ void unmap_file(void * at, size_t nbytes) {
     }
 }
 
-bool stat_this_library(struct stat * out) {
-    Dl_info found = {};
-    return dladdr(reinterpret_cast<const void *>(&stat_this_library), &found) != 0 && found.dli_fname &&
-           stat(found.dli_fname, out) == 0;
-}
-
 bool random_bytes(void * out, size_t n) {
     for (auto * at = static_cast<uint8_t *>(out); n > 0;) {
         const ssize_t got = getrandom(at, n, 0);
@@ -50,6 +45,32 @@ bool random_bytes(void * out, size_t n) {
         n -= static_cast<size_t>(got);
     }
     return true;
+}
+
+std::string build_id() {
+    Dl_info found = {};
+    if (!dladdr(reinterpret_cast<const void *>(&build_id), &found)) {
+        return "";
+    }
+    const auto * library  = static_cast<const uint8_t *>(found.dli_fbase);
+    const auto * header   = reinterpret_cast<const ElfW(Ehdr) *>(library);
+    const auto * segments = reinterpret_cast<const ElfW(Phdr) *>(library + header->e_phoff);
+    for (const auto * s = segments; s < segments + header->e_phnum; s++) {
+        constexpr size_t word = 4; // segments with another alignment hold other notes
+        if (s->p_type != PT_NOTE || s->p_align != word) {
+            continue;
+        }
+        for (const uint8_t *at = library + s->p_vaddr, *end = at + s->p_memsz; at < end;) {
+            const auto *    note = reinterpret_cast<const ElfW(Nhdr) *>(at);
+            const uint8_t * name = at + sizeof(*note);
+            const uint8_t * data = name + (note->n_namesz + word - 1) / word * word;
+            if (note->n_type == NT_GNU_BUILD_ID && strcmp(reinterpret_cast<const char *>(name), ELF_NOTE_GNU) == 0) {
+                return { data, data + note->n_descsz };
+            }
+            at = data + (note->n_descsz + word - 1) / word * word;
+        }
+    }
+    return "";
 }
 
 std::string user_cache_folder() {

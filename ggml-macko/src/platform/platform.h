@@ -24,8 +24,9 @@ namespace macko::platform {
 // Fills memory from the system's generator of cryptographic random numbers. Returns false and sets errno on failure.
 [[nodiscard]] bool random_bytes(void * out, size_t n);
 
-// fstat() of the shared library or program that contains this function. Returns false if the file is not found.
-[[nodiscard]] bool stat_this_library(struct stat * out);
+// Identifies the code of the shared library that contains this function: the bytes of the hash that the linker wrote
+// (--build-id), read from memory, because the file at the library's path may be a newer one. "" if there is none.
+std::string build_id();
 // The user's folder for cached data; "" if there is none.
 std::string user_cache_folder();
 

@@ -27,15 +27,17 @@ add_library(ggml-macko MODULE
     cpu/device/rpc-memory.cpp
     cpu/device/weight.cpp
     capi/load-api.cpp
+    load/weight-cache.cpp
     plugin/registry.cpp)
 target_include_directories(ggml-macko SYSTEM PRIVATE
-    ${LLAMA_CPP_DIR}/include ${LLAMA_CPP_DIR}/ggml/include ${LLAMA_CPP_DIR}/ggml/src)
+    ${LLAMA_CPP_DIR}/include ${LLAMA_CPP_DIR}/ggml/include ${LLAMA_CPP_DIR}/ggml/src ${LLAMA_CPP_DIR}/vendor/hash)
 target_compile_definitions(ggml-macko PRIVATE GGML_BACKEND_DL GGML_BACKEND_BUILD GGML_BACKEND_SHARED
     GGML_MACKO_OLDEST_LLAMA_CPP_PYTHON="${LLAMA_CPP_PYTHON_OLDEST}"
     GGML_MACKO_NEWEST_LLAMA_CPP_PYTHON="${LLAMA_CPP_PYTHON_VERSION}"
     GGML_MACKO_OLDEST_GGML="${LLAMA_CPP_OLDEST_GGML}"
     GGML_MACKO_NEWEST_GGML="${LLAMA_CPP_GGML_VERSION}")
-target_link_libraries(ggml-macko PRIVATE -Wl,--whole-archive macko-core -Wl,--no-whole-archive ${macko_ggml_base})
+target_link_libraries(ggml-macko PRIVATE -Wl,--whole-archive macko-core -Wl,--no-whole-archive ${macko_ggml_base}
+    -Wl,--build-id) # platform::build_id()
 set_target_properties(ggml-macko PROPERTIES BUILD_RPATH "" INSTALL_RPATH "" SKIP_BUILD_RPATH ON)
 
 if(TARGET macko-cuda)
@@ -61,3 +63,5 @@ if(GGML_MACKO_EDITABLE)
 endif()
 install(TARGETS ggml-macko ggml-macko-preload DESTINATION ggml_macko COMPONENT python)
 install(FILES ${PROJECT_SOURCE_DIR}/ggml-macko/include/ggml-macko.h DESTINATION ggml_macko/include COMPONENT python)
+install(FILES ${LLAMA_CPP_DIR}/vendor/hash/xxhash/LICENSE # xxHash is part of the plugin
+    DESTINATION ggml_macko RENAME LICENSE-xxHash COMPONENT python)

@@ -121,7 +121,7 @@ def test_dense_model_is_the_base_of_the_table(made, macko):
     [
         (["--types", "Q9_9"], "--types: llama.cpp has no type Q9_9"),
         (["--types", "", "--prune", "--sparsity 2"], "--sparsity 2: expected"),
-        (["--types", "", "--prune", "--sparsity 0.5 --nonsense"], "--nonsense: not here"),
+        (["--types", "", "--prune", "--sparsity 0.5 --nonsense"], "--nonsense is not allowed here"),
         (["--types", "", "--prune", "--method magic"], "--prune --method magic: "),
         (["--types", "", "--prune", "'"], "--prune ': "),
         (["--types", "", "-r", "0"], "-r must be"),

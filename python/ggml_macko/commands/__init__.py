@@ -1,5 +1,5 @@
-"""The `macko` command: one module per subcommand, which parses, calls a public function of the package and prints.
+"""The `macko` command: one module per subcommand. It parses arguments, calls a public function and prints the result.
 
 A module has HELP, add_arguments(parser) and run(args), which returns the exit code. Modules here may import every other
-package and are imported by none.
+package; no other package imports them.
 """

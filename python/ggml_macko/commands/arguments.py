@@ -3,24 +3,61 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import dataclasses
+from typing import Any, TypeVar
 
 from .. import errors
 from ..conversion.model_memory import CACHE_TYPES, cache_type, is_quantized_cache
+from ..evaluation.text_model import N_CTX
+
+Options = TypeVar("Options")
+
+
+def options_of(cls: type[Options], args: argparse.Namespace, **others: Any) -> Options:
+    """The dataclass cls, each field from `others` or from the argument of the same name."""
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    return cls(**{name: others[name] if name in others else getattr(args, name) for name in names})
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
-    """Of every command that takes more than a moment; commands/cli.py obeys it."""
-    parser.add_argument("--quiet", action="store_true", help="show no progress, logs and warnings, only errors")
+    """For every command that runs for more than a moment; commands/cli.py applies it."""
+    parser.add_argument("--quiet", action="store_true", help="show errors only: no progress, logs or warnings")
+
+
+def add_force(parser: argparse.ArgumentParser, output: str = "OUT") -> None:
+    parser.add_argument("--force", action="store_true", help=f"replace {output} if it exists")
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-t", "--threads", dest="n_threads", type=int, default=0, metavar="N", help="threads (default: all cores)"
+    )
+
+
+def add_chunks(group: argparse._ActionsContainer, n_chunks: int, what: str) -> None:
+    """-c and --chunks of commands that read a text in chunks. n_chunks: the default."""
+    group.add_argument(
+        "-c",
+        "--ctx-size",
+        dest="n_ctx",
+        type=int,
+        default=N_CTX,
+        metavar="N",
+        help=f"tokens per chunk (default: {N_CTX})",
+    )
+    default = "all" if n_chunks < 0 else f"{n_chunks}; -1: all"
+    group.add_argument(
+        "--chunks", dest="n_chunks", type=int, default=n_chunks, metavar="N", help=f"{what} (default: {default})"
+    )
 
 
 def add_hub(group: argparse._ActionsContainer, what: str) -> None:
-    """llama.cpp's option for a repository of the Hugging Face hub; args.hf holds REPO[:FILE]."""
+    """llama.cpp's option for a repository on the Hugging Face hub; args.hf becomes REPO[:FILE]."""
     group.add_argument("-hf", "--hf-repo", dest="hf", metavar="REPO[:FILE]", help=what)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of everything that runs a model, with llama.cpp's names."""
+    """Threads, context length and load options, with llama.cpp's names."""
     parser.add_argument(
         "-t", "--threads", type=int, default=0, metavar="N", help="threads (default: chosen by llama_cpp)"
     )
@@ -32,23 +69,23 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """Of every command that runs a model; commands/cli.py obeys them."""
+    """For every command that runs a model; commands/cli.py applies them."""
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="refuse sparse files of architectures whose metadata are checked in general only, as "
-        "GGML_MACKO_LOAD=strict",
+        help="refuse sparse files of architectures without architecture-specific checks of the metadata (same as "
+        "GGML_MACKO_LOAD=strict)",
     )
     parser.add_argument(
         "--cache",
         action="store_true",
-        help="keep weights on the CPU in a file as they are in memory, and map it the next time, as "
-        "GGML_MACKO_LOAD=cache",
+        help="store CPU weights in a file in their memory layout, and map this file at the next load (same as "
+        "GGML_MACKO_LOAD=cache)",
     )
 
 
 def add_cache_types(parser: argparse.ArgumentParser) -> None:
-    """llama.cpp's options for the types of the cache of keys and values."""
+    """llama.cpp's options for the types of the KV cache."""
     for letter, what in (("k", "keys"), ("v", "values")):
         parser.add_argument(
             f"-ct{letter}",
@@ -56,24 +93,24 @@ def add_cache_types(parser: argparse.ArgumentParser) -> None:
             choices=CACHE_TYPES,
             default="f16",
             metavar="TYPE",
-            help=f"type of the cache of {what}: {', '.join(CACHE_TYPES)} (default: f16)",
+            help=f"type of the cached {what}: {', '.join(CACHE_TYPES)} (default: f16)",
         )
 
 
 def add_attention(parser: argparse.ArgumentParser) -> None:
-    """Of commands that run a model: flash attention and the cache. See attention_arguments()."""
+    """Flash attention and the KV cache; attention_arguments() reads them."""
     parser.add_argument(
         "-fa",
         "--flash-attn",
         choices=("on", "off", "auto"),
         default="auto",
-        help="flash attention; auto: on a GPU, and where the cache of values is quantized (default)",
+        help="flash attention; auto: on for a GPU or a quantized cache of values (default)",
     )
     add_cache_types(parser)
 
 
 def attention_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of Llama for the options of add_attention() and add_gpu_layers(). Raises UsageError."""
+    """Arguments of Llama from the options of add_attention() and add_gpu_layers(). Raises UsageError."""
     from ..native import devices
 
     needs_flash = is_quantized_cache(args.cache_type_v)
@@ -90,7 +127,7 @@ def attention_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_gpu_layers(parser: argparse.ArgumentParser) -> None:
-    """llama.cpp's option, with its default; all and auto are -1."""
+    """llama.cpp's option and default; all and auto become -1."""
     parser.add_argument(
         "-ngl",
         "--gpu-layers",
@@ -98,7 +135,7 @@ def add_gpu_layers(parser: argparse.ArgumentParser) -> None:
         type=gpu_layers,
         default=-1,
         metavar="N",
-        help="layers on the GPU; all or auto: as many as there are, where there is a GPU (default); 0: none",
+        help="layers on the GPU; all or auto: every layer if there is a GPU (default); 0: none",
     )
 
 

@@ -12,7 +12,14 @@ from .. import console, errors, system
 from ..benchmark.bench_worker import Context
 from ..benchmark.matrices import DENSE_TYPES, MatrixResult, bench_matrices
 from ..benchmark.models import LabelledModel, ModelResult, as_json, bench_models, dense_twin
-from ..commands.arguments import add_attention, add_gpu_layers, add_load_options, add_quiet, attention_arguments
+from ..commands.arguments import (
+    add_attention,
+    add_gpu_layers,
+    add_load_options,
+    add_quiet,
+    add_threads,
+    attention_arguments,
+)
 from ..native import bindings, devices
 
 HELP = "measure speed on this machine"
@@ -23,23 +30,23 @@ DENSITIES = "0.5,0.3,0.1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "With -m: load time, prompt and generation tokens/s and peak memory of models, each run in its own process, "
-        "against the same model dense. Without -m: matrix times vector on the CPU for random matrices, against ggml's "
-        "dense F16, Q8_0 and Q4_K kernels."
+        "With -m, measures load time, prompt and generation speed in tokens/s and peak memory of models, each run in "
+        "its own process, and compares them with the dense model. Without -m, times products of random matrices and a "
+        "vector on the CPU, and compares them with ggml's dense F16, Q8_0 and Q4_K kernels."
     )
     _add_model_arguments(parser)
     _add_matrix_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON, all samples included")
+    parser.add_argument("--json", action="store_true", help="print JSON with all samples")
     add_quiet(parser)
 
 
 def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the commands that measure the speed of models, but -ngl."""
+    """Options of the commands that measure the speed of models, without -ngl."""
     parser.add_argument("-p", "--n-prompt", type=int, default=128, metavar="N", help="prompt tokens (default: 128)")
     parser.add_argument("-n", "--n-gen", type=int, default=64, metavar="N", help="tokens to generate (default: 64)")
-    parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
+    add_threads(parser)
     parser.add_argument(
-        "-r", "--repetitions", type=int, default=5, metavar="N", help="rounds, of which medians are taken (default: 5)"
+        "-r", "--repetitions", type=int, default=5, metavar="N", help="rounds; results are medians (default: 5)"
     )
 
 
@@ -54,7 +61,12 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_speed_arguments(parser)
     parser.add_argument(
-        "-d", "--n-depth", type=int, default=0, metavar="N", help="tokens in front of those that are timed (default: 0)"
+        "-d",
+        "--n-depth",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens in the context before the timed ones (default: 0)",
     )
     add_gpu_layers(parser)
     add_attention(parser)
@@ -96,7 +108,7 @@ def parse_densities(text: str) -> list[float]:
 
 
 def run(args: argparse.Namespace) -> int:
-    threads = args.threads or system.available_cores()
+    threads = args.n_threads or system.available_cores()
     if args.repetitions < 1 or min(args.n_prompt, args.n_gen, args.n_depth) < 0:
         raise errors.usage_error("-r must be at least 1; -p, -n and -d must not be negative")
     about: dict[str, Any] = {"threads": threads, "kernels": bindings.cpu_kernels(), "version": bindings.version()}
@@ -143,7 +155,7 @@ def _run_models(args: argparse.Namespace, about: dict[str, Any]) -> None:
 
 
 def print_models(results: Sequence[ModelResult], n_prompt: int, n_gen: int, n_depth: int = 0) -> None:
-    """A table; the first model is the baseline of the ratios."""
+    """Prints a table. The first model is the baseline of the ratios."""
     base = results[0]
 
     def ratio(value: float | None, of: float | None) -> str | None:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from .. import console, errors
-from ..commands.arguments import add_quiet
+from ..commands.arguments import add_force, add_quiet
 from ..commands.skip_arguments import add_skip_allocation, add_skip_score, given
 from ..commands.text_arguments import add_text_arguments, text_arguments
 from ..evaluation.calibrate import N_BATCH, calibrate
@@ -22,13 +22,13 @@ CHECKPOINT_EVERY = 10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Runs a text through a GGUF model, dense or sparse, and writes an imatrix file: for each weight the sum of "
-        "squares of each input column. It is what `macko prune --imatrix` and llama-quantize --imatrix need, and equal "
-        "to what llama-imatrix writes. An interrupted run leaves OUT.checkpoint; the same command continues from "
-        "there, also with another number of --chunks. "
-        "With --activations it writes, instead, a copy of the model that also says which of its feed-forward neurons "
-        "may be skipped for a token: thresholds, taken from the text on the CPU, at which a share of them is. The copy "
-        "gives the same results; `macko perplexity --skip file` measures what skipping costs."
+        "Runs a text through a GGUF model, dense or sparse, and writes an imatrix file with the sum of squares of each "
+        "input column of each weight. `macko prune --imatrix` and llama-quantize --imatrix read it; llama-imatrix "
+        "writes the same file. An interrupted run leaves OUT.checkpoint, and the same command resumes from it, even "
+        "with a different number of --chunks. "
+        "With --activations, the command writes a copy of the model instead. The copy has thresholds, measured on the "
+        "text, below which a feed-forward neuron may be skipped for a token. Its results are the same until skipping "
+        "is turned on; `macko perplexity --skip file` measures the cost."
     )
     add_text_arguments(parser, N_BATCH, n_chunks=N_CALIBRATION_CHUNKS)
     parser.add_argument(
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         "--output-file",
         metavar="FNAME",
-        help=f"file to write (default: {IMATRIX}; with --activations there is none)",
+        help=f"file to write (default: {IMATRIX}; required with --activations)",
     )
     parser.add_argument(
         "-ofreq",
@@ -47,14 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--process-output", action="store_true", help="measure output.weight too")
     parser.add_argument(
-        "--activations", action="store_true", help="write thresholds of neurons, into a copy of the model"
+        "--activations", action="store_true", help="write a copy of the model with thresholds for neurons"
     )
     parser.add_argument(
         "--skip", type=float, metavar="SHARE", help="with --activations: the share of neurons to skip, 0 to 1"
     )
     add_skip_score(parser)
     add_skip_allocation(parser)
-    parser.add_argument("--force", action="store_true", help="replace FNAME if it exists")
+    add_force(parser, "FNAME")
     add_quiet(parser)
 
 
@@ -63,12 +63,12 @@ def run(args: argparse.Namespace) -> int:
     if args.activations:
         return run_activations(args, skip_options)
     if skip_options:
-        raise errors.usage_error("--activations is missing: an imatrix skips nothing")
+        raise errors.usage_error("--activations is missing: --skip options need it")
     found = calibrate(
         args.model,
-        args.file,
+        args.text,
         args.output or IMATRIX,
-        n_ctx=args.ctx_size,
+        n_ctx=args.n_ctx,
         process_output=args.process_output,
         checkpoint_every=CHECKPOINT_EVERY if args.output_frequency is None else args.output_frequency,
         force=args.force,
@@ -82,20 +82,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_activations(args: argparse.Namespace, options: dict[str, Any]) -> int:
-    """With --activations. options: of SkipOptions, as far as they are given."""
+    """Writes thresholds. options: the fields of SkipOptions that the command line sets."""
     if args.process_output or args.output_frequency is not None:
-        raise errors.usage_error("--activations has no use for --process-output and --output-frequency")
+        raise errors.usage_error("--process-output and --output-frequency do not go with --activations")
     for value, option, what in (
         (args.skip, "--skip", "the share of the neurons to skip"),
         (args.output, "-o", "the copy of the model to write"),
     ):
         if value is None:
             raise errors.usage_error(f"{option} is missing: {what}")
-    if args.chunks == 0:
+    if args.n_chunks == 0:
         raise errors.usage_error("--chunks 0 measures nothing")
     arguments = text_arguments(args)
-    skip = SkipOptions(text=args.file, n_chunks=arguments.pop("n_chunks"), **options)
-    found = calibrate_activations(args.model, args.output, skip, n_ctx=args.ctx_size, force=args.force, **arguments)
+    skip = SkipOptions(text=args.text, n_chunks=arguments.pop("n_chunks"), **options)
+    found = calibrate_activations(args.model, args.output, skip, n_ctx=args.n_ctx, force=args.force, **arguments)
     rule = found.rule
     print(
         f"{found.path}: thresholds of {len(rule.parts)} layers for {rule.share:.2%} of the neurons, "

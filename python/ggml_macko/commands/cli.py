@@ -1,7 +1,7 @@
 """The `macko` command: `macko SUBCOMMAND ...`.
 
-Exit codes: 0 done, 1 an error (one line on stderr), 2 a command line that is wrong whatever the files hold; 130, 143
-and 129 after Ctrl-C, SIGTERM and SIGHUP.
+Exit codes: 0 success; 1 an error (one line on stderr); 2 a command line that is wrong for any file; 130, 143 and 129
+after Ctrl-C, SIGTERM and SIGHUP.
 """
 
 from __future__ import annotations
@@ -38,27 +38,30 @@ COMMANDS = {
 }
 
 USAGE = 2
-"""Exit code of a command line that is wrong by itself, as argparse's own."""
+"""Exit code for a wrong command line, the same as argparse's."""
 
-OF_ALL_LOADS = ("strict", "cache")
-"""Options (arguments.add_load_options) that are words of GGML_MACKO_LOAD, for every load of the process."""
+LOAD_OPTIONS = ("strict", "cache")
+"""Options of arguments.add_load_options(); each is a word of GGML_MACKO_LOAD and holds for all loads of the process."""
 
 SHELLS = ("bash", "zsh", "tcsh")
 
 FILES = ("IN", "OUT", "A", "B", "MODEL", "DENSE", "FNAME", "FILE", "FILE.png", "STEM")
-"""Metavars of arguments that are files, for the completion of a shell."""
+"""Metavars of arguments that are files, for shell completion."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An error is one line. An option has no value glued to it but a number (-t4), so that -hf is not -h."""
+    """Prints an error as one line. A value attached to an option must be a number (-t4), so that -hf is not read as
+    -h with a value.
+    """
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {message}\nto show complete usage, run with -h", file=sys.stderr)
         raise SystemExit(USAGE)
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        # argparse asks this about every argument that begins with a dash and is no option, to find abbreviations and
-        # glued values; those of a subcommand pass through the main parser, those of `macko run PROGRAM` through both
+        # argparse calls this for every argument that begins with a dash and is not an option, to find abbreviations
+        # and attached values. Arguments of a subcommand pass through the main parser, those of `macko run PROGRAM`
+        # through both parsers.
         name = option_string.split("=")[0]
         is_value = " " in option_string or not option_string.lstrip("-")[:1].isalpha()
         is_number = len(name) > 2 and name[1] != "-" and name[2:].isdigit() and name[:2] in self._option_string_actions
@@ -72,7 +75,7 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unknown option {name}{errors.did_you_mean(name, known)}")
 
     def checked(self, arguments: Sequence[str]) -> Sequence[str]:
-        """The arguments of the program, if they do not begin with an option that it does not have."""
+        """The arguments. Exits with an error if the first one is an unknown option."""
         first = arguments[0].split("=")[0] if arguments else ""
         if first.startswith("-") and first not in self._option_string_actions:
             self.unknown_option(first)
@@ -80,7 +83,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Version(argparse.Action):
-    """Prints which library, llama.cpp, CPU kernels and GPUs this is. The C library is loaded only here."""
+    """Prints the versions of the library and of llama.cpp, the CPU kernels and the GPUs. Loads the C library."""
 
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> NoReturn:
         import llama_cpp
@@ -133,30 +136,32 @@ def make_parser() -> Parser:
         module.add_arguments(sub)
         sub.add_argument("--debug", action="store_true", help="show a traceback with an error")
         sub.set_defaults(run=module.run)
-    helper = subparsers.add_parser("help", help="show what a subcommand does", allow_abbrev=False)
-    helper.description = "Shows the subcommands, or the arguments of one."
-    helper.add_argument("subcommand", metavar="SUBCOMMAND", nargs="?", choices=[*COMMANDS], help="one of those above")
+    helper = subparsers.add_parser("help", help="show the arguments of a subcommand", allow_abbrev=False)
+    helper.description = "Shows the subcommands, or the arguments of one subcommand."
+    helper.add_argument(
+        "subcommand", metavar="SUBCOMMAND", nargs="?", choices=[*COMMANDS], help="one of the subcommands above"
+    )
     helper.add_argument("--debug", action="store_true", help="show a traceback with an error")
     helper.set_defaults(run=lambda args: parser.parse_args([*filter(None, [args.subcommand]), "--help"]))
     return parser
 
 
 def on_signal(number: int, *unused: object) -> NoReturn:
-    raise SystemExit(128 + number)  # unwinds, so that partial files go
+    raise SystemExit(128 + number)  # unwinds the stack, which removes partial files
 
 
 def _identity_of_output(args: argparse.Namespace) -> tuple[int, int] | None:
-    """Which file has the name of the output; an output appears under its name only when it is complete."""
+    """Device and inode of the output. An output gets its name only when it is complete."""
     try:
         found = os.stat(args.output)
-    except (AttributeError, TypeError, OSError):  # this command has none, or not yet
+    except (AttributeError, TypeError, OSError):  # the command has no output, or it does not exist yet
         return None
     return found.st_dev, found.st_ino
 
 
 @contextlib.contextmanager
 def _load_with(words: Sequence[str]) -> Iterator[None]:
-    """For all models that this process loads inside, and processes that it starts."""
+    """Sets words of GGML_MACKO_LOAD for this process and the processes that it starts."""
     from ..native import bindings
 
     before = os.environ.get(bindings.LOAD)
@@ -173,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, before = None, None
     try:
         signal.signal(signal.SIGTERM, on_signal)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(signal.SIGHUP, on_signal)
         parser = make_parser()
         parsed = parser.parse_args(parser.checked(sys.argv[1:] if argv is None else argv))
@@ -185,14 +190,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.ExitStack() as options:
             if getattr(args, "quiet", False):
                 options.enter_context(console.quiet())
-            if words := [word for word in OF_ALL_LOADS if getattr(args, word, False)]:
+            if words := [word for word in LOAD_OPTIONS if getattr(args, word, False)]:
                 options.enter_context(_load_with(words))
             code = int(args.run(args))
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of our output has gone: `macko inspect ... | head`
+    except BrokenPipeError:  # the reader has closed the pipe: `macko inspect ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as e:
@@ -200,8 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         note = ""
         if args is not None and _identity_of_output(args) != before and "is complete" not in one_line(e):
-            note = f" ({args.output} is complete)"  # only what came after it failed
-        with contextlib.suppress(OSError):  # stderr may be a file on the disk that is full
+            note = f" ({args.output} is complete)"  # a later step failed
+        with contextlib.suppress(OSError):  # stderr may be a file on a full disk
             print(f"error: {one_line(e)}{note}", file=sys.stderr)
         return USAGE if isinstance(e, errors.UsageError) else 1
 

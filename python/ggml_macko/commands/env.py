@@ -12,19 +12,19 @@ HELP = "print the environment variables that `macko run` sets"
 
 
 def shell_line(name: str, value: str) -> str:
-    """Keeps what is preloaded already."""
+    """Keeps other preloaded libraries."""
     rest = f"${{{name}:+:${name}}}" if name == system.PRELOAD_VARIABLE else ""
     return f"export {name}={shlex.quote(value)}{rest}"
 
 
 def systemd_line(name: str, value: str) -> str:
-    """For the [Service] section; systemd.exec(5) and systemd.syntax(7) say what is quoted how."""
+    """For the [Service] section; systemd.exec(5) and systemd.syntax(7) have the rules of quoting."""
     escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'Environment="{name}={escaped}"'
 
 
 def docker_line(name: str, value: str) -> str:
-    """For `docker run --env-file`, which takes lines as they are."""
+    """For `docker run --env-file`, which reads lines without quoting."""
     return f"{name}={value}"
 
 
@@ -33,9 +33,9 @@ FORMATS = {"sh": shell_line, "systemd": systemd_line, "docker": docker_line}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        'Prints what `macko run` sets: `eval "$(macko env)"` in a shell, --format systemd for the [Service] section of'
-        " a unit, --format docker for a file that `docker run --env-file` reads (the paths must exist in the"
-        " container)."
+        'Prints the variables that `macko run` sets: `eval "$(macko env)"` in a shell, --format systemd for the '
+        "[Service] section of a unit, --format docker for `docker run --env-file` (the paths must exist in the "
+        "container)."
     )
     run_command.add_load_arguments(parser)
     parser.add_argument("--format", choices=sorted(FORMATS), default="sh", help="default: sh")

@@ -1,4 +1,4 @@
-"""`macko inspect MODEL`: what is in a model file, as a table, JSON or a plot."""
+"""`macko inspect MODEL`: shows the tensors of a model file as a table, JSON or a plot."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from typing import Any
 
 from .. import console, errors
 from ..benchmark import plot
-from ..commands.arguments import add_quiet
+from ..commands.arguments import add_force, add_quiet, add_threads
 from ..conversion.inspect import ModelReport, TensorReport, inspect
 from ..gguf.activation_keys import is_rule_key
 from ..native.codec import DeviceLayout
 
-HELP = "show what a model file holds"
+HELP = "show the contents of a model file"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Lists the tensors of a GGUF, dense or sparse, with shape, density of non-zeros, share of padding entries, "
-        "effective density (bytes here over bytes of the dense tensor), bytes, bits per weight, and the break-even "
-        "density: from there on random non-zeros would take as much room as dense. Of EC-CSR tensors also the block "
-        "sets, with the share of stored values that each covers; of sparse-lossless ones the bits of a value, the "
-        "mantissa bits and exponents that have a code, the share of values that they cover, and the outliers; of a "
-        "file with thresholds of neurons (macko calibrate --activations) these; then totals of the file."
+        "effective density (bytes over bytes of the dense tensor), bytes, bits per weight, and the break-even density, "
+        "at which random non-zeros would take as many bytes as the dense tensor. Further tables show the block sets of "
+        "EC-CSR tensors with the share of stored values in each; the bits per value, mantissa bits, coded exponents, "
+        "their share of the values, and the outliers of sparse-lossless tensors; and the thresholds of neurons, if the "
+        "file has any (macko calibrate --activations). The last lines are totals of the file."
     )
     parser.add_argument("model", metavar="MODEL", help="GGUF model; the first file of a split one")
     parser.add_argument(
         "--device",
         metavar="DEVICE",
-        help="also show how a device keeps each sparse tensor in memory, and why: cpu (with the kernels in use), "
-        "cuda:sm_86 or another compute capability, or cuda:99KB, the shared memory that a block may use; needs no GPU",
+        help="also show the layout of each sparse tensor in the memory of a device, and the reason: cpu (with the "
+        "kernels in use), cuda:sm_86 or another compute capability, or cuda:99KB for the shared memory per block; "
+        "needs no GPU",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--plot",
         metavar="FILE",
-        help="also draw a map of the densities, layers by matrices, into this file (.png, .svg or .pdf; needs "
-        "matplotlib)",
+        help="also draw the densities, layers by matrices, into this file (.png, .svg or .pdf; needs matplotlib)",
     )
-    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
-    parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
+    add_force(parser, "FILE")
+    add_threads(parser)
     add_quiet(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.plot:
         plot.check_output(args.plot, args.force, [args.model])
-    report = inspect(args.model, n_threads=args.threads, device=args.device)
+    report = inspect(args.model, n_threads=args.n_threads, device=args.device)
     if args.plot:
         draw(report, args.plot, args.force)
     if args.json:
@@ -101,34 +101,10 @@ def _tensor_as_json(t: TensorReport) -> dict[str, Any]:
 def print_report(report: ModelReport) -> None:
     rows = []
     for t in report.tensors:
-        shape, bpw = "x".join(map(str, t.shape)), round(t.bits_per_weight, 2)
-        rows.append(
-            [
-                t.name,
-                shape,
-                t.type,
-                t.storage,
-                t.density,
-                t.padding,
-                t.effective_density,
-                t.nbytes,
-                bpw,
-                t.break_even_density,
-            ]
-        )
-    headers = [
-        "tensor",
-        "shape",
-        "type",
-        "storage",
-        "density",
-        "padding",
-        "effective density",
-        "bytes",
-        "BPW",
-        "break-even density",
-    ]
-    print(console.table(rows, headers))
+        cells = [t.name, "x".join(map(str, t.shape)), t.type, t.storage, t.density, t.padding, t.effective_density]
+        rows.append([*cells, t.nbytes, round(t.bits_per_weight, 2), t.break_even_density])
+    titles = "tensor,shape,type,storage,density,padding,effective density,bytes,BPW,break-even density"
+    print(console.table(rows, titles.split(",")))
     print()
     sets = [[t.name, *dataclasses.astuple(s)] for t in report.tensors for s in t.sets or ()]
     if sets:
@@ -169,16 +145,8 @@ def print_report(report: ModelReport) -> None:
 
 def _layout_row(name: str, layout: DeviceLayout) -> list[Any]:
     order = "" if not layout.lanes else "banks" if layout.bank_order else "columns"
-    own = f"; {layout.own_nbytes} bytes beside those reserved" if layout.own_nbytes else ""
-    return [
-        name,
-        layout.name,
-        layout.delta_bits or None,
-        layout.lanes or None,
-        order,
-        layout.nbytes,
-        layout.reason + own,
-    ]
+    reason = layout.reason + (f"; {layout.own_nbytes} bytes beside those reserved" if layout.own_nbytes else "")
+    return [name, layout.name, layout.delta_bits or None, layout.lanes or None, order, layout.nbytes, reason]
 
 
 def draw(report: ModelReport, path: str, force: bool) -> None:

@@ -7,26 +7,27 @@ import dataclasses
 from typing import Any
 
 from .. import console, errors
-from ..commands.arguments import add_quiet
+from ..commands.arguments import add_force, add_quiet
 from ..commands.skip_arguments import add_skip_allocation, add_skip_score, given
 from ..commands.text_arguments import add_text_arguments, text_arguments
 from ..evaluation.perplexity import Estimate, SkipOptions, kl_divergence, perplexity, skipped_perplexity
 from ..evaluation.text_model import N_BATCH
 
-HELP = "perplexity of a model, and its KL divergence from another"
+HELP = "measure perplexity, and KL divergence from another model"
 
 FROM_FILE = "file"
-"""The value of --skip that is no number."""
+"""The value of --skip that is not a number."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Perplexity of a GGUF model, dense or sparse, on a text: the figure of llama-perplexity. With "
-        "--kl-divergence-base it also writes the model's log-probabilities to a file; with --kl-divergence it compares "
-        "the model with those of such a file, which holds the text too. The file is llama-perplexity's. "
-        "With --skip it measures what the model loses if the neurons of its feed-forward parts (with a gate, or with a "
-        "ReLU and without one) that matter least for a token are skipped: quality only, on the CPU; nothing is faster. "
-        "`--skip file` takes the thresholds of the model file (macko calibrate --activations)."
+        "Measures the perplexity of a GGUF model, dense or sparse, on a text, as llama-perplexity does. With "
+        "--kl-divergence-base, the command also writes the model's log-probabilities to a file. With --kl-divergence, "
+        "it compares the model with such a file, which also contains the text. llama-perplexity reads and writes the "
+        "same files. "
+        "With --skip, the command measures the loss of quality if the least important feed-forward neurons are skipped "
+        "for each token (parts with a gate, or with a ReLU and no gate). This measurement runs on the CPU and is not "
+        "faster. `--skip file` uses the thresholds in the model file (macko calibrate --activations)."
     )
     add_text_arguments(parser, N_BATCH, file_required=False)
     parser.add_argument(
@@ -41,21 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--skip",
         type=share_or_file,
         metavar="SHARE",
-        help="skip this share of the feed-forward neurons, 0 to 1, or `file`: by the thresholds in the model file",
+        help="skip this share of the feed-forward neurons, 0 to 1; `file`: skip by the thresholds in the model file",
     )
     add_skip_score(parser)
-    parser.add_argument(
-        "--skip-text", metavar="FNAME", help="text that thresholds are taken from; not the one that is measured on"
-    )
+    parser.add_argument("--skip-text", metavar="FNAME", help="text to derive thresholds from; not the measured text")
     parser.add_argument(
         "--skip-chunks",
         type=int,
         metavar="N",
-        help=f"chunks of it, from its start; -1: all (default: {SkipOptions.n_chunks})",
+        help=f"chunks of this text, from its start; -1: all (default: {SkipOptions.n_chunks})",
     )
     add_skip_allocation(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--force", action="store_true", help="replace FNAME if it exists")
+    add_force(parser, "FNAME")
     add_quiet(parser)
 
 
@@ -84,28 +83,28 @@ def run(args: argparse.Namespace) -> int:
         else:
             print(found.text())
         return 0
-    if args.file is None:
+    if args.text is None:
         raise errors.usage_error("-f is missing: the text to measure on")
     estimate = perplexity(
         args.model,
-        args.file,
-        n_ctx=args.ctx_size,
+        args.text,
+        n_ctx=args.n_ctx,
         kl_divergence_base=args.kl_divergence_base,
         force=args.force,
         **text_arguments(args),
     )
     if args.json:
-        console.print_json({"model": args.model, "text": args.file, **estimate_values(estimate)})
+        console.print_json({"model": args.model, "text": args.text, **estimate_values(estimate)})
         return 0
     print_estimate(estimate)
     return 0
 
 
 def run_skipping(args: argparse.Namespace, options: dict[str, Any]) -> int:
-    """With --skip. options: of SkipOptions, as far as they are given."""
+    """Measures with skipped neurons. options: the fields of SkipOptions that the command line sets."""
     if args.kl_divergence or args.kl_divergence_base is not None:
         raise errors.usage_error("--skip measures perplexity only, no KL divergence")
-    if args.file is None:
+    if args.text is None:
         raise errors.usage_error("-f is missing: the text to measure on")
     if args.skip == FROM_FILE:
         if options:
@@ -119,12 +118,12 @@ def run_skipping(args: argparse.Namespace, options: dict[str, Any]) -> int:
         "--skip measures quality only: nothing is faster; with GGML_MACKO_LOAD=act-thresholds the CPU skips by "
         "thresholds"
     )
-    found = skipped_perplexity(args.model, args.file, skip, n_ctx=args.ctx_size, **text_arguments(args))
+    found = skipped_perplexity(args.model, args.text, skip, n_ctx=args.n_ctx, **text_arguments(args))
     if args.json:
         console.print_json(
             {
                 "model": args.model,
-                "text": args.file,
+                "text": args.text,
                 **estimate_values(found.estimate),
                 "skip": {
                     **dataclasses.asdict(found.skip),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from .. import console, errors
-from ..commands.arguments import add_quiet
-from ..evaluation.text_model import N_CALIBRATION_CHUNKS, N_CTX
+from ..commands.arguments import add_chunks, add_force, add_quiet, add_threads, options_of
+from ..evaluation.text_model import N_CALIBRATION_CHUNKS
 from ..gguf.files import type_name
 from ..pruning import options
 from ..pruning.options import PruneOptions
@@ -18,21 +18,20 @@ HELP = "set weights of a dense model to zero"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Sets the least important weights of a dense GGUF to zero and writes a dense GGUF of the same size; then use "
-        "`macko convert`. By default the matrices of all blocks are pruned (experts too, each as a matrix of its "
-        "own); embeddings, output head, norms, biases and routers are not. Exactly floor(S * n) weights of each row or "
-        "matrix become zero, the lowest index first where scores are equal; weights that are zero already (-0.0 too) "
-        "are +0 in the result whatever S is."
+        "`macko convert`. By default, the command prunes the matrices of all blocks, each expert as a separate matrix; "
+        "embeddings, output head, norms, biases and routers are not pruned. Exactly floor(S * n) weights of each row "
+        "or matrix become zero; at equal scores, the lowest index first. Existing zeros (and -0.0) become +0."
     )
     parser.add_argument(
-        "input", metavar="IN", help="dense GGUF with f16, bf16 or f32 weights; the first file of a split one"
+        "input", metavar="IN", help="dense GGUF with f16, bf16 or f32 weights; the first file of a split model"
     )
     parser.add_argument("output", metavar="OUT", nargs="?", help="GGUF to write (not needed with --dry-run)")
     _add_how_many(parser.add_argument_group("how many weights"))
     _add_which(parser.add_argument_group("which weights"))
     _add_statistics(parser.add_argument_group("statistics of the inputs"))
-    parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
-    parser.add_argument("--dry-run", action="store_true", help="only print what would be done")
-    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    add_threads(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the report and write nothing")
+    add_force(parser)
     add_quiet(parser)
 
 
@@ -43,20 +42,20 @@ def _add_how_many(group: argparse._ArgumentGroup) -> None:
         metavar="REGEX=S",
         action="append",
         default=[],
-        help="share of zeros of tensors in whose name REGEX is found; may be repeated, the first match counts",
+        help="share of zeros of the tensors whose names match REGEX; repeatable, the first match counts",
     )
     group.add_argument(
         "--allocation",
         choices=options.ALLOCATIONS,
         default="uniform",
-        help="uniform: the same share in each tensor (default); loss: such that the loss on the text rises "
+        help="uniform: the same share in each tensor (default); loss: the shares at which the loss on the text rises "
         "least, measured with one tensor pruned at a time (needs -f)",
     )
     group.add_argument(
         "--loss-shift",
         default=str(float(options.LOSS_SHIFT)),
         metavar="D",
-        help="--allocation loss: a tensor's sparsity differs from the mean by at most D (default: %(default)s)",
+        help="--allocation loss: largest difference between a tensor's sparsity and the mean (default: %(default)s)",
     )
 
 
@@ -65,107 +64,82 @@ def _add_which(group: argparse._ArgumentGroup) -> None:
         "--method",
         choices=sorted(options.METHODS),
         default="magnitude",
-        help="magnitude: the smallest (default); wanda: the smallest, times the norm of their inputs (needs "
-        "statistics); sparsegpt: those that changes of others can best make up for (needs -f); alps: the same, "
-        "chosen from the whole matrix: better and slower (needs -f)",
+        help="magnitude: prune the smallest weights (default); wanda: the smallest products of weight and norm of its "
+        "inputs (needs statistics); sparsegpt: the weights whose loss the others can best compensate (needs -f); alps: "
+        "the same, chosen from the whole matrix: better and slower (needs -f)",
     )
     group.add_argument(
         "--compare-within",
         choices=["row", "tensor", "model"],
-        help="compare weights within each row (default), each matrix, or all that is pruned; sparsegpt always compares "
-        "within 128 columns of a matrix, alps within the matrix",
+        help="compare weights within each row (default), each matrix, or all pruned matrices; sparsegpt always "
+        "compares within 128 columns of a matrix, alps within the matrix",
     )
     group.add_argument(
         "--refit",
         action="store_true",
-        help="magnitude, wanda and sparsegpt: fit the weights that stay to the outputs of the dense matrix (needs -f)",
+        help="magnitude, wanda and sparsegpt: fit the remaining weights to the outputs of the dense matrix (needs -f)",
     )
     group.add_argument(
         "--asymmetric",
         type=float,
         metavar="A",
-        help="alps and --refit: take statistics anew for each input of a block, and correct the share A (0 ... 1) of "
-        "what the matrices before have changed in it: two passes over the text for each input, about half of the model "
-        "each",
+        help="alps and --refit: renew the statistics for each input of a block, and correct the share A (0 ... 1) of "
+        "the changes that earlier matrices made to it; takes two passes over the text per input, each through about "
+        "half of the model",
     )
     group.add_argument(
         "--quant-values",
         choices=options.VALUES,
-        help="then give the weights that stay values of this quantized type, each of which makes up for the errors of "
-        "the others; `macko convert ... sparse-q4_nl` (and so on) finds them again (needs -f); without --sparsity, "
-        "only what is zero already stays zero",
+        help="after pruning, fit the remaining weights to values of this quantized type, so that they compensate for "
+        "each other's errors; `macko convert ... sparse-q4_nl` (and so on) finds the same values (needs -f); without "
+        "--sparsity, only existing zeros stay zero",
     )
     group.add_argument(
         "--keep-mantissa",
         action="store_true",
-        help="sparsegpt, alps and --refit: give the weights that they change all bits of the type; without it they are "
-        "rounded to the significant bits that the tensor's weights have (8 from BF16, 11 from F16), so that `macko "
-        "convert ... sparse-lossless` can make them small",
+        help="sparsegpt, alps and --refit: give changed weights all bits of the type (default: round them to the "
+        "significant bits of the tensor's weights, 8 from BF16, 11 from F16, for a small sparse-lossless file)",
     )
     only = group.add_mutually_exclusive_group()
-    only.add_argument(
-        "--include-weights",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="prune the tensors (of 2 dimensions or more) whose names contain NAME, and no others; may be repeated",
-    )
-    only.add_argument(
-        "--exclude-weights",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="leave tensors whose names contain NAME as they are",
-    )
+    for option, name, what in (
+        ("--include-weights", "include", "prune only tensors (of 2 dimensions or more) whose names contain NAME"),
+        ("--exclude-weights", "exclude", "do not prune tensors whose names contain NAME"),
+    ):
+        only.add_argument(option, dest=name, metavar="NAME", action="append", default=[], help=f"{what}; repeatable")
 
 
 def _add_statistics(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--imatrix",
-        metavar="FILE",
-        help="from `macko calibrate` or llama-imatrix, of the same model, for wanda",
-    )
-    group.add_argument("-f", "--file", metavar="FNAME", help="calibration text, to take them from now")
-    group.add_argument(
-        "--chunks",
-        type=int,
-        default=N_CALIBRATION_CHUNKS,
-        metavar="N",
-        help="chunks of the text to use, spread evenly over it (default: %(default)s; -1: all)",
-    )
-    group.add_argument(
-        "-c", "--ctx-size", type=int, default=N_CTX, metavar="N", help=f"tokens of a chunk (default: {N_CTX})"
-    )
+    needs_hessians = "sparsegpt, alps, --refit, --quant-values"
+    group.add_argument("--imatrix", metavar="FILE", help="wanda: file of `macko calibrate` or llama-imatrix")
+    group.add_argument("-f", "--file", dest="text", metavar="FNAME", help="text to measure statistics on")
+    add_chunks(group, N_CALIBRATION_CHUNKS, "chunks to use, spread evenly over the text")
     group.add_argument(
         "--sequential",
         action="store_true",
-        help="take the statistics of each block anew after the blocks before it are pruned (not for magnitude; with "
-        "-f): one pass over the text per block",
+        help="measure the statistics of each block after the blocks before it are pruned: one pass over the text per "
+        "block (not for magnitude; needs -f)",
     )
     group.add_argument(
         "--damping",
         type=float,
         default=options.DAMPING,
         metavar="D",
-        help="sparsegpt, alps, --refit, --quant-values: added to second moments, times their mean (default: "
+        help=f"{needs_hessians}: added to the diagonal of second moments, as a multiple of its mean (default: "
         "%(default)s)",
     )
     group.add_argument(
         "--hessian-memory",
         type=int,
         metavar="MIB",
-        help="sparsegpt, alps, --refit, --quant-values: memory for second moments; less means more passes over the "
-        "text, and "
-        "the same result (default: half of what is free)",
+        help=f"{needs_hessians}: memory for second moments; less memory means more passes over the text and the same "
+        "result (default: half of the free memory)",
     )
     group.add_argument(
         "-dev",
         "--device",
         choices=["auto", "none"],
         default="auto",
-        help="sparsegpt, alps, --refit, --quant-values: auto (the default) prunes on a GPU where CuPy is installed "
-        "and finds "
-        "one, none on the CPU",
+        help=f"{needs_hessians}: auto prunes on a GPU if CuPy is installed and finds one (default), none on the CPU",
     )
 
 
@@ -178,28 +152,11 @@ def parse_table_entry(text: str) -> tuple[str, str]:
 
 
 def prune_options(args: argparse.Namespace) -> PruneOptions:
-    return PruneOptions(
-        sparsity=args.sparsity,
-        method=args.method,
-        compare_within=args.compare_within,
-        allocation=args.allocation,
-        loss_shift=args.loss_shift,
+    return options_of(
+        PruneOptions,
+        args,
         tensor_sparsity=[parse_table_entry(text) for text in args.tensor_sparsity],
-        include=args.include_weights,
-        exclude=args.exclude_weights,
-        imatrix=args.imatrix,
-        text=args.file,
-        n_chunks=args.chunks,
-        n_ctx=args.ctx_size,
-        sequential=args.sequential,
-        refit=args.refit,
-        asymmetric=args.asymmetric,
-        quant_values=args.quant_values,
-        keep_mantissa=args.keep_mantissa,
-        damping=args.damping,
         hessian_memory=None if args.hessian_memory is None else args.hessian_memory << 20,
-        device=args.device,
-        n_threads=args.threads,
     )
 
 

@@ -5,65 +5,61 @@ from __future__ import annotations
 import argparse
 
 from .. import console
-from ..commands.arguments import add_quiet
-from ..evaluation.text_model import N_CTX
+from ..commands.arguments import add_chunks, add_force, add_quiet, add_threads, options_of
 from ..pruning.options import VALUES
 from ..recovery import options
 from ..recovery.recover import recover
 
-HELP = "train the weights that pruning left, with the dense model as the teacher"
+HELP = "train the remaining weights of a pruned model, with the dense model as the teacher"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Trains the non-zeros of a pruned GGUF on a text, so that it behaves like the dense model that it was made "
-        "from, and writes a dense GGUF with the same zeros; then use `macko convert`. Needs PyTorch (pip install "
-        "'ggml-macko[train]'); uses a GPU where PyTorch finds one. Block matrices, norms and biases are trained, "
-        "embeddings and head are not. Models: llama, arcee, qwen2, qwen3, gemma2, gemma3 without experts. An "
-        "interrupted run leaves OUT.checkpoint; the same command continues from there."
+        "from, and writes a dense GGUF with the same zeros; then use `macko convert`. The command needs PyTorch (pip "
+        "install 'ggml-macko[train]') and uses a GPU if PyTorch finds one. It trains block matrices, norms and biases, "
+        "but not embeddings and head. Supported models: llama, arcee, qwen2, qwen3, gemma2, gemma3, without experts. "
+        "An interrupted run leaves OUT.checkpoint, and the same command resumes from it."
     )
-    parser.add_argument("input", metavar="IN", help="pruned GGUF, dense or sparse; the first file of a split one")
+    parser.add_argument("input", metavar="IN", help="pruned GGUF, dense or sparse; the first file of a split model")
     parser.add_argument("output", metavar="OUT", help="GGUF to write")
-    parser.add_argument("--dense", required=True, metavar="DENSE", help="the dense model that IN was made from")
-    parser.add_argument("-f", "--file", required=True, metavar="FNAME", help="text to train on")
+    parser.add_argument("--dense", required=True, metavar="DENSE", help="dense model that IN was made from")
+    parser.add_argument("-f", "--file", dest="text", required=True, metavar="FNAME", help="text to train on")
     _add_texts(parser.add_argument_group("texts"))
     _add_training(parser.add_argument_group("training"))
-    parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
+    add_threads(parser)
     parser.add_argument(
-        "-dev", "--device", choices=["auto", "cpu"], default="auto", help="auto (default): a GPU, if there is one"
+        "-dev", "--device", choices=["auto", "cpu"], default="auto", help="auto: a GPU if there is one (default)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    add_force(parser)
     add_quiet(parser)
 
 
 def _add_texts(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--chunks", type=int, default=-1, metavar="N", help="chunks of the text to use (default: %(default)s, all)"
-    )
-    group.add_argument(
-        "-c", "--ctx-size", type=int, default=N_CTX, metavar="N", help=f"tokens of a chunk (default: {N_CTX})"
-    )
+    add_chunks(group, -1, "chunks of the text to use")
     group.add_argument(
         "--held-out",
         metavar="FNAME",
-        help="text that the best weights are chosen by (default: the last sixteenth of the text, which is then not "
+        help="text that selects the best weights (default: the last sixteenth of the training text, which is then not "
         "trained on)",
     )
     group.add_argument(
         "--held-out-chunks",
+        dest="n_held_out",
         type=int,
         default=options.N_HELD_OUT,
         metavar="N",
-        help="chunks of it at most, spread evenly (default: %(default)s)",
+        help="largest number of held-out chunks, spread evenly (default: %(default)s)",
     )
-
     group.add_argument(
         "--self-generated",
+        dest="n_self_generated",
         type=int,
         default=0,
         metavar="N",
-        help="train on N chunks more that the dense model writes, each from a few tokens of the text (default: 0)",
+        help="also train on N chunks that the dense model writes, each starting with a few tokens of the text "
+        "(default: 0)",
     )
 
 
@@ -73,87 +69,58 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--method",
         choices=options.METHODS,
         default="distill",
-        help="distill: the whole model learns the dense one's probabilities of the next token (default); blocks: one "
-        "part of a block at a time learns its hidden states, which needs less memory and recovers less",
+        help="distill: the whole model learns the dense model's probabilities of the next token (default); blocks: one "
+        "part of a block at a time learns the dense model's hidden states, which needs less memory and recovers less",
     )
-    group.add_argument(
-        "--epochs",
-        type=int,
-        default=0,
-        metavar="N",
-        help=f"how often the text is read (default: {epochs['distill']} for distill, {epochs['blocks']} for blocks)",
-    )
-    group.add_argument(
-        "--batch-size",
-        type=int,
-        default=options.BATCH_SIZE,
-        metavar="N",
-        help="chunks of a training step (default: %(default)s)",
-    )
+    for option, name, default, what in (
+        ("--epochs", "n_epochs", 0, f"passes over the text (default: {epochs['distill']}; blocks: {epochs['blocks']})"),
+        ("--batch-size", "batch_size", options.BATCH_SIZE, "chunks per training step (default: %(default)s)"),
+        (
+            "--evaluations",
+            "n_evaluations",
+            options.N_EVALUATIONS,
+            "distill: measurements on the held-out text during the run (default: %(default)s)",
+        ),
+        (
+            "--patience",
+            "patience",
+            options.PATIENCE,
+            "distill: in the second half of the run, stop after N evaluations without improvement (default: "
+            "%(default)s)",
+        ),
+        ("--seed", "seed", 0, "seed of the order of the text (default: 0)"),
+    ):
+        group.add_argument(option, dest=name, type=int, default=default, metavar="N", help=what)
     group.add_argument(
         "--learning-rate",
         type=float,
         default=0.0,
         metavar="R",
-        help=f"the highest of the run (default: {options.RATE_TIMES_WIDTH:g} over the length of the embeddings)",
-    )
-    group.add_argument(
-        "--evaluations",
-        type=int,
-        default=options.N_EVALUATIONS,
-        metavar="N",
-        help="distill: how often the model is measured on the held-out text (default: %(default)s)",
-    )
-    group.add_argument(
-        "--patience",
-        type=int,
-        default=options.PATIENCE,
-        metavar="N",
-        help="distill: in the second half of the run, end after N evaluations without a better one (default: "
-        "%(default)s)",
+        help="highest learning rate of the run (default: "
+        f"{options.RATE_TIMES_WIDTH:g} divided by the length of the embeddings)",
     )
     group.add_argument(
         "--gradient-checkpointing",
         action="store_true",
-        help="distill: compute the hidden states of a block a second time in place of keeping them: less memory, a "
-        "third more time",
+        help="distill: compute the hidden states of each block twice instead of storing them, which takes less memory "
+        "and a third more time",
     )
     group.add_argument(
         "--quant-values",
         choices=VALUES,
-        help="train with values of this quantized type in all matrices, and write them; `macko convert ... "
-        "sparse-q4_nl` (and so on) finds them again",
+        help="train and write matrices with values of this quantized type; `macko convert ... sparse-q4_nl` (and so "
+        "on) finds the same values",
     )
     group.add_argument(
         "--keep-mantissa",
         action="store_true",
-        help="give weights all bits of their type; without it they are rounded to the significant bits that they had "
-        "(8 from BF16, 11 from F16), so that `macko convert ... sparse-lossless` can make them small",
+        help="give weights all bits of their type (default: round them to their former significant bits, 8 from BF16, "
+        "11 from F16, for a small sparse-lossless file)",
     )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the text (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:
-    given = options.RecoverOptions(
-        text=args.file,
-        method=args.method,
-        held_out=args.held_out,
-        n_held_out=args.held_out_chunks,
-        n_chunks=args.chunks,
-        n_ctx=args.ctx_size,
-        n_self_generated=args.self_generated,
-        n_epochs=args.epochs,
-        batch_size=args.batch_size,
-        learning_rate=args.learning_rate,
-        n_evaluations=args.evaluations,
-        patience=args.patience,
-        gradient_checkpointing=args.gradient_checkpointing,
-        quant_values=args.quant_values,
-        keep_mantissa=args.keep_mantissa,
-        seed=args.seed,
-        device=args.device,
-        n_threads=args.threads,
-    )
+    given = options_of(options.RecoverOptions, args)
     report = recover(args.input, args.output, given, dense=args.dense, force=args.force)
     if args.json:
         console.print_json(report.__dict__)

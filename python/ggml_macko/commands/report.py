@@ -19,36 +19,37 @@ from ..benchmark.report import FormResult, report
 from ..codecs import registry
 from ..commands import convert as convert_command
 from ..commands import prune as prune_command
-from ..commands.arguments import add_gpu_layers, add_load_options, add_quiet
+from ..commands.arguments import add_chunks, add_force, add_gpu_layers, add_load_options, add_quiet
 from ..commands.bench import add_speed_arguments
 from ..conversion.convert import check_inputs as check_conversion
 from ..conversion.convert import checked_type, convert
-from ..evaluation.text_model import N_CTX
 from ..gguf.files import shard_paths
 from ..gguf.outputs import AtomicOutput
 from ..native import bindings, devices
 from ..pruning.options import parse
 from ..pruning.prune import check_inputs, prune_with
 
-HELP = "compare dense, quantized and sparse forms of a model: quality, size, speed"
+HELP = "compare quality, size and speed of dense, quantized and sparse variants of a model"
 
 DEFAULT_CONVERSION = registry.AUTO
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Measures perplexity, size and speed of a dense model, of llama.cpp's quantized types of it, and of sparse "
-        "variants, and prints one table; with -o also draws one plot. A dense file with zeros is converted first. "
-        "Sizes are whole files; BPW is per parameter of the dense model."
+        "Measures perplexity, size and speed of a dense model, of its quantized types of llama.cpp, and of sparse "
+        "variants, and prints a table; -o also draws a plot. Dense files with zeros are converted first. Sizes are "
+        "those of whole files; BPW is bits per parameter of the dense model."
     )
-    parser.add_argument("dense", metavar="DENSE", help="the dense model, F16, BF16 or F32")
-    parser.add_argument("models", metavar="MODEL", nargs="*", help="variants of it: sparse, or dense with zeros")
-    parser.add_argument("-f", "--file", required=True, metavar="FNAME", help="text to measure perplexity on")
+    parser.add_argument("dense", metavar="DENSE", help="dense model in F16, BF16 or F32")
+    parser.add_argument("models", metavar="MODEL", nargs="*", help="variants of DENSE: sparse, or dense with zeros")
+    parser.add_argument(
+        "-f", "--file", dest="text", required=True, metavar="FNAME", help="text to measure perplexity on"
+    )
     parser.add_argument(
         "--types",
         default="Q8_0,Q4_K_M,Q4_0",
         metavar="TYPE,...",
-        help="quantized types to make and compare with (default: %(default)s; '' for none)",
+        help="quantized types to make and compare (default: %(default)s; '' for none)",
     )
     parser.add_argument(
         "--prune",
@@ -56,45 +57,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="OPTIONS",
         help="also prune DENSE with these options of `macko prune`, for example "
-        "'--method wanda --sparsity 0.5 -f calibration.txt'; may be repeated",
+        "'--method wanda --sparsity 0.5 -f calibration.txt'; repeatable",
     )
     parser.add_argument(
         "--convert",
         action="append",
         default=[],
         metavar="ARGUMENTS",
-        help="how dense files with zeros are converted: arguments of `macko convert`, for example 'sparse-q4_0 "
-        f"--imatrix imatrix.gguf --output-tensor-type q6_k'; may be repeated (default: {DEFAULT_CONVERSION})",
+        help="arguments of `macko convert` for dense files with zeros, for example 'sparse-q4_0 --imatrix "
+        f"imatrix.gguf --output-tensor-type q6_k'; repeatable (default: {DEFAULT_CONVERSION})",
     )
     parser.add_argument("-o", "--output", metavar="STEM", help="write STEM.png and STEM.svg")
     parser.add_argument(
         "--card",
         metavar="FILE.md",
-        help="also write a README for a model hub: sizes, perplexities, commands, where the model comes from by its "
-        "metadata, and what was not measured",
+        help="also write a README for a model hub: sizes, perplexities, commands, the origin of the model according to "
+        "its metadata, and missing measurements",
     )
-    parser.add_argument("--force", action="store_true", help="replace what -o and --card name")
-    parser.add_argument(
-        "--chunks",
-        type=int,
-        default=-1,
-        metavar="N",
-        help="chunks of the text, spread evenly over it (default: -1, all)",
-    )
-    parser.add_argument(
-        "-c", "--ctx-size", type=int, default=N_CTX, metavar="N", help=f"tokens of a chunk (default: {N_CTX})"
-    )
+    add_force(parser, "files of -o and --card")
+    add_chunks(parser, -1, "chunks of the text, spread evenly over it")
     add_gpu_layers(parser)
     add_load_options(parser)
     add_speed_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON, all samples included, in place of the table")
-
-    # ---- options that hold the arguments of another command ----
+    parser.add_argument("--json", action="store_true", help="print JSON with all samples instead of the table")
     add_quiet(parser)
 
 
+# ---- options that hold the arguments of another command ----
+
+
 def parse_arguments(module: ModuleType, option: str, text: str) -> argparse.Namespace:
-    """The arguments of another command, but its files, given as the text of one option here. Raises MackoError."""
+    """The arguments of another command, without its files, from the text of one option. Raises MackoError."""
     parser = argparse.ArgumentParser(prog=option, allow_abbrev=False, exit_on_error=False)
     module.add_arguments(parser)
     try:
@@ -103,12 +96,12 @@ def parse_arguments(module: ModuleType, option: str, text: str) -> argparse.Name
         raise errors.usage_error(f"{option} {text}: {e}") from e
     if unknown or args.dry_run or getattr(args, "hf", None):
         what = " ".join(unknown) or ("--dry-run" if args.dry_run else "-hf")
-        raise errors.usage_error(f"{option} {text}: {what}: not here")
+        raise errors.usage_error(f"{option} {text}: {what} is not allowed here")
     return args
 
 
 def parse_pruning(text: str) -> Recipe:
-    """A pruning of options of `macko prune`. Raises MackoError."""
+    """The pruning that these options of `macko prune` describe. Raises MackoError."""
     args = parse_arguments(prune_command, "--prune", text)
     options = parse(prune_command.prune_options(args))
     how_many = f"{float(options.sparsity):.0%}"
@@ -130,7 +123,7 @@ def parse_pruning(text: str) -> Recipe:
 
 
 def parse_conversion(text: str, n_threads: int) -> Recipe:
-    """A conversion of arguments of `macko convert` behind OUT. Raises MackoError."""
+    """The conversion that these arguments of `macko convert`, after OUT, describe. Raises MackoError."""
     args = parse_arguments(convert_command, "--convert", text)
     type = checked_type(args.type)
     options = dataclasses.replace(convert_command.convert_options(args), n_threads=n_threads)
@@ -149,13 +142,13 @@ def parse_conversion(text: str, n_threads: int) -> Recipe:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.repetitions < 1 or args.n_prompt < 0 or args.n_gen < 0 or args.chunks == 0:
+    if args.repetitions < 1 or args.n_prompt < 0 or args.n_gen < 0 or args.n_chunks == 0:
         raise errors.usage_error("-r must be at least 1, --chunks not 0; -p and -n must not be negative")
-    n_threads = args.threads or system.available_cores()
+    n_threads = args.n_threads or system.available_cores()
     with contextlib.ExitStack() as stack:
         opened = None
         if args.card:
-            inputs = [*(shard for model in (args.dense, *args.models) for shard in shard_paths(model)), args.file]
+            inputs = [*(shard for model in (args.dense, *args.models) for shard in shard_paths(model)), args.text]
             opened = stack.enter_context(AtomicOutput(args.card, inputs, args.force, card.SIGNATURE))
         results = measure(args, n_threads)
         if opened is not None:
@@ -166,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print_table(results, args.n_prompt, args.n_gen)
     print(
-        f"\nperplexity over {results[0].tokens} tokens of {Path(args.file).name}; {n_threads} threads, medians of "
+        f"\nperplexity over {results[0].tokens} tokens of {Path(args.text).name}; {n_threads} threads, medians of "
         f"{args.repetitions} interleaved runs, each in its own process"
     )
     return 0
@@ -175,14 +168,14 @@ def run(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace, n_threads: int) -> list[FormResult]:
     return report(
         args.dense,
-        args.file,
+        args.text,
         args.models,
         types=[name for name in args.types.split(",") if name],
         prunings=[parse_pruning(text) for text in args.prune],
         conversions=[parse_conversion(text, n_threads) for text in args.convert or [DEFAULT_CONVERSION]],
         output=args.output or None,
-        n_chunks=args.chunks,
-        n_ctx=args.ctx_size,
+        n_chunks=args.n_chunks,
+        n_ctx=args.n_ctx,
         n_prompt=args.n_prompt,
         n_gen=args.n_gen,
         n_gpu_layers=args.gpu_layers,
@@ -193,13 +186,13 @@ def measure(args: argparse.Namespace, n_threads: int) -> list[FormResult]:
 
 
 def write_card(args: argparse.Namespace, n_threads: int, results: Sequence[FormResult], output: AtomicOutput) -> None:
-    """Writes the card into an open output, and gives it its name."""
+    """Writes the card into an open output and commits it."""
     import llama_cpp
 
     how = card.Measurement(
-        text=Path(args.file).name,
-        n_chunks=args.chunks,
-        n_ctx=args.ctx_size,
+        text=Path(args.text).name,
+        n_chunks=args.n_chunks,
+        n_ctx=args.n_ctx,
         n_prompt=args.n_prompt,
         n_gen=args.n_gen,
         repetitions=args.repetitions,
@@ -219,7 +212,7 @@ def write_card(args: argparse.Namespace, n_threads: int, results: Sequence[FormR
 
 
 def print_table(results: Sequence[FormResult], n_prompt: int, n_gen: int) -> None:
-    """A table; the first model is the baseline of the ratios."""
+    """Prints a table. The first model is the baseline of the ratios."""
     base = results[0]
 
     def ratio(value: float | None, of: float | None) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .. import console
-from ..commands.arguments import add_quiet
+from ..commands.arguments import add_force, add_quiet
 from ..conversion.restore import restore
 
 HELP = "turn a sparse model back into a dense one"
@@ -13,14 +13,14 @@ HELP = "turn a sparse model back into a dense one"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Writes the dense GGUF that a sparse one stands for: the same metadata, tensors in the same order, each value "
-        "bit for bit. Negative zeros that `macko convert` counted as zeros are plain zeros; --keep-negative-zeros "
-        "there keeps them. Also merges a split model into one file."
+        "Writes the dense GGUF that a sparse one was made from: the same metadata, the tensors in the same order, each "
+        "value bit for bit. Negative zeros are plain zeros, unless the model was converted with --keep-negative-zeros. "
+        "The command also merges a split model into one file."
     )
     parser.add_argument("input", metavar="IN", help="sparse GGUF")
     parser.add_argument("output", metavar="OUT", help="dense GGUF to write")
     parser.add_argument("nthreads", nargs="?", type=int, default=0, help="threads (default: all cores)")
-    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    add_force(parser)
     add_quiet(parser)
 
 

@@ -1,4 +1,4 @@
-"""Runs a program that is linked to libllama so that it opens sparse GGUFs: `macko run -- llama-cli -m sparse.gguf`."""
+"""Runs a program that uses libllama, and lets it open sparse GGUFs: `macko run -- llama-cli -m sparse.gguf`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..native import bindings
 
 HELP = "run a llama.cpp program with sparse models"
 RPC_SERVERS = ("rpc-server", "ggml-rpc-server")
-"""llama.cpp's RPC server, whose name depends on its version: the plugin offers it a device of another kind."""
+"""Names of llama.cpp's RPC server in different versions. The plugin gives it another kind of device."""
 
 
 def variables(options: bindings.LoadOptions) -> dict[str, str]:
-    """What a program needs in its environment. Only we are preloaded there: the caller adds what else is."""
+    """The environment variables of a program. The caller adds other preloaded libraries."""
     for path in (bindings.PRELOAD_PATH, bindings.LIBRARY_PATH):
         if not path.exists():
             raise errors.error(errors.IO, f"{path} is missing: install ggml-macko again")
@@ -34,17 +34,17 @@ def variables(options: bindings.LoadOptions) -> dict[str, str]:
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--compress", action="store_true", help="compress dense F16, BF16 and F32 models while they are loaded"
+        "--compress", action="store_true", help="compress dense F16, BF16 and F32 models while they load"
     )
     parser.add_argument(
         "--keep-negative-zeros",
         action="store_true",
-        help="with --compress: -0.0 is a value like any other, which takes memory; without it -0.0 counts as 0",
+        help="with --compress: keep -0.0 as a value, which takes memory (default: -0.0 counts as 0)",
     )
     parser.add_argument(
         "--sparse-only",
         action="store_true",
-        help="fail if a sparse weight is placed on a device of another backend; without it, it becomes dense there",
+        help="fail if llama.cpp places a sparse weight on a device of another backend (default: make it dense there)",
     )
     add_load_options(parser)
 
@@ -55,13 +55,13 @@ def load_options(args: argparse.Namespace) -> bindings.LoadOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Runs PROGRAM with the plugin preloaded, so that llama_model_load_from_file opens sparse GGUFs too. The "
-        "program must use the shared libllama and libggml of the llama.cpp build that the plugin was made for (`macko"
-        " --version` names it)."
+        "Runs PROGRAM with the plugin preloaded, so that llama_model_load_from_file also opens sparse GGUFs. The "
+        "program must use the shared libraries libllama and libggml of the llama.cpp build that the plugin was made "
+        "for (`macko --version` prints it)."
     )
     add_load_arguments(parser)
     add_hub(
-        parser, "adds -m with a GGUF of a repository on the Hugging Face hub, downloaded once, to PROGRAM's arguments"
+        parser, "add -m with a GGUF from a repository on the Hugging Face hub, downloaded once, to PROGRAM's arguments"
     )
     parser.add_argument(
         "program", metavar="-- PROGRAM ARGS", nargs=argparse.REMAINDER, help="for example: -- llama-cli -m sparse.gguf"

@@ -1,4 +1,4 @@
-"""Options that say which neurons may be skipped, for the commands that share them."""
+"""Options of the commands that select neurons to skip."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def add_skip_score(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--skip-score",
         choices=SCORES,
-        help="what decides: |act(gate)|, |act(gate) * up|, or the latter times the norm of the neuron's column of down "
-        f"(default: {SkipOptions.score})",
+        help="score of a neuron: |act(gate)|, |act(gate) * up|, or the latter times the norm of the neuron's column of "
+        f"down (default: {SkipOptions.score})",
     )
 
 
@@ -21,11 +21,11 @@ def add_skip_allocation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--skip-allocation",
         choices=ALLOCATIONS,
-        help="the same share in each layer, or more where it costs less, as measured first (default: "
+        help="the same share in each layer, or a larger share where a first measurement finds a lower cost (default: "
         f"{SkipOptions.allocation})",
     )
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """Those of the options that are given."""
+    """The options that the command line sets."""
     return {name: value for name, value in options.items() if value is not None}

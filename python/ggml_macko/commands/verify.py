@@ -1,4 +1,4 @@
-"""`macko verify A B`: compares two models bit for bit, but for the signs of zeros."""
+"""`macko verify A B`: compares two models bit for bit, except for the signs of zeros."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 
 from .. import console
-from ..commands.arguments import add_quiet
+from ..commands.arguments import add_quiet, add_threads
 from ..conversion.verify import error_line, verify
 
 HELP = "compare two models bit for bit"
@@ -14,23 +14,23 @@ HELP = "compare two models bit for bit"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Compares two GGUF models bit for bit, each dense, sparse or split: metadata, tensor names, types, shapes, "
-        "values. Prints the first difference and exits with 1, or says that they are identical and exits with 0. Where "
-        "only the sign of a zero differs, as `macko convert` leaves it, it says how many. "
-        "Tensors that one of the models has with quantized values need not be identical: their errors are printed, and "
-        "the exit code is 0 if they are within what the type allows and zeros stayed zeros."
+        "Compares the metadata, tensor names, types, shapes and values of two GGUF models, each dense, sparse or "
+        "split, bit for bit. Prints the first difference and exits with 1, or prints that they are identical and exits "
+        "with 0. Zeros that differ only in their sign, as after `macko convert`, are counted and allowed. "
+        "Tensors with quantized values in one of the models need not be identical: the command prints their errors, "
+        "and exits with 0 if the errors are within the bounds of the type and zeros are still zeros."
     )
-    parser.add_argument("a", metavar="A", help="a model")
-    parser.add_argument("b", metavar="B", help="another")
+    parser.add_argument("a", metavar="A", help="GGUF model")
+    parser.add_argument("b", metavar="B", help="GGUF model to compare with")
     parser.add_argument("--no-metadata", action="store_true", help="compare tensors only")
-    parser.add_argument("--exact", action="store_true", help="-0.0 in place of 0.0 is a difference, too")
+    parser.add_argument("--exact", action="store_true", help="treat -0.0 in place of 0.0 as a difference")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
+    add_threads(parser)
     add_quiet(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    found = verify(args.a, args.b, metadata=not args.no_metadata, exact=args.exact, n_threads=args.threads)
+    found = verify(args.a, args.b, metadata=not args.no_metadata, exact=args.exact, n_threads=args.n_threads)
     if args.json:
         console.print_json({"identical": found.is_identical, "equal": found.is_equal, **dataclasses.asdict(found)})
         return 0 if found.is_equal else 1

@@ -617,6 +617,36 @@ def test_quantized_head_is_what_was_asked_for(tmp_path, macko, imatrix_of_demo):
 
 
 @pytest.mark.parametrize(
+    ("cols", "head_density", "arguments", "embedding", "head"),
+    [
+        (512, 1.0, ["sparse-q5_0"], "q6_K", "q6_K"),
+        (512, 0.9, ["sparse-q4_nl"], "q6_K", "q6_K"),
+        (96, 1.0, ["sparse-q4_nl"], "q8_0", "q8_0"),
+        (512, 1.0, ["sparse-q8_0"], "q8_0", "q8_0"),
+        (80, 1.0, ["sparse-q4_0"], "dense", "sparse-q4_0-bitmap"),  # no type of ggml's has such rows
+        (512, 0.4, ["sparse-q5_0"], "q6_K", "sparse-q5_0-bitmap"),
+        (512, 1.0, ["auto"], "dense", "dense"),
+        (512, 1.0, ["sparse-q5_0", "--token-embedding-type", "dense"], "dense", "q6_K"),
+        (512, 1.0, ["sparse-q5_0", "--output-tensor-type", "dense", "--token-embedding-type", "q4_k"], "q4_K", "dense"),
+        (512, 1.0, ["sparse-q5_0", "--tensor-type", "token_embd|output=dense"], "dense", "dense"),
+        (512, 1.0, ["sparse-q5_0", "--tensor-type", "output=sparse-q4_0"], "q6_K", "sparse-q4_0-bitmap"),
+    ],
+)
+def test_ends_have_the_types_of_llama_quantize(tmp_path, macko, cols, head_density, arguments, embedding, head):
+    rng = np.random.default_rng(5)
+    densities = {"token_embd.weight": 1.0, "blk.0.ffn_up.weight": 0.5, "output.weight": head_density}
+    source = {n: np.where(rng.random((64, cols)) < d, rng.standard_normal((64, cols)), 0) for n, d in densities.items()}
+    tensors = {name: (w.astype(np.float16).view(np.uint16), TYPE_F16) for name, w in source.items()}
+    dense, out = generators.write_gguf(tmp_path / "d.gguf", tensors), tmp_path / "s.gguf"
+    done = macko("convert", dense, out, *arguments)
+    assert done.code == 0, done.err
+    found = {t["name"]: t for t in json.loads(macko("inspect", out, "--json").out)["tensors"]}
+    stored = [found[n]["storage"] if found[n]["storage"] != "dense" else found[n]["type"] for n in densities]
+    assert [name.replace("f16", "dense") for name in stored[::2]] == [embedding, head]
+    assert stored[1].startswith("sparse-") and macko("verify", dense, out).code == 0
+
+
+@pytest.mark.parametrize(
     ("code", "arguments", "message"),
     [
         (2, ["macko", "--target-bpw", "5"], "needs type auto"),

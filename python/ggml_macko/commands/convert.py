@@ -115,11 +115,13 @@ def add_quantization_arguments(parser: argparse.ArgumentParser) -> None:
         "dense or nearly so, so that the whole file has at most X bits per weight and the sum of relative squared "
         "errors is least",
     )
-    dense_types = ", ".join(ggml_quants.DENSE_TYPES)
+    dense_types = ", ".join((*ggml_quants.DENSE_TYPES, "dense (as it is)"))
     parser.add_argument(
         "--output-tensor-type",
         metavar="TYPE",
-        help=f"quantize output.weight (or the embedding that stands for it) and keep it dense: {dense_types}",
+        help="type of output.weight (or of the embedding that stands for it), which stays dense: "
+        f"{dense_types} (default with a quantized TYPE: q8_0 for sparse-q8_0 or if the columns are no multiple of 256, "
+        "else q6_k; a pruned head becomes sparse)",
     )
     parser.add_argument("--token-embedding-type", metavar="TYPE", help="the same for token_embd.weight")
 

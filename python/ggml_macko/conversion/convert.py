@@ -92,7 +92,8 @@ class ConvertOptions:
     keep_negative_zeros: -0.0 is stored like any other value, in more bytes.
     granularity, min_columns, seed: how ec-csr looks for blocks. imatrix: a file of activation statistics that weighs
     the errors of quantized values. target_bpw, with auto: the file's bits per weight at most, with the least error.
-    output_tensor_type, token_embedding_type: a ggml type that quantizes these tensors, which stay dense.
+    output_tensor_type, token_embedding_type: a ggml type that quantizes these tensors, which stay dense; "dense" leaves
+    them as they are. Without it they become Q6_K or Q8_0 if TYPE is quantized.
     n_threads: 0 uses all cores.
     """
 
@@ -253,8 +254,8 @@ def dense_types_of(model: Model, output: str | None, embedding: str | None) -> d
     for option, name in (("--output-tensor-type", output), ("--token-embedding-type", embedding)):
         if name is None:
             continue
-        if name.lower() not in ggml_quants.DENSE_TYPES:
-            known = ", ".join(ggml_quants.DENSE_TYPES)
+        if name.lower() not in (*ggml_quants.DENSE_TYPES, DENSE):
+            known = ", ".join((*ggml_quants.DENSE_TYPES, DENSE))
             raise errors.usage_error(f"{option} {name}: unknown type; known: {known}")
         is_head = option == "--output-tensor-type" and tensor_rules.HEAD in names
         out[tensor_rules.HEAD if is_head else tensor_rules.EMBEDDING] = name.lower()

@@ -58,7 +58,7 @@ class Options:
     keep_negative_zeros: bool = False  # store -0.0 like any other value, else it counts as zero
     settings: Settings = field(default_factory=Settings)
     imatrix: imatrix.Imatrix | None = None  # how much the error of a quantized weight counts
-    dense_types: Mapping[str, str] = field(default_factory=dict)  # tensor -> key of ggml_quants.DENSE_TYPES
+    dense_types: Mapping[str, str] = field(default_factory=dict)  # tensor -> key of ggml_quants.DENSE_TYPES, or DENSE
     target_bpw: float | None = None  # bits per weight of the file at most
     measure: bool = False  # fill in TensorPlan.error
 
@@ -67,7 +67,9 @@ class Options:
         return self.settings.n_threads
 
     def asked(self, t: Tensor) -> str | None:
-        """The type that an override gives to a tensor."""
+        """The TYPE, or DENSE, that an option gives to a tensor."""
+        if self.dense_types.get(t.name) == DENSE:
+            return DENSE
         return next((o.type for o in self.overrides if o.pattern.search(t.name)), None)
 
     def is_fixed(self, t: Tensor) -> bool:
@@ -230,17 +232,26 @@ def read_weights(t: Tensor, options: Options, is_lossy: bool = False) -> tuple[A
 
 def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> TensorPlan:
     """Raises MackoError if the tensor cannot be what the user asked for, or the file cannot be read."""
-    if t.name in options.dense_types:
-        return plan_dense(t, options.dense_types[t.name], options, alignment, spool)
     asked = options.asked(t)
     wanted = asked or options.type
 
     def stay(reason: str, contents: Contents | None = None) -> TensorPlan:
         return TensorPlan(t, KeptDense(), align(t.nbytes, alignment), reason, contents)
 
+    def stay_as(name: str) -> TensorPlan:
+        planned = plan_dense(t, name, options, alignment, spool)
+        return stay(planned) if isinstance(planned, str) else planned
+
+    dense_type = options.dense_types.get(t.name, DENSE)
+    if dense_type != DENSE:
+        planned = plan_dense(t, dense_type, options, alignment, spool)
+        if isinstance(planned, str):
+            raise errors.error(errors.BAD_ARGUMENT, f"{t.shard.path}: {t.name} cannot become {dense_type}: {planned}")
+        return planned
     reason = why_dense(t, asked, wanted)
     if reason is not None:
-        return stay(reason)
+        end = end_type(t, wanted) if asked is None else None
+        return stay(reason) if end is None else stay_as(end)
     choices = registry.types()[wanted]
     is_lossy = any(choice.is_lossy for choice in choices)
     try:
@@ -265,10 +276,9 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Te
     if used >= align(t.nbytes, alignment):
         density = count.nnz / t.n_elements
         return stay(f"would not shrink: density {density:.3f}, {used / t.nbytes:.3f} of dense", contents)
-    dense_twin = chosen.codec.value_name(chosen.value_type)
-    if asked is None and not options.measure and dense_nbytes(t, dense_twin) <= nbytes:
-        # the index of a head, or of a layer that was not pruned, would say nothing
-        return plan_dense(t, str(dense_twin), options, alignment, spool)
+    instead = dense_instead(t, wanted, source, chosen, nbytes)
+    if asked is None and not options.measure and instead is not None:
+        return stay_as(instead)
     error = 0.0
     if options.measure and is_lossy and chosen.matrix is not None:
         error = chosen.codec.measure_error(chosen.matrix, bits, source.column_weights, options.n_threads).relative
@@ -313,22 +323,46 @@ def dense_nbytes(t: Tensor, name: str | None) -> float:
     return float("inf") if type_id is None else ggml_quants.nbytes(type_id, t.rows, t.cols)
 
 
+def end_type(t: Tensor, wanted: str) -> str | None:
+    """The dense type of an embedding or an output head, where TYPE `wanted` quantizes the other weights: like
+    llama-quantize, Q6_K, or Q8_0 if TYPE has 8 bits, too, or rows are no multiple of Q6_K's blocks. None: it stays.
+    """
+    if t.name not in tensor_rules.ENDS or not tensor_rules.is_value_type(t.type):
+        return None
+    names = [c.codec.value_name(c.value_type) for c in registry.types().get(wanted, ()) if c.value_type is not None]
+    tried = [] if not any(names) else ["q8_0"] if "q8_0" in names else ["q6_k", "q8_0"]
+    return next((name for name in tried if dense_nbytes(t, name) < float("inf")), None)
+
+
+def dense_instead(t: Tensor, wanted: str, source: Source, chosen: Candidate, nbytes: int) -> str | None:
+    """The quantized type in which a tensor stays dense that has too few zeros to pay for an index: that of its values,
+    or end_type(). None: it is stored sparse. source: all rows or a sample; nbytes: of all rows, stored sparse.
+    """
+    name = chosen.codec.value_name(chosen.value_type)
+    end = None if name is None else end_type(t, wanted)
+    if end is None:
+        return name if dense_nbytes(t, name) <= nbytes else None
+    per_value = chosen.components[0].nbytes / max(1, source.count.nnz)
+    return end if per_value * t.n_elements <= nbytes else None
+
+
 def stored_nbytes(candidate: Candidate, alignment: int) -> int:
     """In a file, alignment included."""
     return sum(align(part.nbytes, alignment) for part in candidate.components)
 
 
-def plan_dense(t: Tensor, name: str, options: Options, alignment: int, spool: Spool) -> TensorPlan:
-    """A tensor that stays dense, in a quantized type. Raises MackoError if it cannot have that type."""
+def plan_dense(t: Tensor, name: str, options: Options, alignment: int, spool: Spool) -> TensorPlan | str:
+    """A tensor that stays dense, in a quantized type, or why it cannot have that type."""
     type_id = ggml_quants.DENSE_TYPES[name]
     block = ggml_quants.block_size(type_id)
-    if not tensor_rules.is_value_type(t.type) or t.cols % block:
-        why = f"{t.cols} columns are no multiple of {block}" if t.cols % block else f"it is {type_name(t.type)} already"
-        raise errors.error(errors.BAD_ARGUMENT, f"{t.shard.path}: {t.name} cannot become {name}: {why}")
+    if t.cols % block:
+        return f"{t.cols} columns are no multiple of {block}"
+    if not tensor_rules.is_value_type(t.type):
+        return f"it is {type_name(t.type)} already"
     bits = t.read_bits(options.n_threads)
     n_nonfinite = native_codec.count_dense(bits, t.type, options.n_threads).n_nonfinite
     if n_nonfinite:
-        raise errors.error(errors.NOT_FINITE, f"{t.shard.path}: {t.name}: {n_nonfinite} values are not finite")
+        return f"{n_nonfinite} values are not finite"
     weights = options.column_weights(t)
     data = quantize.dense(bits, t.type, type_id, weights, options.n_threads)
     error = quantize.dense_error(bits, t.type, data, type_id, weights, options.n_threads) if options.measure else 0.0
@@ -410,7 +444,7 @@ def _unreachable(target_bpw: float, least: int, n_elements: int) -> errors.Macko
 
 def _smallest_plan(t: Tensor, options: Options, alignment: int) -> TensorPlan:
     """What a tensor takes at least. Sizes follow from where the non-zeros are, so that no scale is searched for."""
-    if t.name in options.dense_types:
+    if options.dense_types.get(t.name, DENSE) != DENSE:
         type_id = ggml_quants.DENSE_TYPES[options.dense_types[t.name]]
         if t.cols % ggml_quants.block_size(type_id) == 0:  # else plan_dense says why it cannot be
             nbytes = int(ggml_quants.nbytes(type_id, t.rows, t.cols))

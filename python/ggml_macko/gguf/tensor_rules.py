@@ -10,6 +10,8 @@ from ..native import bindings
 from ..values import TYPE_NAMES
 
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
+ENDS = (HEAD, EMBEDDING, "per_layer_token_embd.weight")
+"""Tensors whose errors cost more quality than those of block weights."""
 
 
 def is_block_weight(name: str, n_dims: int) -> bool:

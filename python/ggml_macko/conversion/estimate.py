@@ -441,8 +441,8 @@ def _measured_kind(name: str, looked: Sequence[_Looked]) -> str | None:
 
 
 def machines() -> tuple[measured_speed.Machine, ...]:
-    """Those whose measurements say something about this machine."""
-    return (*measured_speed.BY_KERNELS.get(bindings.cpu_kernels(), ()), measured_speed.H200)
+    """The measured machines that resemble this one."""
+    return (*measured_speed.BY_KERNELS.get(bindings.cpu_kernels(), ()), measured_speed.H200, measured_speed.H100)
 
 
 def _speeds(kind: str | None, density: float | None) -> dict[str, dict[str, float]]:

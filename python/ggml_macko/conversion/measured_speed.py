@@ -1,7 +1,7 @@
-"""Speed of generating tokens that was measured: the figures of docs/guide/performance.md that advice is based on.
+"""Measured speeds of generation: the figures of docs/guide/performance.md on which advice is based.
 
-A test holds these numbers against the tables of that page, which says how they were taken. They are those of other
-machines than the reader's, and of models of random weights: good for ratios, not for tokens per second.
+A test compares these numbers with the tables of that page, which describes the measurements. The machines are not the
+reader's and the models have random weights, so the numbers are good for ratios, not for tokens per second.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 PAGE = "docs/guide/performance.md"
 
 NEAR = 0.05
-"""How far a density may be from the measured ones."""
+"""Largest distance of a density from the measured densities."""
 
 F16, Q8_0, Q4_K_M = "F16", "Q8_0", "Q4_K_M"  # dense
-SPARSE_F16, SPARSE_Q8_0, SPARSE_Q4_0 = "sparse F16", "sparse-q8_0", "sparse-q4_0"
+SPARSE_F16 = "sparse F16"
+SPARSE_Q8_0, SPARSE_Q5_0, SPARSE_Q4_NL, SPARSE_Q4_0 = "sparse-q8_0", "sparse-q5_0", "sparse-q4_nl", "sparse-q4_0"
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,11 @@ class Machine:
 
     name: str
     dense: Mapping[str, float]  # by type
-    sparse: Mapping[str, Mapping[float, float]]  # by what is stored: density -> tokens per second
+    sparse: Mapping[str, Mapping[float, float]]  # by stored values: density -> tokens per second
 
     def ratio(self, stored: str, density: float, dense_type: str) -> float | None:
-        """Speed at a density over that of the dense type, between measured densities by interpolation of the logarithm;
-        None where nothing within NEAR was measured.
+        """Speed at a density over the speed of the dense type. Between measured densities, the logarithm is
+        interpolated. None without a measurement within NEAR.
         """
         points = sorted(self.sparse.get(stored, {}).items())
         if not points or dense_type not in self.dense:
@@ -45,8 +46,8 @@ class Machine:
         return points[0][1] / self.dense[dense_type]  # one density only
 
     def break_even(self, stored: str, dense_type: str) -> float | None:
-        """The density below which the sparse form generates faster than the dense type; None if none that was measured
-        is the last that does.
+        """The density below which the sparse type generates faster than the dense type; None outside the measured
+        densities.
         """
         points = sorted(self.sparse.get(stored, {}).items())
         limit = self.dense.get(dense_type)
@@ -66,7 +67,10 @@ AVX512_VBMI2 = Machine(
 AVX512_VBMI2_QUANTIZED = Machine(
     "AVX-512 VBMI2 (Intel Xeon), 2 threads",
     {Q8_0: 14.8, Q4_K_M: 22.4},
-    {SPARSE_Q8_0: {0.3: 42.5}, SPARSE_Q4_0: {0.3: 44.6}},
+    {SPARSE_Q8_0: {0.3: 42.5}, SPARSE_Q5_0: {0.3: 43.9}, SPARSE_Q4_0: {0.3: 44.6}},
+)
+AVX512_VBMI2_Q4_NL = Machine(
+    "AVX-512 VBMI2 (another Intel Xeon), 2 threads", {F16: 8.0, Q4_K_M: 18.5}, {SPARSE_Q4_NL: {0.5: 26.4}}
 )
 AVX2 = Machine(
     "AVX2 (AMD EPYC, Zen 4), 2 threads",
@@ -82,9 +86,14 @@ H200 = Machine(
         SPARSE_Q4_0: {0.5: 609, 0.3: 761},
     },
 )
+H100 = Machine(
+    "NVIDIA H100, one sequence (dense: llama.cpp's own CUDA backend)",
+    {F16: 174, Q4_K_M: 269},
+    {SPARSE_Q4_NL: {0.5: 439, 0.3: 615}},
+)
 
 BY_KERNELS: Mapping[str, tuple[Machine, ...]] = {
-    "avx512-vbmi2": (AVX512_VBMI2, AVX512_VBMI2_QUANTIZED),
+    "avx512-vbmi2": (AVX512_VBMI2, AVX512_VBMI2_QUANTIZED, AVX512_VBMI2_Q4_NL),
     "avx2": (AVX2,),
 }
-"""The machines that are like one with these CPU kernels (`macko --version` names them)."""
+"""CPU kernels, as `macko --version` prints them -> machines that use them."""

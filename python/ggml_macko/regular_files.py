@@ -7,10 +7,11 @@ device can have effects of its own, so that whatever reads a file begins here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from . import errors
 
@@ -48,6 +49,20 @@ def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
 
 def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def permissions(sources: Iterable[str | os.PathLike[str]]) -> int:
+    """The most that others may do with a file that is made of these files. One that does not exist does not count."""
+    shared = 0o666
+    for source in sources:
+        with contextlib.suppress(OSError):
+            shared &= os.stat(source).st_mode | 0o600
+    return shared
+
+
+def new_file(path: str | os.PathLike[str], mode: str, sources: Iterable[str | os.PathLike[str]]) -> io.FileIO:
+    """Makes a file that does not exist yet, unbuffered, of these files. mode: x or x+. Raises OSError."""
+    return io.FileIO(os.fspath(path), mode, opener=functools.partial(os.open, mode=permissions(sources)))
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:

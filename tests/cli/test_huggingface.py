@@ -20,7 +20,7 @@ from ggml_macko import server
 from ggml_macko.commands import cli
 from ggml_macko.huggingface import bitmask, decompress, hub, tensor_files
 from ggml_macko.huggingface.tensor_files import NewTensor, TensorFile
-from support import generators
+from support import generators, hf_checkpoint
 
 safetensors = pytest.importorskip("safetensors")
 from safetensors.numpy import load_file, save_file  # noqa: E402
@@ -142,7 +142,7 @@ def test_bf16_keeps_every_bit(tmp_path, macko):
     new = [NewTensor(f"w.{part}", kinds[part], p[part].shape) for part in p]
     for path in folder.glob("*.safetensors*"):
         path.unlink()
-    tensor_files.write(folder / "model.safetensors", new, list(p.values()))
+    tensor_files.write(folder / "model.safetensors", [], new, list(p.values()))
     assert macko("decompress", folder, tmp_path / "out").code == 0
     with TensorFile(tmp_path / "out" / "model.safetensors") as file:
         assert np.array_equal(file.read("w.weight").view(np.uint16).reshape(2, 4), bits)
@@ -256,6 +256,47 @@ def test_index_that_leads_out_of_the_folder_is_refused(tmp_path, macko):
     (folder / INDEX).write_text(json.dumps({"weight_map": {"w": "../secret.safetensors"}}))
     done = macko("decompress", folder, tmp_path / "out")
     assert done.code == 1 and "names '../secret.safetensors', which is not there" in done.err
+
+
+@pytest.mark.parametrize("command", ["decompress", "convert"])
+@pytest.mark.parametrize(
+    "name, target", [("tokens.txt", "/proc/self/environ"), ("tokens.txt", "secret"), ("folder", "/etc"), ("more", ".")]
+)
+def test_link_out_of_a_checkpoint_is_not_followed(tmp_path, macko, monkeypatch, command, name, target):
+    """Who gets a checkpoint by tar or git may get links, too."""
+    monkeypatch.setenv("GGML_MACKO_CONVERT_HF", __file__)
+    folder = write_checkpoint(tmp_path / "in", parts_of({"w": sparse(np.random.default_rng(2), 24, 20)}))
+    (tmp_path / "secret").write_text("s")
+    (folder / name).symlink_to(tmp_path / target if target == "secret" else target)
+    done = macko(command, folder, tmp_path / "out")
+    assert done.code == 1 and f"{folder / name}: is a link to " in done.err, done.err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "secret"]
+
+
+def test_links_of_the_cache_of_huggingface_hub_are_followed(tmp_path, macko):
+    cache = tmp_path / "models--USER--NAME"
+    (cache / "snapshots").mkdir(parents=True)
+    folder = write_checkpoint(cache / "snapshots" / "rev", parts_of({"w": sparse(np.random.default_rng(2), 24, 20)}))
+    (cache / "blobs").mkdir()
+    for path in [*folder.iterdir()]:
+        path.rename(cache / "blobs" / path.name)
+        path.symlink_to(f"../../blobs/{path.name}")
+    assert macko("decompress", folder, tmp_path / "out").code == 0
+    assert not [path for path in (tmp_path / "out").iterdir() if path.is_symlink()]
+
+
+def test_output_is_no_more_readable_than_its_source(tmp_path, macko, monkeypatch):
+    hf_checkpoint.write(tmp_path / "in")
+    for path in [*(tmp_path / "in").iterdir(), tmp_path / "in"]:
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    assert macko("decompress", tmp_path / "in", tmp_path / "out").code == 0
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
+    script = tmp_path / "convert.py"
+    script.write_text(hf_checkpoint.AS_PROGRAM)
+    monkeypatch.setenv("GGML_MACKO_CONVERT_HF", str(script))
+    assert macko("convert", tmp_path / "in", tmp_path / "out.gguf", "macko").code == 0
+    for path in [*(tmp_path / "out").iterdir(), tmp_path / "out.gguf"]:
+        assert path.stat().st_mode & 0o777 == 0o600, path
 
 
 # ---- safetensors headers ----
@@ -388,6 +429,22 @@ def test_converter_may_not_download(tmp_path, macko, monkeypatch):
     monkeypatch.setenv("GGML_MACKO_CONVERT_HF", str(script))
     folder = write_checkpoint(tmp_path / "in", {"w": np.zeros(1, np.float32)})
     assert "convert.py: 11" in macko("convert", folder, tmp_path / "out.gguf").err
+
+
+def test_converter_sees_neither_pickles_nor_code(tmp_path, macko, monkeypatch):
+    """It reads pytorch_model*.bin where no safetensors file begins with "model"."""
+    script = tmp_path / "convert.py"
+    script.write_text("import os, sys\nsys.exit(str(sorted(os.listdir(sys.argv[1]))))\n")
+    monkeypatch.setenv("GGML_MACKO_CONVERT_HF", str(script))
+    folder = tmp_path / "in"
+    folder.mkdir()
+    save_file({"w": np.zeros(1, np.float32)}, folder / "x.safetensors")
+    names = ("pytorch_model.bin", "a.pt", "a.pth", "consolidated.ckpt", "a.pkl", "code.py", "tokenizer.model")
+    for name in (*names, "config.json"):
+        (folder / name).write_text("{}")
+    done = macko("convert", folder, tmp_path / "out.gguf")
+    assert done.code == 1 and f"{folder}: convert.py: ['config.json', 'tokenizer.model', 'x.safetensors']" in done.err
+    assert "code.py" in macko("convert", folder, tmp_path / "out.gguf", "--trust-remote-code").err
 
 
 # ---- the hub ----

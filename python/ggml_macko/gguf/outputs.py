@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Callable, TypeVar
 
 from .. import console, errors
-from ..regular_files import check_regular, named, write_at
+from ..regular_files import check_regular, named, new_file, write_at
 
 _MAX_NAME = 200  # bytes of an output's name that its partial file repeats; the rest of 255 is ours
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)  # what link() says on such a file system
@@ -113,7 +113,7 @@ class AtomicOutput:
         force: bool = False,
         signature: bytes = b"GGUF",
     ):
-        """inputs: files that the output must not replace."""
+        """inputs: files that the output must not replace, and whose permissions it gets at most."""
         self.path = Path(os.path.realpath(path))
         self.magic = struct.pack("<I", os.getpid())
         self._inputs = [Path(source) for source in inputs]
@@ -162,7 +162,7 @@ class AtomicOutput:
         prefix, suffix = _partial_name(self.path)
         while True:
             temporary = self._temporary = _Temporary(self.path.parent, prefix, suffix)
-            self._file = temporary.make(lambda path: io.FileIO(path, "x+"))
+            self._file = temporary.make(lambda path: new_file(path, "x+", self._inputs))
             # another run may hold the lock for a moment, and then has taken the file for what a killed run left
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)

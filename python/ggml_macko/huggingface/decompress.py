@@ -7,6 +7,7 @@ appears under its name complete, or not at all.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -14,13 +15,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from .. import console, errors
 from ..gguf.outputs import scratch_folder
-from ..regular_files import check_regular, read_bytes
+from ..regular_files import check_regular, named, new_file, open_regular, read_bytes
 from ..values import Array
 from . import bitmask, tensor_files
 from .tensor_files import NewTensor, TensorEntry, TensorFile
@@ -29,7 +30,8 @@ INDEX = "model.safetensors.index.json"
 FORMATS = {"sparse-bitmask": False, "sparse-24-bitmask": True}  # of sparsity_config -> two of every four
 SHARD_NBYTES = 4 << 30
 _MAX_JSON = 64 << 20
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")  # files that are not copied
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")  # suffixes
+_WEIGHTS = (".safetensors", ".gguf", ".onnx", ".h5", ".msgpack", *PICKLES)  # files that are not copied
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,13 @@ def decompress(folder: str | os.PathLike[str], output: str | os.PathLike[str]) -
     if not output.parent.is_dir():
         raise errors.error(errors.IO, f"{output.parent}: is not a folder")
     config = read_config(folder)
+    check_files(folder)
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(TensorFile(path)) for path in shard_paths(folder)]
         checkpoint = _Checkpoint(folder, files, _is_24(folder, config))
         scratch = stack.enter_context(scratch_folder(output.parent, f".{output.name}."))
         partial = scratch / output.name
-        partial.mkdir()
+        partial.mkdir(folder.stat().st_mode & 0o777 | 0o700)
         _write(checkpoint, config, partial)
         if output.exists():
             raise errors.error(errors.BAD_ARGUMENT, f"{output}: exists; name a folder that does not")
@@ -78,6 +81,21 @@ def decompress(folder: str | os.PathLike[str], output: str | os.PathLike[str]) -
 
 
 # ---- what is in the folder ----
+
+
+def check_files(folder: Path) -> None:
+    """Raises MackoError if the checkpoint has a file that is not regular, or a link to a folder or to a file that is
+    not part of the checkpoint. In the cache of huggingface-hub, it consists of links to `blobs` of its repository.
+    """
+    top = Path(os.path.realpath(folder))
+    blobs = top.parent.parent / "blobs" if top.parent.name == "snapshots" else top
+    for parent, folders, files in os.walk(folder):
+        for path in (Path(parent, name) for name in folders + files):
+            target = Path(os.path.realpath(path))
+            if path.is_symlink() and (target.is_dir() or not {top, blobs} & {target.parent, *target.parents}):
+                raise errors.error(errors.BAD_ARGUMENT, f"{path}: is a link to {target}, which is not followed")
+            if not path.is_dir():
+                check_regular(path)
 
 
 def parse_json(path: Path) -> Any:
@@ -167,6 +185,7 @@ class _Checkpoint:
 
     def __init__(self, folder: Path, files: Sequence[TensorFile], is_24: bool) -> None:
         self.folder = folder
+        self.paths = [file.path for file in files]
         self._is_24 = is_24
         self._home: dict[str, TensorFile] = {}
         for file in files:
@@ -268,16 +287,24 @@ def _write(checkpoint: _Checkpoint, config: dict[str, Any], folder: Path) -> Non
                     yield checkpoint.read(w)
                     advance(w.new.nbytes)
 
-            tensor_files.write(folder / name, [w.new for w in shard], data())
+            tensor_files.write(folder / name, checkpoint.paths, [w.new for w in shard], data())
             weight_map.update({w.new.name: name for w in shard})
     if len(shards) > 1:
-        _write_json(folder / INDEX, {"metadata": {"total_size": nbytes}, "weight_map": weight_map})
+        index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
+        _copy(io.BytesIO(_json(index)), folder / INDEX, checkpoint.paths)
     dropped = ("quantization_config", "compression_config")
-    _write_json(folder / "config.json", {k: v for k, v in config.items() if k not in dropped})
+    new_config = io.BytesIO(_json({k: v for k, v in config.items() if k not in dropped}))
+    _copy(new_config, folder / "config.json", [checkpoint.folder / "config.json"])
     for path in sorted(checkpoint.folder.iterdir()):
         if path.is_file() and path.suffix not in _WEIGHTS and path.name not in ("config.json", INDEX):
-            shutil.copyfile(path, folder / path.name)
+            with open_regular(path) as file:
+                _copy(file, folder / path.name, [path])
 
 
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _json(value: object) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+
+
+def _copy(file: BinaryIO | io.FileIO, path: Path, sources: Sequence[Path]) -> None:
+    with named(path), new_file(path, "x", sources) as out:
+        shutil.copyfileobj(file, out)

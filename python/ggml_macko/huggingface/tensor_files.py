@@ -153,9 +153,9 @@ class NewTensor:
         return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
 
-def write(path: Path, tensors: Sequence[NewTensor], data: Iterable[Array]) -> None:
+def write(path: Path, sources: Sequence[Path], tensors: Sequence[NewTensor], data: Iterable[Array]) -> None:
     """Writes a file that does not exist yet, and reads it back before it gets its name. data: the bytes of each tensor,
-    in order. Raises MackoError or OSError; nothing is left then.
+    in order. sources: files whose permissions it gets at most. Raises MackoError or OSError; nothing is left then.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -166,7 +166,7 @@ def write(path: Path, tensors: Sequence[NewTensor], data: Iterable[Array]) -> No
     text = text.ljust(-(-len(text) // 8) * 8)  # data begin at a multiple of 8
     size = struct.pack("<Q", len(text))
     checksums = []
-    with AtomicOutput(path, [], signature=size[:4]) as output:
+    with AtomicOutput(path, sources, signature=size[:4]) as output:
         output.write(output.magic + size[4:] + text)
         for t, array in zip(tensors, data):
             if array.nbytes != t.nbytes:

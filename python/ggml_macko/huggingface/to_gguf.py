@@ -20,7 +20,8 @@ from pathlib import Path
 
 from .. import console, errors
 from ..gguf.outputs import scratch_folder
-from .decompress import decompress, has_packed_weights, parse_json, read_config
+from ..regular_files import permissions
+from .decompress import PICKLES, check_files, decompress, has_packed_weights, parse_json, read_config, shard_paths
 
 VARIABLE = "GGML_MACKO_CONVERT_HF"
 NAMES = ("convert_hf_to_gguf.py", "llama-convert-hf-to-gguf")
@@ -67,16 +68,15 @@ def _names_code(value: object) -> bool:
     return False
 
 
-def to_gguf(folder: str | os.PathLike[str], output: str | os.PathLike[str], outtype: str = "auto") -> None:
+def _convert(checkpoint: Path, folder: Path, output: Path, outtype: str) -> None:
     """Writes a dense GGUF of a checkpoint whose weights are dense.
 
-    folder: config.json, safetensors files (F32, F16, BF16) and the tokenizer. output: a file that may be overwritten.
-    outtype: f32, f16, bf16, or auto, which the converter takes from the weights. Raises MackoError with the last line
-    that the converter printed if it fails.
+    folder: what the converter reads of the checkpoint. output: a file that may be overwritten. outtype: f32, f16, bf16,
+    or auto, which the converter takes from the weights. Raises MackoError with the last line that the converter
+    printed if it fails.
     """
-    read_config(Path(folder))
-    command = [*find_converter(Path(folder)), os.fspath(folder), "--outfile", os.fspath(output), "--outtype", outtype]
-    console.log(f"{Path(folder).name}: {Path(command[-6]).name} makes a GGUF ..")
+    command = [*find_converter(checkpoint), os.fspath(folder), "--outfile", os.fspath(output), "--outtype", outtype]
+    console.log(f"{checkpoint.name}: {Path(command[-6]).name} makes a GGUF ..")
     is_seen = console.shows_progress()  # then it shows how far it is, and errors, itself
     done = subprocess.run(
         command,
@@ -86,10 +86,10 @@ def to_gguf(folder: str | os.PathLike[str], output: str | os.PathLike[str], outt
         text=True,
         errors="replace",
     )
-    if done.returncode != 0 or not Path(output).is_file():
+    if done.returncode != 0 or not output.is_file():
         lines = [line.strip() for line in (done.stdout or "").splitlines() if line.strip()]
         last = lines[-1] if lines else f"exit code {done.returncode}"
-        raise errors.error(errors.LOAD_FAILED, f"{folder}: {Path(command[-6]).name}: {last[:500]}")
+        raise errors.error(errors.LOAD_FAILED, f"{checkpoint}: {Path(command[-6]).name}: {last[:500]}")
 
 
 @contextlib.contextmanager
@@ -110,6 +110,7 @@ def as_gguf(
         yield path
         return
     read_config(path)
+    check_files(path)
     find_converter(path)  # before anything is written
     parent = tempfile.gettempdir() if near is None else Path(os.path.realpath(near)).parent
     if not os.path.isdir(parent):
@@ -117,11 +118,24 @@ def as_gguf(
     if not trust_remote_code:
         check_runs_no_code(path)
     with scratch_folder(parent, ".macko-hf-") as folder:
-        dense = path
+        dense = folder / path.resolve().name
         if has_packed_weights(path):
-            dense = decompress(path, folder / path.resolve().name).path
+            decompress(path, dense)
+        else:
+            _link(path, dense, trust_remote_code)
         gguf = folder / "model.gguf"
-        to_gguf(dense, gguf, outtype)
-        if dense != path:
-            shutil.rmtree(dense)  # its disk space, before the next step needs more
+        _convert(path, dense, gguf, outtype)
+        shutil.rmtree(dense)  # its disk space, before the next step needs more
+        gguf.chmod(gguf.stat().st_mode & permissions(shard_paths(path)))
         yield gguf
+
+
+def _link(checkpoint: Path, folder: Path, trust_remote_code: bool) -> None:
+    """Makes a folder with links to the files that the converter may open: no pickles, nor code that is not trusted."""
+    hidden = [".*", *(f"*{suffix}" for suffix in PICKLES), *([] if trust_remote_code else ["*.py"])]
+    shutil.copytree(
+        checkpoint,
+        folder,
+        ignore=shutil.ignore_patterns(*hidden),
+        copy_function=lambda source, link: os.symlink(os.path.realpath(source), link),
+    )

@@ -80,16 +80,13 @@ struct chooser {
     void add_exp_coded(int32_t lanes, int64_t nbytes_any, bool all) {
         const int32_t         bits  = exp_coded_delta_bits(desc());
         const exp_coded_shape shape = { { bits, lanes ? lanes : EXP_CODED_LANES, is_wide() && bits < 6 } };
-        exp_coded_layout      m     = {};
-        m.cols                      = desc().cols;
-        m.bank_width                = shape.banked ? static_cast<int32_t>(bank_width_of(desc().cols)) : 0;
         if (!all && !device.exp_coded) {
             return leave_out("EXP_CODED", "the environment leaves it out");
         }
         if (!is_wide() && !all) {
             return leave_out("EXP_CODED", text("fewer than %lld columns", number(WIDE_COLS)));
         }
-        if (x_words_of(m) > room_of_x(plan.device)) {
+        if (x_words_of(bind_exp_coded(desc(), shape, 0, nullptr)) > room_of_x(plan.device)) {
             return leave_out("EXP_CODED", too_wide());
         }
         if (!exp_coded_built_lanes(desc().type, bits, shape.banked).has(shape.lanes)) {
@@ -108,11 +105,8 @@ struct chooser {
     }
 
     void add_inline_delta(int32_t delta_bits, int32_t lanes, bool banked, int64_t nbytes, const char * reason) {
-        const inline_delta_shape shape = { { delta_bits, lanes, banked } };
-        inline_delta_layout      m     = {};
-        m.cols                         = desc().cols;
-        m.delta_bits                   = delta_bits;
-        m.bank_width                   = banked ? static_cast<int32_t>(bank_width_of(desc().cols)) : 0;
+        const inline_delta_shape  shape = { { delta_bits, lanes, banked } };
+        const inline_delta_layout m     = bind_inline_delta(desc(), plan.matrix.n_padded, shape, nullptr);
         if (x_words_of(m) > room_of_x(plan.device)) {
             return leave_out("INLINE_DELTA", too_wide());
         }

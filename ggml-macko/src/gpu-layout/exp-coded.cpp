@@ -46,18 +46,7 @@ int64_t exp_coded_expected_nbytes(const macko_desc & desc, int64_t outliers, int
 
 exp_coded_layout bind_exp_coded(const macko_desc & desc, const exp_coded_shape & shape, int64_t nbytes, void * memory) {
     exp_coded_layout m = {};
-    memory_parts     parts(memory);
-    parts.take(&m.groups, exp_coded_room(desc, nbytes) + GPU_ALIGNMENT); // the last line is whole
-    parts.take(&m.tails, desc.rows);
-    parts.take(&m.bases, desc.rows * shape.lanes);
-    parts.take(&m.row_ptr, desc.rows + 1);
-    m.rows       = desc.rows;
-    m.cols       = desc.cols;
-    m.type       = desc.type;
-    m.nbytes     = parts.nbytes();
-    m.delta_bits = shape.delta_bits;
-    m.lanes      = shape.lanes;
-    m.bank_width = shape.banked ? static_cast<int32_t>(bank_width_of(desc.cols)) : 0;
+    bind_row_split(desc, shape, exp_coded_room(desc, nbytes) + GPU_ALIGNMENT, memory, &m); // the last line is whole
     return m;
 }
 

@@ -57,19 +57,9 @@ int64_t inline_delta_max_groups(const macko_desc & desc, int64_t n_padded) {
 
 inline_delta_layout bind_inline_delta(const macko_desc & desc, int64_t n_padded, const inline_delta_shape & shape,
                                       void * memory) {
-    inline_delta_layout m = {};
-    memory_parts        parts(memory);
-    parts.take(&m.groups, std::max<int64_t>(0, inline_delta_max_groups(desc, n_padded)) * INLINE_DELTA_GROUP_NBYTES);
-    parts.take(&m.tails, desc.rows);
-    parts.take(&m.bases, desc.rows * shape.lanes);
-    parts.take(&m.row_ptr, desc.rows + 1);
-    m.rows       = desc.rows;
-    m.cols       = desc.cols;
-    m.type       = desc.type;
-    m.nbytes     = parts.nbytes();
-    m.delta_bits = shape.delta_bits;
-    m.lanes      = shape.lanes;
-    m.bank_width = shape.banked ? static_cast<int32_t>(bank_width_of(desc.cols)) : 0;
+    inline_delta_layout m      = {};
+    const int64_t       groups = std::max<int64_t>(0, inline_delta_max_groups(desc, n_padded));
+    bind_row_split(desc, shape, groups * INLINE_DELTA_GROUP_NBYTES, memory, &m);
     return m;
 }
 

@@ -29,10 +29,8 @@ struct binder {
     }
     gpu_layout operator()(const row_blocks_shape &) const {
         row_blocks_layout m = {};
-        m.rows              = matrix.desc.rows;
-        m.cols              = matrix.desc.cols;
-        m.type              = matrix.desc.type;
-        m.nbytes            = nbytes;
+
+        static_cast<layout_base &>(m) = { matrix.desc.rows, matrix.desc.cols, matrix.desc.type, nbytes };
         return m;
     }
 };

@@ -22,11 +22,8 @@ inline macko_layout bind_macko(const macko_desc & desc, int64_t n_padded, void *
     parts.take(&m.values, n_padded * value_nbytes(desc.type));
     parts.take(&m.deltas, deltas_nbytes(n_padded, desc.delta_bits));
     parts.take(&m.row_ptr, desc.rows + 1);
-    m.rows       = desc.rows;
-    m.cols       = desc.cols;
-    m.type       = desc.type;
-    m.nbytes     = parts.nbytes();
-    m.delta_bits = desc.delta_bits;
+    static_cast<layout_base &>(m) = { desc.rows, desc.cols, desc.type, parts.nbytes() };
+    m.delta_bits                  = desc.delta_bits;
     return m;
 }
 

@@ -23,4 +23,17 @@ double with_unused_groups(double groups) {
     return std::max(groups + (LINE_GROUPS - 1) / 2.0, std::ceil((groups + 1) / LINE_GROUPS) * LINE_GROUPS);
 }
 
+void bind_row_split(const macko_desc & desc, const row_split_shape & shape, int64_t nbytes_groups, void * memory,
+                    row_split_layout * m) {
+    memory_parts parts(memory);
+    parts.take(&m->groups, nbytes_groups);
+    parts.take(&m->tails, desc.rows);
+    parts.take(&m->bases, desc.rows * shape.lanes);
+    parts.take(&m->row_ptr, desc.rows + 1);
+    static_cast<layout_base &>(*m) = { desc.rows, desc.cols, desc.type, parts.nbytes() };
+    m->delta_bits                  = shape.delta_bits;
+    m->lanes                       = shape.lanes;
+    m->bank_width                  = shape.banked ? static_cast<int32_t>(bank_width_of(desc.cols)) : 0;
+}
+
 } // namespace macko::cuda

@@ -134,6 +134,10 @@ double expected_groups_of_row(const macko_desc & desc, int64_t entries, int32_t 
 // lengths, all at about the same place.
 double with_unused_groups(double groups);
 
+// Binds m to `memory`, of which its groups get nbytes_groups.
+void bind_row_split(const macko_desc & desc, const row_split_shape & shape, int64_t nbytes_groups, void * memory,
+                    row_split_layout * m);
+
 constexpr double GROUPS_MARGIN = 1.02; // what is reserved beside what is expected
 
 } // namespace macko::cuda

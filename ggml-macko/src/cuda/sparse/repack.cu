@@ -280,7 +280,7 @@ template <typename M> static __global__ void overshoot_kernel(const M m, int32_t
 
 // ---- launches ----
 
-template <typename M> static int find_exponent(const repacker & r, const M & m, shape_survey * found) {
+template <typename M> int find_exponent(const repacker & r, const M & m, shape_survey * found) {
     CUDA_OK(cudaMemsetAsync(r.counts, 0, sizeof(*r.counts), r.stream));
     exponents_kernel<<<static_cast<unsigned>(r.device.multiprocessors * 8), 256, 0, r.stream>>>(r.raw, m,
                                                                                                 r.counts->exponents);
@@ -298,7 +298,7 @@ template <typename M> static unsigned blocks_of(const repacker & r, const M & m)
     return static_cast<unsigned>(std::min<int64_t>(m.rows, r.device.multiprocessors * 32));
 }
 
-template <typename M> static int count_groups(const repacker & r, const M & m, shape_survey * found) {
+template <typename M> int count_groups(const repacker & r, const M & m, shape_survey * found) {
     CUDA_OK(cudaFuncSetAttribute(count_kernel<M>, cudaFuncAttributeMaxDynamicSharedMemorySize, r.device.shared_nbytes));
     CUDA_OK(cudaMemsetAsync(r.counts, 0, sizeof(*r.counts), r.stream));
     count_kernel<<<blocks_of(r, m), 32, shared_nbytes_of(m), r.stream>>>(r.raw, m, has_whole_lines(m, r.desc),
@@ -320,7 +320,7 @@ static int64_t nbytes_of_groups(const exp_coded_layout & m, int64_t n) { // whol
     return (n + LINE_GROUPS - 1) / LINE_GROUPS * LINE_GROUPS * exp_coded_group_nbytes(m.delta_bits);
 }
 
-template <typename M> static int make_groups(const repacker & r, const M & m, shape_survey * found) {
+template <typename M> int make_groups(const repacker & r, const M & m, shape_survey * found) {
     CUDA_OK(cudaMemsetAsync(m.groups, 0, static_cast<size_t>(nbytes_of_groups(m, found->n_groups)), r.stream));
     CUDA_OK(cudaMemsetAsync(m.bases, 0, static_cast<size_t>(m.rows * m.lanes * 2), r.stream));
     CUDA_OK(cudaMemsetAsync(r.counts, 0, sizeof(*r.counts), r.stream));
@@ -339,23 +339,11 @@ template <typename M> static int make_groups(const repacker & r, const M & m, sh
     return GGML_MACKO_STATUS_OK;
 }
 
-int find_exponent(const repacker & r, const inline_delta_layout & m, shape_survey * found) {
-    return find_exponent<inline_delta_layout>(r, m, found);
-}
-int find_exponent(const repacker & r, const exp_coded_layout & m, shape_survey * found) {
-    return find_exponent<exp_coded_layout>(r, m, found);
-}
-int count_groups(const repacker & r, const inline_delta_layout & m, shape_survey * found) {
-    return count_groups<inline_delta_layout>(r, m, found);
-}
-int count_groups(const repacker & r, const exp_coded_layout & m, shape_survey * found) {
-    return count_groups<exp_coded_layout>(r, m, found);
-}
-int make_groups(const repacker & r, const inline_delta_layout & m, shape_survey * found) {
-    return make_groups<inline_delta_layout>(r, m, found);
-}
-int make_groups(const repacker & r, const exp_coded_layout & m, shape_survey * found) {
-    return make_groups<exp_coded_layout>(r, m, found);
-}
+template int find_exponent(const repacker &, const inline_delta_layout &, shape_survey *);
+template int find_exponent(const repacker &, const exp_coded_layout &, shape_survey *);
+template int count_groups(const repacker &, const inline_delta_layout &, shape_survey *);
+template int count_groups(const repacker &, const exp_coded_layout &, shape_survey *);
+template int make_groups(const repacker &, const inline_delta_layout &, shape_survey *);
+template int make_groups(const repacker &, const exp_coded_layout &, shape_survey *);
 
 } // namespace macko::cuda

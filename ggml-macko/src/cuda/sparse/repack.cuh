@@ -24,14 +24,12 @@ struct repacker {
     cudaStream_t     stream;
 };
 
+// Steps of the survey of a row-split layout M, inline_delta_layout or exp_coded_layout.
 // EXPONENT
-[[nodiscard]] int find_exponent(const repacker & r, const inline_delta_layout & m, shape_survey * found);
-[[nodiscard]] int find_exponent(const repacker & r, const exp_coded_layout & m, shape_survey * found);
+template <typename M> [[nodiscard]] int find_exponent(const repacker & r, const M & m, shape_survey * found);
 // GROUPS, with m.exponent. Writes m.row_ptr and m.tails.
-[[nodiscard]] int count_groups(const repacker & r, const inline_delta_layout & m, shape_survey * found);
-[[nodiscard]] int count_groups(const repacker & r, const exp_coded_layout & m, shape_survey * found);
+template <typename M> [[nodiscard]] int count_groups(const repacker & r, const M & m, shape_survey * found);
 // OVERSHOOT, right after count_groups(). Writes the matrix.
-[[nodiscard]] int make_groups(const repacker & r, const inline_delta_layout & m, shape_survey * found);
-[[nodiscard]] int make_groups(const repacker & r, const exp_coded_layout & m, shape_survey * found);
+template <typename M> [[nodiscard]] int make_groups(const repacker & r, const M & m, shape_survey * found);
 
 } // namespace macko::cuda

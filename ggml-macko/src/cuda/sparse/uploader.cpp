@@ -101,6 +101,12 @@ struct cuda_sparse_uploader::impl {
         return error;
     }
 
+    // copy() and arrived(), also after a failure
+    int copy_and_wait(void * to, const void * from, int64_t nbytes) {
+        const int copied = copy(to, from, nbytes), late = arrived();
+        return copied ? copied : late;
+    }
+
     // Waits for all copies. No thread may be copying.
     int arrived() {
         for (pinned_buffer & p : pinned) {
@@ -180,10 +186,8 @@ struct cuda_sparse_uploader::impl {
         if (v.needs == survey_step::OUTLIERS) {
             return GGML_MACKO_STATUS_OK;
         }
-        m.overshoot      = image.matrix.overshoot;
-        const int status = copy(m.groups, image.memory.data(), m.nbytes);
-        const int late   = arrived();
-        return status ? status : late;
+        m.overshoot = image.matrix.overshoot;
+        return copy_and_wait(m.groups, image.memory.data(), m.nbytes);
     }
 
     int step(row_blocks_layout & m, const layout_verdict & v, shape_survey * found) {
@@ -197,10 +201,8 @@ struct cuda_sparse_uploader::impl {
         TRY(memory_of(v.nbytes, &memory));
         std::vector<uint8_t> arrays(static_cast<size_t>(sizes.nbytes_arrays), 0);
         fill_row_blocks(view, at.n_threads, bind_row_blocks(view, arrays.data()));
-        m                = bind_row_blocks(view, memory);
-        const int status = copy(memory, arrays.data(), m.nbytes_arrays);
-        const int late   = arrived();
-        return status ? status : late;
+        m = bind_row_blocks(view, memory);
+        return copy_and_wait(memory, arrays.data(), m.nbytes_arrays);
     }
 
     int advance(const layout_verdict & v, gpu_layout * out) {
@@ -263,23 +265,19 @@ int cuda_sparse_uploader::rows(const macko_view & view) {
         first             = !s.at.have_row_ptr;
         s.at.have_row_ptr = true;
     }
-    int status = GGML_MACKO_STATUS_OK;
     if (first) {
-        status = s.copy(s.at.raw.row_ptr, r.row_ptr, (s.at.raw.rows + 1) * 4);
+        TRY(s.copy(s.at.raw.row_ptr, r.row_ptr, (s.at.raw.rows + 1) * 4));
     }
     const int64_t begin = r.row_ptr[r.row_begin], end = r.row_ptr[r.row_end], b = s.at.raw.delta_bits;
     const int64_t value = value_nbytes(s.at.raw.type);
-    if (status == GGML_MACKO_STATUS_OK && begin < end) {
-        status = s.copy(s.at.raw.values + begin * value,
-                        static_cast<const uint8_t *>(r.values) + (begin - r.base) * value, (end - begin) * value);
+    if (begin == end) {
+        return GGML_MACKO_STATUS_OK;
     }
-    // The first and the last byte may hold deltas of neighbouring rows. The neighbour writes the same bytes of the
-    // file.
+    TRY(s.copy(s.at.raw.values + begin * value, static_cast<const uint8_t *>(r.values) + (begin - r.base) * value,
+               (end - begin) * value));
+    // The first and the last byte may hold deltas of neighboring rows. The neighbor writes the same bytes of the file.
     const int64_t byte_begin = begin * b / 8, byte_end = (end * b + 7) / 8;
-    if (status == GGML_MACKO_STATUS_OK && begin < end) {
-        status = s.copy(s.at.raw.deltas + byte_begin, r.deltas + byte_begin - r.base * b / 8, byte_end - byte_begin);
-    }
-    return status;
+    return s.copy(s.at.raw.deltas + byte_begin, r.deltas + byte_begin - r.base * b / 8, byte_end - byte_begin);
 }
 
 // Brings the arrays of a matrix that was recoded to MACKO to the staging memory, from several threads.

@@ -8,33 +8,25 @@ namespace macko::cuda {
 namespace {
 
 struct functions {
-    PFN_cuDeviceGet_v2000                    device_get           = nullptr;
-    PFN_cuDeviceGetAttribute_v2000           device_get_attribute = nullptr;
-    PFN_cuMemGetAllocationGranularity_v10020 get_granularity      = nullptr;
-    PFN_cuMemAddressReserve_v10020           reserve              = nullptr;
-    PFN_cuMemAddressFree_v10020              free                 = nullptr;
-    PFN_cuMemCreate_v10020                   create               = nullptr;
-    PFN_cuMemRelease_v10020                  release              = nullptr;
-    PFN_cuMemMap_v10020                      map                  = nullptr;
-    PFN_cuMemUnmap_v10020                    unmap                = nullptr;
-    PFN_cuMemSetAccess_v10020                set_access           = nullptr;
-    bool                                     complete             = true;
+    bool complete = true;
 
-    functions() {
-        find("cuDeviceGet", 2000, &device_get);
-        find("cuDeviceGetAttribute", 2000, &device_get_attribute);
-        find("cuMemGetAllocationGranularity", 10020, &get_granularity);
-        find("cuMemAddressReserve", 10020, &reserve);
-        find("cuMemAddressFree", 10020, &free);
-        find("cuMemCreate", 10020, &create);
-        find("cuMemRelease", 10020, &release);
-        find("cuMemMap", 10020, &map);
-        find("cuMemUnmap", 10020, &unmap);
-        find("cuMemSetAccess", 10020, &set_access);
-    }
+    PFN_cuDeviceGet_v2000                    device_get           = find("cuDeviceGet", 2000);
+    PFN_cuDeviceGetAttribute_v2000           device_get_attribute = find("cuDeviceGetAttribute", 2000);
+    PFN_cuMemGetAllocationGranularity_v10020 get_granularity      = find("cuMemGetAllocationGranularity");
+    PFN_cuMemAddressReserve_v10020           reserve              = find("cuMemAddressReserve");
+    PFN_cuMemAddressFree_v10020              free                 = find("cuMemAddressFree");
+    PFN_cuMemCreate_v10020                   create               = find("cuMemCreate");
+    PFN_cuMemRelease_v10020                  release              = find("cuMemRelease");
+    PFN_cuMemMap_v10020                      map                  = find("cuMemMap");
+    PFN_cuMemUnmap_v10020                    unmap                = find("cuMemUnmap");
+    PFN_cuMemSetAccess_v10020                set_access           = find("cuMemSetAccess");
 
 private:
-    template <typename F> void find(const char * name, unsigned version, F * out) {
+    struct any_function {
+        void * f;
+        template <typename F> operator F() const { return reinterpret_cast<F>(f); }
+    };
+    any_function find(const char * name, unsigned version = 10020) {
         void *                          f = nullptr;
         cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
@@ -47,7 +39,7 @@ private:
             cudaGetLastError();
         }
         complete = complete && error == cudaSuccess && result == cudaDriverEntryPointSuccess && f;
-        *out     = reinterpret_cast<F>(f);
+        return { f };
     }
 };
 

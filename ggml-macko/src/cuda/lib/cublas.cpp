@@ -22,28 +22,22 @@ using gemm_fn = int (*)(handle_t, int, int, int, int, int, const void *, const v
                         cudaDataType, int, const void *, void *, cudaDataType, int, int, int);
 
 struct functions {
-    create_fn        create        = nullptr;
-    destroy_fn       destroy       = nullptr;
-    set_stream_fn    set_stream    = nullptr;
-    set_workspace_fn set_workspace = nullptr;
-    gemm_fn          gemm          = nullptr;
+    void * library = open();
 
-    functions() { // the library stays loaded: unloading CUDA libraries at exit is not safe
-        void * library = nullptr;
-        for (const char * name : { "libcublas.so.13", "libcublas.so.12" }) {
-            if ((library = dlopen(name, RTLD_NOW | RTLD_LOCAL))) {
-                break;
-            }
-        }
-        if (library) {
-            create        = reinterpret_cast<create_fn>(dlsym(library, "cublasCreate_v2"));
-            destroy       = reinterpret_cast<destroy_fn>(dlsym(library, "cublasDestroy_v2"));
-            set_stream    = reinterpret_cast<set_stream_fn>(dlsym(library, "cublasSetStream_v2"));
-            set_workspace = reinterpret_cast<set_workspace_fn>(dlsym(library, "cublasSetWorkspace_v2"));
-            gemm          = reinterpret_cast<gemm_fn>(dlsym(library, "cublasGemmEx"));
-        }
-    }
+    create_fn        create        = reinterpret_cast<create_fn>(find("cublasCreate_v2"));
+    destroy_fn       destroy       = reinterpret_cast<destroy_fn>(find("cublasDestroy_v2"));
+    set_stream_fn    set_stream    = reinterpret_cast<set_stream_fn>(find("cublasSetStream_v2"));
+    set_workspace_fn set_workspace = reinterpret_cast<set_workspace_fn>(find("cublasSetWorkspace_v2"));
+    gemm_fn          gemm          = reinterpret_cast<gemm_fn>(find("cublasGemmEx"));
+
     bool complete() const { return create && destroy && set_stream && set_workspace && gemm; }
+
+private:
+    static void * open() { // the library stays loaded: unloading CUDA libraries at exit is not safe
+        void * newest = dlopen("libcublas.so.13", RTLD_NOW | RTLD_LOCAL);
+        return newest ? newest : dlopen("libcublas.so.12", RTLD_NOW | RTLD_LOCAL);
+    }
+    void * find(const char * name) const { return library ? dlsym(library, name) : nullptr; }
 };
 
 // cuBLAS loads kernels at their first use. Without memory for them, it returns any of four codes although the GPU has

@@ -146,19 +146,15 @@ bool graph_has_host_weights(const ggml_cgraph * graph) {
 panel_pipeline::panel_pipeline(const op_context & c, const ggml_cgraph * graph) : ctx(c) {
     for (int i = 0; i < graph->n_nodes; i++) {
         const ggml_tensor * node = graph->nodes[i];
-        if (computes(node) && multiplies_by_expert(ctx, node)) {
+        if (!computes(node)) {
+            continue;
+        }
+        if (multiplies_by_expert(ctx, node)) {
             if (is_sparse(node->src[0])) {
                 panels_.push_back({ nullptr, 0, 0 });
             }
-            continue;
-        }
-        if (!computes(node) || !densifies(ctx, node)) {
-            continue;
-        }
-        if (op_of(node) == GGML_OP_MUL_MAT_ID) {
-            add_panels_of_experts(node);
-        } else {
-            add_panels(node);
+        } else if (densifies(ctx, node)) {
+            op_of(node) == GGML_OP_MUL_MAT_ID ? add_panels_of_experts(node) : add_panels(node);
         }
     }
 }
@@ -345,25 +341,23 @@ cudaError_t panel_pipeline::enqueue_by_expert(ggml_tensor * node) {
     return op_scatter_expert_rows(ctx, lists + at.y, ids, w->ne[2], lists, y);
 }
 
-// Address of the 16-bit copy of node's x, which exists (*is_made) or must be made.
-char * panel_pipeline::shared_x16(ggml_tensor * node, tensor_type type, bool * is_made) {
-    *is_made = x16_of_ && x16_type_ == type && x16_of_->src[1] == node->src[1];
-    if (!*is_made) {
+// Finds the 16-bit copy of node's x that an earlier product has made, or makes it.
+cudaError_t panel_pipeline::share_x16(ggml_tensor * node, tensor_type type, char ** x16) {
+    const bool is_made = x16_of_ && x16_type_ == type && x16_of_->src[1] == node->src[1];
+    if (!is_made) {
         x16_of_   = node;
         x16_type_ = type;
     }
-    return scratch_of(ctx, x16_of_);
+    *x16 = scratch_of(ctx, x16_of_);
+    return is_made ? cudaSuccess : op_mul_mat_x16(ctx, type, operand(node->src[1]), *x16);
 }
 
 cudaError_t panel_pipeline::enqueue_densified(ggml_tensor * node) {
     const tensor_type   type = panel_type(node->src[0]);
     const ggml_tensor * x    = node->src[1];
     if (x->ne[2] * x->ne[3] == 1) {
-        bool   is_made;
-        char * x16 = shared_x16(node, type, &is_made);
-        if (!is_made) {
-            CUDA_TRY(op_mul_mat_x16(ctx, type, operand(x), x16));
-        }
+        char * x16;
+        CUDA_TRY(share_x16(node, type, &x16));
         return enqueue_panels(node->src[0], operand(x), x16, operand(node), scratch_of(ctx, node));
     }
     forget_x16();
@@ -381,12 +375,8 @@ cudaError_t panel_pipeline::enqueue_dense(ggml_tensor * node) {
         forget_x16();
         return op_mul_mat(ctx, w, x, operand(node), scratch_of(ctx, node), nullptr, is_weight(node->src[0]));
     }
-    const tensor_type type = op_mul_mat_16_type(w.type);
-    bool              is_made;
-    char *            x16 = shared_x16(node, type, &is_made);
-    if (!is_made) {
-        CUDA_TRY(op_mul_mat_x16(ctx, type, x, x16));
-    }
+    char * x16;
+    CUDA_TRY(share_x16(node, op_mul_mat_16_type(w.type), &x16));
     return op_mul_mat(ctx, w, x, operand(node), scratch_of(ctx, node), x16);
 }
 

@@ -66,7 +66,7 @@ private:
     cudaError_t make_panels();
     cudaError_t enqueue_panels(const ggml_tensor * w, const op_tensor & x, const char * x16, const op_tensor & y,
                                char * scratch);
-    char *      shared_x16(ggml_tensor * node, tensor_type type, bool * is_made);
+    cudaError_t share_x16(ggml_tensor * node, tensor_type type, char ** x16);
 
     template <typename F> cudaError_t use_panel(F && multiply);
 };

@@ -2,68 +2,31 @@
 #include "abi/op-numbers.h"
 
 #include <cstring>
+#include <utility>
 
 namespace macko::cuda {
 
 namespace {
 
-template <typename FROM, typename TO> struct enum_pair {
-    FROM from;
-    TO   to;
-};
-
 template <typename FROM, typename TO, size_t N>
-std::optional<TO> find_pair(const enum_pair<FROM, TO> (&pairs)[N], FROM from) {
-    for (const enum_pair<FROM, TO> & pair : pairs) {
-        if (pair.from == from) {
-            return pair.to;
+std::optional<TO> find_pair(const std::pair<FROM, TO> (&pairs)[N], FROM from) {
+    for (const auto & [ggml, ours] : pairs) {
+        if (ggml == from) {
+            return ours;
         }
     }
     return std::nullopt;
 }
 
-constexpr enum_pair<ggml_op, binary_op> BINARY_OPS[] = {
-    { GGML_OP_ADD, binary_op::ADD },
-    { GGML_OP_SUB, binary_op::SUB },
-    { GGML_OP_MUL, binary_op::MUL },
-    { GGML_OP_DIV, binary_op::DIV },
-};
+#define BINARY(NAME)     { GGML_OP_##NAME, binary_op::NAME },
+#define ONE_SOURCE(NAME) { GGML_OP_##NAME, unary_op::NAME },
+#define UNARY(NAME)      { GGML_UNARY_OP_##NAME, unary_op::NAME },
+#define GLU(NAME)        { GGML_GLU_OP_##NAME, glu_op::NAME },
 
-constexpr enum_pair<ggml_op, unary_op> ONE_SOURCE_OPS[] = {
-    { GGML_OP_SQR, unary_op::SQR },     { GGML_OP_SQRT, unary_op::SQRT }, { GGML_OP_LOG, unary_op::LOG },
-    { GGML_OP_SIN, unary_op::SIN },     { GGML_OP_COS, unary_op::COS },   { GGML_OP_SCALE, unary_op::SCALE },
-    { GGML_OP_CLAMP, unary_op::CLAMP }, { GGML_OP_FILL, unary_op::FILL },
-};
-
-constexpr enum_pair<ggml_unary_op, unary_op> UNARY_OPS[] = {
-    { GGML_UNARY_OP_ABS, unary_op::ABS },
-    { GGML_UNARY_OP_SGN, unary_op::SGN },
-    { GGML_UNARY_OP_NEG, unary_op::NEG },
-    { GGML_UNARY_OP_STEP, unary_op::STEP },
-    { GGML_UNARY_OP_TANH, unary_op::TANH },
-    { GGML_UNARY_OP_ELU, unary_op::ELU },
-    { GGML_UNARY_OP_RELU, unary_op::RELU },
-    { GGML_UNARY_OP_SIGMOID, unary_op::SIGMOID },
-    { GGML_UNARY_OP_GELU, unary_op::GELU },
-    { GGML_UNARY_OP_GELU_QUICK, unary_op::GELU_QUICK },
-    { GGML_UNARY_OP_SILU, unary_op::SILU },
-    { GGML_UNARY_OP_HARDSWISH, unary_op::HARDSWISH },
-    { GGML_UNARY_OP_HARDSIGMOID, unary_op::HARDSIGMOID },
-    { GGML_UNARY_OP_EXP, unary_op::EXP },
-    { GGML_UNARY_OP_EXPM1, unary_op::EXPM1 },
-    { GGML_UNARY_OP_SOFTPLUS, unary_op::SOFTPLUS },
-    { GGML_UNARY_OP_GELU_ERF, unary_op::GELU_ERF },
-    { GGML_UNARY_OP_FLOOR, unary_op::FLOOR },
-    { GGML_UNARY_OP_CEIL, unary_op::CEIL },
-    { GGML_UNARY_OP_ROUND, unary_op::ROUND },
-    { GGML_UNARY_OP_TRUNC, unary_op::TRUNC },
-};
-
-constexpr enum_pair<ggml_glu_op, glu_op> GLU_OPS[] = {
-    { GGML_GLU_OP_REGLU, glu_op::REGLU },         { GGML_GLU_OP_GEGLU, glu_op::GEGLU },
-    { GGML_GLU_OP_SWIGLU, glu_op::SWIGLU },       { GGML_GLU_OP_SWIGLU_OAI, glu_op::SWIGLU_OAI },
-    { GGML_GLU_OP_GEGLU_ERF, glu_op::GEGLU_ERF }, { GGML_GLU_OP_GEGLU_QUICK, glu_op::GEGLU_QUICK },
-};
+constexpr std::pair<ggml_op, binary_op>      BINARY_OPS[]     = { MACKO_BINARY_OPS(BINARY) };
+constexpr std::pair<ggml_op, unary_op>       ONE_SOURCE_OPS[] = { MACKO_ONE_SOURCE_OPS(ONE_SOURCE) };
+constexpr std::pair<ggml_unary_op, unary_op> UNARY_OPS[]      = { MACKO_UNARY_OPS(UNARY) };
+constexpr std::pair<ggml_glu_op, glu_op>     GLU_OPS[]        = { MACKO_GLU_OPS(GLU) };
 
 } // namespace
 

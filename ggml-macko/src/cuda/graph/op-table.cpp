@@ -6,10 +6,41 @@
 
 #include <algorithm>
 #include <array>
+#include <tuple>
 
 namespace macko::cuda {
 
 namespace {
+
+// ---- ops without parameters ----
+
+// src[0] ... src[N - 1] and the result
+template <size_t N> std::array<op_tensor, N + 1> operands(const ggml_tensor * op) {
+    std::array<op_tensor, N + 1> all;
+    std::transform(op->src, op->src + N, all.begin(), operand);
+    all[N] = operand(op);
+    return all;
+}
+template <auto SUPPORTED, size_t N> bool supports(const ggml_tensor * op) {
+    return std::apply(SUPPORTED, operands<N>(op));
+}
+template <auto OP, size_t N> cudaError_t enqueue(panel_pipeline & panels, ggml_tensor * node) {
+    return std::apply([&](const auto &... t) { return OP(panels.ctx, t...); }, operands<N>(node));
+}
+
+constexpr auto add_id_supported     = supports<op_add_id_supported, 3>;
+constexpr auto enqueue_add_id       = enqueue<op_add_id, 3>;
+constexpr auto copy_supported       = supports<op_copy_supported, 1>;
+constexpr auto enqueue_copy         = enqueue<op_copy, 1>;
+constexpr auto get_rows_supported   = supports<op_get_rows_supported, 2>;
+constexpr auto enqueue_get_rows     = enqueue<op_get_rows, 2>;
+constexpr auto set_rows_supported   = supports<op_set_rows_supported, 2>;
+constexpr auto enqueue_set_rows     = enqueue<op_set_rows, 2>;
+constexpr auto sum_rows_supported   = supports<op_sum_rows_supported, 1>;
+constexpr auto enqueue_sum_rows     = enqueue<op_sum_rows, 1>;
+constexpr auto argsort_supported    = supports<op_argsort_supported, 1>;
+constexpr auto mul_mat_supported    = supports<op_mul_mat_supported, 2>;
+constexpr auto mul_mat_id_supported = supports<op_mul_mat_id_supported, 3>;
 
 // ---- elementwise ----
 
@@ -44,34 +75,6 @@ cudaError_t enqueue_glu(panel_pipeline & panels, ggml_tensor * node) {
     return op_glu(panels.ctx, *p, operand(node->src[0]), optional_operand(node->src[1]).get(), operand(node));
 }
 
-bool add_id_supported(const ggml_tensor * op) {
-    return op_add_id_supported(operand(op->src[0]), operand(op->src[1]), operand(op->src[2]), operand(op));
-}
-cudaError_t enqueue_add_id(panel_pipeline & panels, ggml_tensor * node) {
-    return op_add_id(panels.ctx, operand(node->src[0]), operand(node->src[1]), operand(node->src[2]), operand(node));
-}
-
-// ---- copies and rows of tables ----
-
-bool        copy_supported(const ggml_tensor * op) { return op_copy_supported(operand(op->src[0]), operand(op)); }
-cudaError_t enqueue_copy(panel_pipeline & panels, ggml_tensor * node) {
-    return op_copy(panels.ctx, operand(node->src[0]), operand(node));
-}
-
-bool get_rows_supported(const ggml_tensor * op) {
-    return op_get_rows_supported(operand(op->src[0]), operand(op->src[1]), operand(op));
-}
-cudaError_t enqueue_get_rows(panel_pipeline & panels, ggml_tensor * node) {
-    return op_get_rows(panels.ctx, operand(node->src[0]), operand(node->src[1]), operand(node));
-}
-
-bool set_rows_supported(const ggml_tensor * op) {
-    return op_set_rows_supported(operand(op->src[0]), operand(op->src[1]), operand(op));
-}
-cudaError_t enqueue_set_rows(panel_pipeline & panels, ggml_tensor * node) {
-    return op_set_rows(panels.ctx, operand(node->src[0]), operand(node->src[1]), operand(node));
-}
-
 // ---- reductions along rows ----
 
 bool        rms_norm_supported(const ggml_tensor * op) { return op_rms_norm_supported(rms_norm_operands(op).params()); }
@@ -89,12 +92,6 @@ cudaError_t enqueue_soft_max(panel_pipeline & panels, ggml_tensor * node) {
     return op_soft_max(panels.ctx, scale, max_bias, operand(node->src[0]), mask.get(), sinks.get(), operand(node));
 }
 
-bool sum_rows_supported(const ggml_tensor * op) { return op_sum_rows_supported(operand(op->src[0]), operand(op)); }
-cudaError_t enqueue_sum_rows(panel_pipeline & panels, ggml_tensor * node) {
-    return op_sum_rows(panels.ctx, operand(node->src[0]), operand(node));
-}
-
-bool        argsort_supported(const ggml_tensor * op) { return op_argsort_supported(operand(op->src[0]), operand(op)); }
 cudaError_t enqueue_argsort(panel_pipeline & panels, ggml_tensor * node) {
     const bool descending = ggml_get_op_params_i32(node, 0) == GGML_SORT_ORDER_DESC;
     return op_argsort(panels.ctx, descending, operand(node->src[0]), operand(node));
@@ -122,9 +119,6 @@ cudaError_t enqueue_attention(panel_pipeline & panels, ggml_tensor * node) {
 
 // ---- matrix products ----
 
-bool mul_mat_supported(const ggml_tensor * op) {
-    return op_mul_mat_supported(operand(op->src[0]), operand(op->src[1]), operand(op));
-}
 size_t mul_mat_scratch_nbytes(const ggml_tensor * op) {
     return op_mul_mat_scratch_nbytes(operand(op->src[0]), operand(op->src[1]));
 }
@@ -136,9 +130,6 @@ cudaError_t enqueue_mul_mat(panel_pipeline & panels, ggml_tensor * node) {
     return panels.enqueue_dense(node);
 }
 
-bool mul_mat_id_supported(const ggml_tensor * op) {
-    return op_mul_mat_id_supported(operand(op->src[0]), operand(op->src[1]), operand(op->src[2]), operand(op));
-}
 size_t mul_mat_id_scratch_nbytes(const ggml_tensor * op) {
     return std::max(op_mul_mat_id_scratch_nbytes(operand(op->src[0]), operand(op->src[1]), operand(op->src[2])),
                     by_expert_scratch_nbytes(op));

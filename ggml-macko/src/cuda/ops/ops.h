@@ -73,6 +73,7 @@ cudaError_t op_compute_capability(int * cc);
 int64_t type_block_size(tensor_type type); // elements per block: 1, 32 or 256
 int64_t type_block_nbytes(tensor_type type);
 bool    type_is_weight(tensor_type type); // matrix products, get_rows and copies can read it
+bool    type_can_store(tensor_type type); // a KV cache can have it: copies write it, and attention reads it
 
 inline bool is_contiguous_rows(const op_tensor & t) { return t.nb[0] == type_block_nbytes(t.type); }
 bool        is_contiguous(const op_tensor & t);
@@ -102,48 +103,30 @@ cudaError_t op_small_writes(const small_writes & w, cudaStream_t stream);
 
 // ---- elementwise (elementwise.cu); dst may be one of the sources ----
 
-enum class binary_op : int { ADD, SUB, MUL, DIV };
+// Lists of ops: X(NAME) for each. ggml's names are GGML_OP_NAME, GGML_UNARY_OP_NAME and GGML_GLU_OP_NAME.
+#define MACKO_ENUMERATOR(NAME) NAME,
+
+#define MACKO_BINARY_OPS(X) X(ADD) X(SUB) X(MUL) X(DIV)
+enum class binary_op : int { MACKO_BINARY_OPS(MACKO_ENUMERATOR) };
 bool op_binary_supported(binary_op op, const op_tensor & a, const op_tensor & b, const op_tensor & dst);
 // a op b, with b repeated to the shape of a.
 cudaError_t op_binary(const op_context & ctx, binary_op op, const op_tensor & a, const op_tensor & b,
                       const op_tensor & dst);
 
-enum class unary_op : int {
-    ABS,
-    SGN,
-    NEG,
-    STEP,
-    TANH,
-    ELU,
-    RELU,
-    SIGMOID,
-    GELU,
-    GELU_QUICK,
-    SILU,
-    HARDSWISH,
-    HARDSIGMOID,
-    EXP,
-    EXPM1,
-    SOFTPLUS,
-    GELU_ERF,
-    FLOOR,
-    CEIL,
-    ROUND,
-    TRUNC,
-    SQR,
-    SQRT,
-    LOG,
-    SIN,
-    COS,
-    SCALE, // x * p0 + p1
-    CLAMP, // to p0 ... p1
-    FILL,  // p0
-};
+// clang-format off
+#define MACKO_UNARY_OPS(X) \
+    X(ABS) X(SGN) X(NEG) X(STEP) X(TANH) X(ELU) X(RELU) X(SIGMOID) X(GELU) X(GELU_QUICK) X(SILU) X(HARDSWISH) \
+    X(HARDSIGMOID) X(EXP) X(EXPM1) X(SOFTPLUS) X(GELU_ERF) X(FLOOR) X(CEIL) X(ROUND) X(TRUNC)
+// clang-format on
+// ops with parameters: SCALE is x * p0 + p1, CLAMP is to p0 ... p1, FILL is p0
+#define MACKO_ONE_SOURCE_OPS(X) X(SQR) X(SQRT) X(LOG) X(SIN) X(COS) X(SCALE) X(CLAMP) X(FILL)
+enum class unary_op : int { MACKO_UNARY_OPS(MACKO_ENUMERATOR) MACKO_ONE_SOURCE_OPS(MACKO_ENUMERATOR) };
 bool        op_unary_supported(unary_op op, const op_tensor & x, const op_tensor & dst);
 cudaError_t op_unary(const op_context & ctx, unary_op op, float p0, float p1, const op_tensor & x,
                      const op_tensor & dst);
 
-enum class glu_op : int { REGLU, GEGLU, SWIGLU, SWIGLU_OAI, GEGLU_ERF, GEGLU_QUICK };
+#define MACKO_GLU_OPS(X) X(REGLU) X(GEGLU) X(SWIGLU) X(SWIGLU_OAI) X(GEGLU_ERF) X(GEGLU_QUICK)
+enum class glu_op : int { MACKO_GLU_OPS(MACKO_ENUMERATOR) };
 struct glu_params {
     glu_op op;
     bool   swapped; // without up: the gate is the second half of the row

@@ -30,6 +30,11 @@ bool type_is_weight(tensor_type type) {
     return with_type(type, [](auto) { return cudaSuccess; }) == cudaSuccess;
 }
 
+bool type_can_store(tensor_type type) {
+    return with_type(type, [](auto t) { return decltype(t)::CAN_STORE ? cudaSuccess : cudaErrorInvalidValue; }) ==
+           cudaSuccess;
+}
+
 bool is_contiguous(const op_tensor & t) {
     int64_t       expected = type_block_nbytes(t.type);
     const int64_t block    = type_block_size(t.type);

@@ -43,7 +43,7 @@ FIX = "python3 tools/dev.py check --fix"
 
 MAX_COLUMNS = 120
 # folders of what clang-format formats, which are no tables of data (*.inc)
-FORMATTED = ("examples", "ggml-macko", "pybind", "tests", "tools")
+FORMATTED = ("examples", "ggml-macko", "tests", "tools")
 CPP_SUFFIXES = {".c", ".cpp", ".cu", ".cuh", ".h"}
 
 
@@ -177,7 +177,7 @@ def cpp_files() -> list[pathlib.Path]:
 
 
 def cmake_files() -> list[pathlib.Path]:
-    found = (path for folder in ("cmake", *FORMATTED) for path in (ROOT / folder).rglob("*"))
+    found = (path for folder in ("cmake", "pybind", *FORMATTED) for path in (ROOT / folder).rglob("*"))
     inside = (path for path in found if path.name == "CMakeLists.txt" or path.suffix == ".cmake")
     return sorted(path.relative_to(ROOT) for path in (ROOT / "CMakeLists.txt", *inside))
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Makes the N-th allocation, read, write, fsync, renaming, thread and so on fail, for every N, in every operation that
-reads or writes model files, and prints what came of it.
+"""Makes the N-th allocation, read, write, fsync, rename, thread and so on fail, for every N, in every operation that
+reads or writes model files, and prints the outcomes.
 
-What must come of it: the right result, or one line that says what failed and exit code 1; no file but the output, no
-descriptor left open. Anything else is a fault, and the exit code is 1. Where llama.cpp, CPython or NumPy end the
-process because of a failure in their own code, that is counted on its own.
+Two outcomes are allowed: the right result, or one line that names the failure and exit code 1. No file but the output
+and no open descriptor may remain. Anything else is a fault, and the exit code is 1. The table counts separately the
+processes that llama.cpp, CPython or NumPy end because of a failure in their own code.
 
-Needs cc and the package (installed, or on PYTHONPATH). A tiny model is made here, so that all calls of an operation can
-be tried: a worker has imported everything and run the operation once, and is forked for each call. fail-nth.c is
-preloaded; it counts calls and fails one.
+Needs cc and the package (installed, or on PYTHONPATH). The model is tiny, so that all calls of an operation can be
+tried. A worker imports everything, runs the operation once, and forks for each call. fail-nth.c is preloaded; it counts
+calls and makes one fail.
 
     python3 tools/checks/inject_failures.py -j 16 --json results.jsonl      # everything
     python3 tools/checks/inject_failures.py --only convert-macko:write      # one operation and kind
@@ -25,9 +25,9 @@ import dataclasses
 import gc
 import json
 import mmap
+import multiprocessing
 import os
 import pathlib
-import queue
 import random
 import re
 import resource
@@ -37,10 +37,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+
+from tabulate import tabulate
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SHIM = ROOT / "tests" / "support" / "fail-nth.c"
@@ -49,13 +50,19 @@ TIMEOUT = 60.0  # seconds after which a run hangs
 SLICE = 40  # calls that a worker tries before it gets more
 WHERE_NBYTES = 4096
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a file system without waiting for a disk
+ENVIRONMENT = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "OMP_NUM_THREADS": "1",  # OpenMP's threads do not survive a fork
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
 
 
 class Kind(NamedTuple):
-    """What is made to fail."""
+    """A kind of call that fails."""
 
     id: int  # enum kind of fail-nth.c
-    from_there_on: bool  # all calls from the N-th on, as on a full disk
+    from_there_on: bool  # all calls from the N-th on fail, as on a full disk
     is_of_file: bool  # the message must name a file
     must_succeed: bool = False
 
@@ -97,11 +104,11 @@ OPERATIONS = {
     "calibrate": "calibrate -m {inputs}/sparse.gguf -f {inputs}/text.txt -o {out} -c 32 --chunks 2 -t {t}",
 }
 
-THIRD_PARTIES = (  # module, or the start of its name -> who
+THIRD_PARTIES = (  # start of a module's name -> project
     ("libggml-macko", ""),
     ("libllama", "llama.cpp"),
     ("libggml", "llama.cpp"),
-    ("libgomp", ""),  # whoever called it
+    ("libgomp", ""),  # its caller counts
     ("_cffi_backend", "cffi"),
     ("_multiarray", "NumPy"),
     ("_umath", "NumPy"),
@@ -116,12 +123,12 @@ THIRD_PARTIES = (  # module, or the start of its name -> who
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Of one run."""
+    """The result of one run."""
 
     operation: str
     kind: str
     n: int  # the call that failed
-    outcome: str  # "right", "refused", the name of who ended the process, or a fault
+    outcome: str  # "right", "refused", the program that ended the process, or a fault
     detail: str = ""
     where: str = ""  # modules, innermost first
 
@@ -131,6 +138,12 @@ class Result:
 
 
 # ---- a worker ----
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+        yield
 
 
 def make_inputs(folder: pathlib.Path) -> None:
@@ -152,29 +165,29 @@ def make_inputs(folder: pathlib.Path) -> None:
             raise SystemExit(f"could not make the inputs: {command}")
     time.sleep(3.1)  # a younger model has no cache
     os.environ["XDG_CACHE_HOME"] = str(folder)
-    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+    with quiet():
         cli.main(["generate", "-m", str(folder / "sparse.gguf"), "-p", "abab", "-n", "1", "-c", "32", "--cache"])
     if not list((folder / CACHE).glob("*.weights")):
         raise SystemExit("could not make the inputs: no cache")
 
 
-CACHE = "ggml-macko"  # the folder of weights that are kept, in XDG_CACHE_HOME
+CACHE = "ggml-macko"  # the weight cache, a folder in XDG_CACHE_HOME
 
 
 class Run(NamedTuple):
     """A run of an operation in a forked process."""
 
-    status: int  # as waitpid has it; -1: it had to be killed
+    status: int  # of waitpid; -1: the process was killed because it hung
     out: str
     err: str
     files: dict[str, bytes]
     n_calls: int
-    n_descriptors: int  # that were left open
+    n_descriptors: int  # left open
     where: str
 
 
 class Worker:
-    """Runs operations in forks of this process, which has run each of them once."""
+    """Runs operations in forks of this process, which has run each operation once."""
 
     def __init__(self, inputs: pathlib.Path, folder: pathlib.Path):
         self.inputs, self.folder = inputs, folder
@@ -198,7 +211,7 @@ class Worker:
         from ggml_macko.commands import cli
 
         self.empty_folder(operation)
-        with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+        with quiet():
             if cli.main(self.arguments(operation, 1)) != 0:
                 raise SystemExit(f"{operation}: failed without any injected failure")
         gc.collect()
@@ -263,7 +276,7 @@ class Worker:
         run = self.run(operation, kind, n)
         outcome, detail = judge(run, right, kind, str(self.folder), str(self.inputs))
         if kind.must_succeed and outcome == "refused":
-            outcome = "fault: a call that did less than it was asked for was not repeated"
+            outcome = "fault: a short read or write was not repeated"
         return Result(operation, kind_name, n, outcome, detail, run.where)
 
 
@@ -281,7 +294,7 @@ def wait(pid: int) -> int:
 
 
 def third_party(where: str) -> str:
-    """Whose code made the call that failed; "" if it is ours."""
+    """The project whose code made the failing call; "" if it is ours."""
     for entry in where.split():
         for start, name in THIRD_PARTIES:
             if entry.startswith(start):
@@ -305,7 +318,7 @@ def judge(run: Run, right: Run, kind: Kind, folder: str, inputs: str) -> tuple[s
         name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return who or f"fault: ends with {name}", f"{name}: {detail}"
     if code == 0:
-        kept = {name for name in right.files if name.startswith(CACHE)}  # a load that cannot keep weights goes on
+        kept = {name for name in right.files if name.startswith(CACHE)}  # a load without a cache succeeds
         if run.files != {n: f for n, f in right.files.items() if n in run.files or n not in kept} or (
             run.out != right.out
         ):
@@ -323,93 +336,47 @@ def judge(run: Run, right: Run, kind: Kind, folder: str, inputs: str) -> tuple[s
     return "refused", detail
 
 
-def serve(inputs: str) -> None:
-    """Lines of JSON on stdin: [operation, kind, [n, ...]], an empty list counts calls; answers on stdout."""
-    answers = os.fdopen(os.dup(1), "w")
-    with tempfile.TemporaryDirectory(prefix="inject-", dir=MEMORY) as folder:
-        worker = Worker(pathlib.Path(inputs), pathlib.Path(folder) / "work")
-        for line in sys.stdin:
-            operation, kind, ns = json.loads(line)
-            worker.prepare(operation)
-            answer: Any
-            if ns:
-                answer = [dataclasses.astuple(worker.judge(operation, kind, n)) for n in ns]
-            else:
-                answer = worker.run(operation, KINDS[kind], 0).n_calls
-            print(json.dumps(answer), file=answers, flush=True)
-
-
 # ---- all of them ----
 
-
-class Workers:
-    """Processes that serve requests; requests of several threads go to several of them."""
-
-    def __init__(self, n: int, shim: pathlib.Path, inputs: pathlib.Path):
-        environment = {
-            **os.environ,
-            "LD_PRELOAD": str(shim),
-            "OPENBLAS_NUM_THREADS": "1",
-            "OMP_WAIT_POLICY": "passive",
-            "OMP_NUM_THREADS": "1",  # in the process that is forked: OpenMP's threads do not survive that
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        command = [sys.executable, __file__, "--serve", str(inputs)]
-        self.free: queue.Queue[subprocess.Popen[str]] = queue.Queue()
-        self.all = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-            for _ in range(n)
-        ]
-        for process in self.all:
-            self.free.put(process)
-
-    def ask(self, operation: str, kind: str, ns: Sequence[int]) -> Any:
-        process = self.free.get()
-        try:
-            assert process.stdin is not None and process.stdout is not None
-            print(json.dumps([operation, kind, list(ns)]), file=process.stdin, flush=True)
-            line = process.stdout.readline()
-            if not line:
-                raise SystemExit(f"the worker of {operation} ended")
-            return json.loads(line)
-        finally:
-            self.free.put(process)
-
-    def close(self) -> None:
-        for process in self.all:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-        for process in self.all:
-            process.wait(60)
+worker: Worker
 
 
-def results_of(workers: Workers, jobs: int, pairs: list[tuple[str, str]], sample: int, seed: int) -> Iterator[Result]:
-    """Of all calls, or of a random sample of so many of each operation and kind."""
+def start_worker(inputs: pathlib.Path, number: Any) -> None:
+    """In each process of the pool. number: a counter that the processes share."""
+    global worker
+    with number:
+        number.value += 1
+        worker = Worker(inputs, inputs / f"work-{number.value}")
+
+
+def count_calls(operation: str, kind: str) -> int:
+    worker.prepare(operation)
+    return worker.run(operation, KINDS[kind], 0).n_calls
+
+
+def judge_calls(operation: str, kind: str, ns: Sequence[int]) -> list[Result]:
+    worker.prepare(operation)
+    return [worker.judge(operation, kind, n) for n in ns]
+
+
+def results_of(
+    pool: concurrent.futures.Executor, pairs: list[tuple[str, str]], sample: int, seed: int
+) -> Iterator[Result]:
+    """The results of all calls, or of a random sample of `sample` calls of each operation and kind."""
     rng = random.Random(seed)
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        counts = list(pool.map(lambda pair: workers.ask(*pair, []), pairs))
-        slices = []
-        for (operation, kind), count in zip(pairs, counts):
-            ns = list(range(1, count + 1))
-            if 0 < sample < count:
-                ns = sorted(rng.sample(ns, sample))
-            print(f"{operation}, {kind}: {len(ns)} of {count} calls", file=sys.stderr)
-            slices += [(operation, kind, ns[i : i + SLICE]) for i in range(0, len(ns), SLICE)]
-        done, begin, lock = 0, time.monotonic(), threading.Lock()
-
-        def ask(item: tuple[str, str, list[int]]) -> list[Result]:
-            nonlocal done
-            found = [Result(*answer) for answer in workers.ask(*item)]
-            with lock:
-                done += 1
-                if done % 50 == 0:
-                    left = (time.monotonic() - begin) / done * (len(slices) - done)
-                    print(f"{done} of {len(slices)} slices, {left / 60:.1f} minutes left", file=sys.stderr)
-            return found
-
-        for found in pool.map(ask, slices):
-            yield from found
+    slices: list[tuple[str, str, list[int]]] = []
+    for (operation, kind), count in zip(pairs, pool.map(count_calls, *zip(*pairs))):
+        ns = list(range(1, count + 1))
+        if 0 < sample < count:
+            ns = sorted(rng.sample(ns, sample))
+        print(f"{operation}, {kind}: {len(ns)} of {count} calls", file=sys.stderr)
+        slices += [(operation, kind, ns[i : i + SLICE]) for i in range(0, len(ns), SLICE)]
+    begin = time.monotonic()
+    for done, found in enumerate(pool.map(judge_calls, *zip(*slices)), 1):
+        yield from found
+        if done % 50 == 0:
+            left = (time.monotonic() - begin) / done * (len(slices) - done)
+            print(f"{done} of {len(slices)} slices, {left / 60:.1f} minutes left", file=sys.stderr)
 
 
 def table(results: Sequence[Result]) -> str:
@@ -420,13 +387,12 @@ def table(results: Sequence[Result]) -> str:
     third = sorted({outcome for counts in groups.values() for outcome in counts} - {"right", "refused", "fault"})
     columns = ["right", "refused", *third, "fault"]
     titles = ["right result", "one line, exit 1", *(f"{name} ends the process or leaks" for name in third), "faults"]
-    rows = ["| operation | what fails | calls | " + " | ".join(titles) + " |", "|---|---|" + "---|" * (len(titles) + 1)]
-    order = {kind: i for i, kind in enumerate(KINDS)}
-    for operation, kind in sorted(groups, key=lambda key: (key[0], order[key[1]])):
-        counts = groups[operation, kind]
-        cells = [str(sum(counts.values())), *(str(counts[c]) for c in columns)]
-        rows.append(f"| {operation} | {kind} | " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+    order = list(KINDS)
+    rows = [
+        [*key, sum(counts.values()), *(counts[c] for c in columns)]
+        for key, counts in sorted(groups.items(), key=lambda item: (item[0][0], order.index(item[0][1])))
+    ]
+    return tabulate(rows, ["operation", "failing call", "calls", *titles], tablefmt="github")
 
 
 def summary_of_faults(results: Sequence[Result]) -> list[str]:
@@ -435,41 +401,40 @@ def summary_of_faults(results: Sequence[Result]) -> list[str]:
     for r in results:
         if r.is_fault:
             kinds[r.operation, r.kind, r.outcome].append(r)
-    lines = []
-    for (operation, kind, outcome), found in sorted(kinds.items(), key=lambda item: -len(item[1])):
-        first = found[0]
-        lines.append(f"{len(found)} x {operation}, {kind} {first.n}: {outcome}: {first.detail} [{first.where[:200]}]")
-    return lines
+    return [
+        f"{len(found)} x {operation}, {kind} {found[0].n}: {outcome}: {found[0].detail} [{found[0].where[:200]}]"
+        for (operation, kind, outcome), found in sorted(kinds.items(), key=lambda item: -len(item[1]))
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-j", "--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes")
-    parser.add_argument("--sample", type=int, default=0, metavar="N", help="try so many calls of each kind (0: all)")
-    parser.add_argument("--seed", type=int, default=1, metavar="SEED", help="of the sample")
+    parser.add_argument(
+        "--sample", type=int, default=0, metavar="N", help="try N random calls of each kind (default: 0, all)"
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="SEED", help="seed of the sample (default: 1)")
     parser.add_argument("--only", metavar="REGEX", help="only where OPERATION:KIND matches")
     parser.add_argument("--json", metavar="FILE", help="write every result, one per line")
-    parser.add_argument("--serve", metavar="INPUTS", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.serve:
-        serve(args.serve)
-        return 0
     pairs = [(o, k) for o in OPERATIONS for k in KINDS if not args.only or re.search(args.only, f"{o}:{k}")]
-    with tempfile.TemporaryDirectory(prefix="inject-", dir=MEMORY) as name:
+    if not pairs:
+        parser.error(f"--only {args.only}: no OPERATION:KIND matches")
+    with tempfile.TemporaryDirectory(prefix="inject-", dir=MEMORY) as name, open(args.json or os.devnull, "w") as f:
         folder = pathlib.Path(name)
         shim = folder / "fail-nth.so"
         subprocess.run(["cc", "-O1", "-g", "-shared", "-fPIC", "-o", str(shim), str(SHIM), "-ldl"], check=True)
-        with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+        with quiet():
             make_inputs(folder)
-        workers = Workers(args.jobs, shim, folder)
-        results = []
-        try:
-            with open(args.json or os.devnull, "w") as f:
-                for result in results_of(workers, args.jobs, pairs, args.sample, args.seed):
-                    results.append(result)
-                    print(json.dumps(dataclasses.asdict(result)), file=f, flush=True)
-        finally:
-            workers.close()
+        os.environ.update(ENVIRONMENT, LD_PRELOAD=str(shim))  # of the processes of the pool, which are new programs
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(
+            args.jobs, context, start_worker, (folder, context.Value("i", 0))
+        ) as pool:
+            results = []
+            for result in results_of(pool, pairs, args.sample, args.seed):
+                results.append(result)
+                print(json.dumps(dataclasses.asdict(result)), file=f, flush=True)
     print(table(results))
     faults = summary_of_faults(results)
     for line in faults:

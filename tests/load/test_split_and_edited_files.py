@@ -8,11 +8,13 @@ import functools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ggml_macko import errors
+from ggml_macko.gguf.files import shard_paths
 from support import generators, llama_logits
 from support import gguf_bytes as gb
 from support.llama_functions import as_c
@@ -113,6 +115,14 @@ def test_second_part_alone_is_refused(sparse, tmp_path):
     """it has no macko.* key: llama.cpp says what to give"""
     with pytest.raises(ValueError, match="Failed to load model"):
         open_model(gb.split(sparse, tmp_path, [47, 47])[1])
+
+
+def test_number_of_parts_in_a_name_costs_no_time(tmp_path, monkeypatch):
+    looked, exists = [], Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: looked.append(path) or exists(path))
+    first = tmp_path / "m-00001-of-99999.gguf"
+    first.touch()
+    assert shard_paths(first) == [first] and len(looked) == 2
 
 
 def test_part_that_changes_while_loading_is_refused(sparse, tmp_path, monkeypatch):

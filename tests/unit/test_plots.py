@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from support import generators
+from support import generators, gguf_bytes
 
 pytest.importorskip("matplotlib", reason="matplotlib is optional")
 
@@ -56,6 +56,35 @@ def test_density_map_has_a_cell_for_each_matrix_of_each_layer():
     assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["attn_q", "ffn_up"]
     assert figure.get_suptitle() == "a model: density" and figure.axes[0].get_xlabel() == "layer"
     assert figure.get_facecolor() == (1, 1, 1, 1)  # opaque: readable on a dark page
+
+
+@pytest.mark.parametrize("name", ["$\\frac$", "100 $ or 200 $", "a$_$b"])
+def test_dollar_sign_in_a_name_begins_no_formula(name):
+    """draw_without_rendering() parses all texts."""
+    assert plot.draw([plot.Panel(name, [plot.Point(name, DENSE, 1, 2), *POINTS])], name).get_suptitle() == name
+    plot.draw_density([plot.Cell(0, name, 0.5)], name).draw_without_rendering()
+
+
+@pytest.mark.parametrize(
+    "names, limit",
+    [
+        (["blk.99999999.attn_q.weight"], "blk.99999999.attn_q.weight: 100000000 layers, 1 matrices in a layer"),
+        (["blk.512.attn_q.weight"], "blk.512.attn_q.weight: 513 layers"),
+        (
+            [f"blk.0.a{i}.weight" for i in range(200)],
+            "1 layers, 200 matrices in a layer; a plot shows at most 512 and 128",
+        ),
+    ],
+)
+def test_number_in_a_name_makes_no_huge_plot(tmp_path, macko, names, limit):
+    f = gguf_bytes.GGUF()
+    f.set("general.architecture", gguf_bytes.STRING, b"llama")
+    for name in names:
+        f.tensors.append(gguf_bytes.Tensor(name.encode(), [8, 4], 1, bytes(64)))
+    (tmp_path / "model.gguf").write_bytes(gguf_bytes.write(f))
+    done = macko("inspect", tmp_path / "model.gguf", "--plot", tmp_path / "p.png")
+    assert done.code == 1 and f"error: --plot: {tmp_path}/model.gguf: " in done.err and limit in done.err, done.err
+    assert not (tmp_path / "p.png").exists()
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])

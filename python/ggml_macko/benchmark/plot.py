@@ -5,12 +5,13 @@ All have a white ground of their own, so that they can be read on light and dark
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 from .. import console, errors
 from ..benchmark.forms import DENSE, QUANTIZED, SPARSE, SPARSE_QUANTIZED
@@ -67,6 +68,21 @@ def figure_class() -> type[Any]:
     return MatplotlibFigure
 
 
+def _without_formulas(draw: Callable[..., Figure]) -> Callable[..., Figure]:
+    """A dollar sign in a name begins no formula."""
+
+    @functools.wraps(draw)
+    def wrapped(*args: Any) -> Figure:
+        figure_class()
+        from matplotlib import rc_context
+
+        with rc_context({"text.parse_math": False}):
+            return draw(*args)
+
+    return wrapped
+
+
+@_without_formulas
 def draw(panels: Sequence[Panel], title: str) -> Figure:
     """A figure of perplexity over one quantity per panel, all logarithmic. The first point is the dense model."""
     figure = figure_class()(figsize=(6.5 * len(panels) + 2.5, 5.2), layout="constrained", facecolor="white")
@@ -89,7 +105,7 @@ def draw(panels: Sequence[Panel], title: str) -> Figure:
     figure.axes[0].set_ylabel("perplexity (log), lower is better")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.suptitle(title, fontsize=10, parse_math=False)
+    figure.suptitle(title, fontsize=10)
     figure.draw_without_rendering()  # lays the figure out, so that places are known from here on
     for axes, panel in zip(all_axes, panels):
         _label_points(axes, panel.points)
@@ -154,6 +170,7 @@ class Cell(NamedTuple):
     density: float
 
 
+@_without_formulas
 def draw_density(cells: Sequence[Cell], title: str) -> Figure:
     """A heatmap of densities: layers from left to right, matrices from top to bottom."""
     import numpy as np
@@ -178,7 +195,7 @@ def draw_density(cells: Sequence[Cell], title: str) -> Figure:
                 column, row, shown, ha="center", va="center", fontsize=7, color="white" if value > 0.5 else "black"
             )
     figure.colorbar(image, ax=axes, label="density: non-zeros / weights", fraction=0.05)
-    figure.suptitle(title, fontsize=10, parse_math=False)
+    figure.suptitle(title, fontsize=10)
     return figure
 
 
@@ -218,7 +235,7 @@ def save(figure: Figure, outputs: Mapping[str, AtomicOutput]) -> None:
     for suffix, output in outputs.items():
         data = io.BytesIO()
         # text stays text, and there are no dates and random ids: the same figures give the same file
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "macko"}):
+        with rc_context({"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "macko"}):
             figure.savefig(data, format=suffix[1:], dpi=110, metadata=_NO_DATE.get(suffix, {}))
         output.write(output.magic + data.getvalue()[4:])
         output.seal()

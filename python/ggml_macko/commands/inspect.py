@@ -17,6 +17,9 @@ from ..native.codec import DeviceLayout
 
 HELP = "show the contents of a model file"
 
+MAX_LAYERS, MAX_MATRICES = 512, 128
+"""What a plot shows: llama.cpp's limit of layers, matrices of each."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
@@ -158,5 +161,13 @@ def draw(report: ModelReport, path: str, force: bool) -> None:
             cells.append(plot.Cell(int(name[1]), name[2], t.density))
     if not cells:
         raise errors.error(errors.BAD_ARGUMENT, "--plot: the file has no block weights of a type with zeros")
-    name = report.metadata.get("general.name", Path(report.path).name)
-    plot.save_as(plot.draw_density(cells, f"{name}: density of the weights of each layer"), path, force, [report.path])
+    last, n_matrices = max(cells), len({cell.matrix for cell in cells})
+    if last.layer >= MAX_LAYERS or n_matrices > MAX_MATRICES:
+        raise errors.error(
+            errors.LIMIT,
+            f"--plot: {report.path}: blk.{last.layer}.{last.matrix}.weight: {last.layer + 1} layers, "
+            f"{n_matrices} matrices in a layer; a plot shows at most {MAX_LAYERS} and {MAX_MATRICES}",
+        )
+    name = errors.printable(str(report.metadata.get("general.name", Path(report.path).name)))
+    figure = plot.draw_density(cells, f"{name[:100]}: density of the weights of each layer")
+    plot.save_as(figure, path, force, [report.path])

@@ -10,6 +10,7 @@ error, not SIGBUS.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import struct
@@ -399,11 +400,11 @@ def _part_path(path: Path, name: re.Match[str], no: int) -> Path:
 
 
 def shard_paths(path: str | os.PathLike[str]) -> list[Path]:
-    """The files of a model that exist, as far as their names tell; no file is opened."""
+    """The files of a model up to the first that is missing, as far as their names tell; no file is opened."""
     path = Path(path)
     name = _part_name(path)
-    paths = [path] if name is None else [_part_path(path, name, no) for no in range(int(name[3]))]
-    return [p for p in paths if p.exists()]
+    paths = [path] if name is None else (_part_path(path, name, no) for no in range(int(name[3])))
+    return [*itertools.takewhile(Path.exists, paths)]
 
 
 def _open_shards(path: Path) -> Iterator[_Shard]:

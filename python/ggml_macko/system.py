@@ -62,3 +62,11 @@ def ggml_library(name: str) -> ctypes.CDLL:
     Not llama_cpp._ggml.libggml: that is a second copy of the library, with a registry that libllama never sees.
     """
     return ctypes.CDLL(f"lib{name}.so.0")
+
+
+def cuda_driver() -> ctypes.CDLL | None:
+    """The library of NVIDIA's driver, None without one."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None

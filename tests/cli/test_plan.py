@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 import ggml_macko
-from ggml_macko import console
+from ggml_macko import MackoError, console, system
 from ggml_macko.benchmark import forms
 from ggml_macko.codecs import coded
 from ggml_macko.codecs.packed import TYPE_CODED
 from ggml_macko.conversion import estimate, measured_speed, model_memory
+from ggml_macko.conversion.inspect import parse_device
 from ggml_macko.gguf.files import Model, make_key
 from ggml_macko.native import bindings
 from ggml_macko.values import TYPE_BF16, TYPE_I8, TYPE_I32
@@ -262,10 +263,47 @@ def test_headers_name_the_layouts_that_are_possible():
     assert not layout.is_settled and "MACKO" in layout.reason and layout.nbytes == bindings.gpu_nbytes(header)
 
 
-@pytest.mark.parametrize("device", ["cuda:sm_42", "cuda:99", "gpu", "cuda:", "cpu:99KB"])
+@pytest.mark.parametrize("device", ["cuda:sm_42", "cuda:9999", "gpu", "cuda:", "cpu:99KB"])
 def test_unknown_device_is_refused(shapes, macko, device):
     done = macko("inspect", "--device", device, shapes)
-    assert done.code == 1 and f"device '{device}': expected cpu, cuda:sm_75" in done.err
+    assert done.code == 1 and f"device '{device}': expected cpu, cuda, cuda:0, cuda:sm_75" in done.err
+
+
+class FakeDriver:
+    """The functions of libcuda for two GPUs, with 99 KB and 227 KB of shared memory for a block."""
+
+    def cuInit(self, flags: int) -> int:
+        return 0
+
+    def cuDeviceGetCount(self, out: object) -> int:
+        out._obj.value = 2
+        return 0
+
+    def cuDeviceGet(self, out: object, number: int) -> int:
+        out._obj.value = number + 5  # a handle
+        return 0
+
+    def cuDeviceGetAttribute(self, out: object, attribute: int, device: object) -> int:
+        out._obj.value = {5: 99, 6: 227}[device.value] << 10 if attribute == 97 else 0
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("device", "kb"), [("cuda", 99), ("cuda:0", 99), ("CUDA1", 227), ("MACKO1", 227), ("cuda:2", "2 GPUs")]
+)
+def test_present_gpu_is_asked_for_its_shared_memory(monkeypatch, device, kb):
+    monkeypatch.setattr(system, "cuda_driver", FakeDriver)
+    if isinstance(kb, int):
+        assert parse_device(device) == kb << 10
+    else:
+        with pytest.raises(MackoError, match=f"device 'cuda:2': the driver finds {kb};"):
+            parse_device(device)
+
+
+def test_missing_gpu_is_one_clear_line(monkeypatch, shapes, macko):
+    monkeypatch.setattr(system, "cuda_driver", lambda: None)
+    done = macko("inspect", "--device", "cuda", shapes)
+    assert done.code == 1 and "device 'cuda:0': the driver finds no GPU; cuda:sm_90 needs none" in done.err
 
 
 def coded_header(rows, cols, nnz, n_outliers):

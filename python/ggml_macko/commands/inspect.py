@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         metavar="DEVICE",
         help="also show the layout of each sparse tensor in the memory of a device, and the reason: cpu (with the "
-        "kernels in use), cuda:sm_86 or another compute capability, or cuda:99KB for the shared memory per block; "
-        "needs no GPU",
+        "kernels in use), cuda or cuda:0 (a GPU of this machine), cuda:sm_86 or another compute capability (needs no "
+        "GPU), or cuda:99KB for the shared memory per block",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(

@@ -17,6 +17,7 @@ from ..gguf import tensor_rules
 from ..gguf.activation_keys import SkipRule, read_rule
 from ..gguf.files import Model, Tensor, type_name
 from ..native.codec import DeviceLayout, cpu_layout, gpu_layout
+from ..native.devices import shared_nbytes
 
 
 @dataclass(frozen=True)
@@ -93,22 +94,23 @@ SHARED_KB = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, 
 
 
 def parse_device(text: str) -> int:
-    """Bytes of shared memory of a GPU: `cuda` (a GeForce card), `cuda:sm_86`, `cuda:99KB`, or both with a comma; 0 for
-    `cpu`.
+    """Bytes of shared memory of a GPU; 0 for `cpu`. `cuda`, `cuda:1`, `CUDA1` and `MACKO1` are GPUs of this machine;
+    `cuda:sm_86`, `cuda:99KB`, or both with a comma describe any.
     """
     if text == "cpu":
         return 0
-    name, colon, details = text.partition(":")
-    words = details.split(",") if colon else ["sm_86"]
+    if present := re.fullmatch(r"cuda|(?:cuda:?|macko)(\d{1,3})", text, re.IGNORECASE):
+        return shared_nbytes(int(present[1] or 0))
+    name, _, details = text.partition(":")
     sizes = []
-    for word in words:
+    for word in details.split(","):
         size = re.fullmatch(r"(\d{1,6})KB", word)
         if word not in SHARED_KB and not size:
             name = ""
         sizes.append(int(size[1]) if size else SHARED_KB.get(word, 0))
     if name != "cuda":
         known = ", ".join(f"cuda:{word}" for word in SHARED_KB)
-        raise errors.error(errors.BAD_ARGUMENT, f"device '{text}': expected cpu, {known}, or cuda:<n>KB")
+        raise errors.error(errors.BAD_ARGUMENT, f"device '{text}': expected cpu, cuda, cuda:0, {known}, or cuda:<n>KB")
     return sizes[-1] << 10
 
 
@@ -119,7 +121,7 @@ def inspect(path: str | os.PathLike[str], *, n_threads: int = 0, device: str | N
     path: the model, or the first file of a split one. device: also finds the layout of each sparse tensor in the memory
     of that device; see parse_device(). Raises MackoError if it is not a valid model, OSError if it cannot be read.
     """
-    shared_nbytes = None if device is None else parse_device(device)
+    on_device = None if device is None else parse_device(device)
     with Model(path) as model:
         keys = {k.name: k.value() for k in model.keys if k.name in ("general.architecture", "general.name")}
         keys.update({k.name: k.value() for k in model.keys if k.name.startswith("macko.")})
@@ -132,13 +134,13 @@ def inspect(path: str | os.PathLike[str], *, n_threads: int = 0, device: str | N
             skip_rule=read_rule(model),
             nbytes=model.nbytes,
             tensors=tuple(
-                inspect_tensor(t, n_threads, shared_nbytes)
+                inspect_tensor(t, n_threads, on_device)
                 for t in console.tracked(model.tensors, "reading", lambda t: t.nbytes_stored, "B")
             ),
         )
 
 
-def inspect_tensor(t: Tensor, n_threads: int = 0, shared_nbytes: int | None = None) -> TensorReport:
+def inspect_tensor(t: Tensor, n_threads: int = 0, on_device: int | None = None) -> TensorReport:
     density = padding = sets = coding = layout = None
     if t.codec is not None and t.sparse is not None:
         stored = t.stored_arrays()
@@ -146,8 +148,8 @@ def inspect_tensor(t: Tensor, n_threads: int = 0, shared_nbytes: int | None = No
         density = t.sparse.nnz / t.n_elements
         padding = (n_stored - t.sparse.nnz) / n_stored if n_stored else 0.0
         coding = t.codec.coding(stored, t.sparse.value_type, t.sparse.nnz)
-        if shared_nbytes is not None:
-            layout = _layout_of(t, shared_nbytes, n_threads)
+        if on_device is not None:  # parse_device()
+            layout = _layout_of(t, on_device, n_threads)
         table = t.codec.sets(stored)
         if table is not None:
             rows = table.tolist()
@@ -172,11 +174,11 @@ def inspect_tensor(t: Tensor, n_threads: int = 0, shared_nbytes: int | None = No
     )
 
 
-def _layout_of(t: Tensor, shared_nbytes: int, n_threads: int) -> DeviceLayout:
+def _layout_of(t: Tensor, on_device: int, n_threads: int) -> DeviceLayout:
     m = t.read_sparse()
-    if not shared_nbytes:
+    if not on_device:
         return cpu_layout(m.header)
-    return gpu_layout(m, shared_nbytes, stacked=len(t.ne) > 2, n_threads=n_threads)
+    return gpu_layout(m, on_device, stacked=len(t.ne) > 2, n_threads=n_threads)
 
 
 def _break_even(t: Tensor) -> float | None:

@@ -1,13 +1,14 @@
-"""The devices that the plugin gives to ggml, and the memory that they have left."""
+"""The GPUs of this machine: those that the plugin gives to ggml, and what the driver tells about them."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import NamedTuple
 
-from .. import system
+from .. import errors, system
 
 _GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
+_SHARED_MEMORY_PER_BLOCK_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_...
 
 
 class Gpu(NamedTuple):
@@ -44,3 +45,21 @@ def gpus() -> list[Gpu]:
             base.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
             found.append(Gpu(name, base.ggml_backend_dev_description(device).decode(), free.value, total.value))
     return found
+
+
+def shared_nbytes(number: int) -> int:
+    """Bytes of shared memory that a block may use on a GPU of this machine. Raises MackoError if the GPU is missing."""
+    driver, count, device, nbytes = system.cuda_driver(), ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    if driver and driver.cuInit(0) == 0:
+        driver.cuDeviceGetCount(ctypes.byref(count))
+    if number >= count.value:
+        found = f"{count.value} GPU{'s'[: count.value != 1]}" if count.value else "no GPU"
+        raise errors.error(
+            errors.BAD_ARGUMENT, f"device 'cuda:{number}': the driver finds {found}; cuda:sm_90 needs none"
+        )
+    status = driver.cuDeviceGet(ctypes.byref(device), number) or driver.cuDeviceGetAttribute(
+        ctypes.byref(nbytes), _SHARED_MEMORY_PER_BLOCK_OPTIN, device
+    )
+    if status:
+        raise errors.error(errors.BAD_ARGUMENT, f"device 'cuda:{number}': the driver reports error {status}")
+    return nbytes.value

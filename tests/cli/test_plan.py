@@ -409,6 +409,7 @@ def test_quantized_model_is_told_why_not(tmp_path, macko):
     path = generators.write_gguf(tmp_path / "q.gguf", {"blk.0.attn_q.weight": (q8, 8)})
     done = macko("plan", path)
     assert done.code == 0 and "quantized already: only F16, BF16 and F32" in done.out
+    assert "`macko prune` dequantizes" in done.out
 
 
 def test_advice_of_a_pruned_model(pruned, macko):

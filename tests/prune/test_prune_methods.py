@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from fractions import Fraction
 
 import gguf
@@ -12,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ggml_macko import values
+from ggml_macko.benchmark import forms
 from ggml_macko.evaluation.text_model import TextModel
+from ggml_macko.gguf.dense_copy import dequantized
 from ggml_macko.pruning import allocation, array_backend, masks
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 from support import generators, gguf_bytes, tiny_models
@@ -59,6 +62,28 @@ def write_imatrix(path, statistics: dict):
 @pytest.fixture
 def imatrix(tmp_path, tiny):
     return write_imatrix(tmp_path / "imatrix.gguf", statistics_of(tiny, np.random.default_rng(3)))
+
+
+# ---- quantized models ----
+
+
+@pytest.mark.parametrize("options", [["alps", "-f"], ["wanda", "--imatrix"]], ids=lambda options: options[0])
+def test_quantized_model_is_pruned_as_its_values_are(tmp_path, macko, text, options):
+    model, copy = tmp_path / "f16.gguf", tmp_path / "copy.gguf"
+    model.write_bytes(gguf_bytes.write(tiny_models.make("llama")))
+    forms.quantize(model, tmp_path / "q8_0.gguf", "Q8_0", 1)
+    with dequantized(tmp_path / "q8_0.gguf", copy) as path:
+        shutil.copyfile(path, copy)
+    statistics = text
+    if options[1] == "--imatrix":
+        statistics = tmp_path / "imatrix.gguf"
+        assert macko("calibrate", "-m", tmp_path / "q8_0.gguf", "-f", text, "-c", 32, "-o", statistics).code == 0
+    arguments = ["--sparsity", 0.5, "-c", 32, "-dev", "none", "--method", *options, statistics]
+    for source in (tmp_path / "q8_0.gguf", copy):
+        done = macko("prune", source, tmp_path / f"pruned-{source.name}", *arguments)
+        assert done.code == 0, done.err
+    results = [(tmp_path / f"pruned-{name}").read_bytes() for name in ("q8_0.gguf", "copy.gguf")]
+    assert results[0] == results[1]
 
 
 # ---- which text ----

@@ -1,4 +1,4 @@
-"""libggml's own quantizers on NumPy arrays: what llama-quantize uses."""
+"""libggml's own quantizers on NumPy arrays, in both directions: what llama-quantize uses."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def library() -> ctypes.CDLL:
     for name, result, arguments in (
         ("ggml_row_size", ctypes.c_size_t, [ctypes.c_int, i64]),
         ("ggml_blck_size", i64, [ctypes.c_int]),
+        ("ggml_type_name", ctypes.c_char_p, [ctypes.c_int]),
         ("ggml_quantize_chunk", ctypes.c_size_t, [ctypes.c_int, pointer, pointer, i64, i64, i64, pointer]),
     ):
         getattr(base, name).restype = result
@@ -87,6 +88,36 @@ def quantize(
         base.ggml_quantize_chunk(type_id, x.ctypes.data, out[at].ctypes.data, 0, n, cols, w)
 
     in_threads(quantize_rows, range(0, rows, step), n_threads)
+    return out
+
+
+def can_dequantize(type_id: int) -> bool:
+    """Whether dequantize() takes a ggml type; F16, BF16 and F32 need none."""
+    return _dequantizer(type_id) is not None
+
+
+@functools.cache
+def _dequantizer(type_id: int) -> Callable[..., None] | None:
+    """libggml's function for a type; its arguments are the blocks, the result and the number of values."""
+    function = getattr(library(), f"dequantize_row_{library().ggml_type_name(type_id).decode()}", None)
+    if function is not None:
+        function.restype = None
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    return function
+
+
+def dequantize(data: Array, type_id: int, rows: int, cols: int, n_threads: int = 0) -> npt.NDArray[np.float32]:
+    """The values (rows, cols) of a matrix of bytes (rows * bytes of a row,) in a ggml type that can_dequantize()."""
+    function = _dequantizer(type_id)
+    assert function is not None
+    blocks = data.reshape(rows, -1)
+    out = np.empty((rows, cols), dtype=np.float32)
+    step = max(1, _CHUNK // cols)
+
+    def dequantize_rows(at: int) -> None:
+        function(blocks[at:].ctypes.data, out[at:].ctypes.data, min(step, rows - at) * cols)
+
+    in_threads(dequantize_rows, range(0, rows, step), n_threads)
     return out
 
 

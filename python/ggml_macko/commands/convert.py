@@ -12,6 +12,7 @@ from ..conversion.convert import ConversionReport, ConvertOptions, checked_type,
 from ..conversion.verify import error_line
 from ..huggingface.hub import download
 from ..huggingface.to_gguf import OUTTYPES, as_gguf
+from ..values import TYPE_NAMES
 
 HELP = "store a pruned model sparse"
 
@@ -212,7 +213,9 @@ def print_totals(done: ConversionReport) -> None:
     print(console.model_line("sparse size", done.nbytes, done.n_parameters))
     n_dense = sum(bool(t.note) and not t.is_sparse for t in done.tensors)
     if not done.n_sparse:
-        console.log("warning: no tensor would shrink; the output is a dense file")
+        is_quantized = any(t.note and t.type not in TYPE_NAMES.values() for t in done.tensors)
+        hint = "; its weights are quantized: `macko prune` dequantizes and prunes them" if is_quantized else ""
+        console.log(f"warning: no tensor would shrink; the output is a dense file{hint}")
     elif n_dense:
         console.log(f"warning: {n_dense} of {len(done.tensors)} tensor(s) stay dense, see above")
     if done.n_negative_zeros:  # masks leave them: w * 0 is -0.0 for a negative w

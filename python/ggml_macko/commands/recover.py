@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("input", metavar="IN", help="pruned GGUF, dense or sparse; the first file of a split model")
     parser.add_argument("output", metavar="OUT", help="GGUF to write")
-    parser.add_argument("--dense", required=True, metavar="DENSE", help="dense model that IN was made from")
+    parser.add_argument("--dense", required=True, metavar="DENSE", help="dense or quantized model of IN")
     parser.add_argument("-f", "--file", dest="text", required=True, metavar="FNAME", help="text to train on")
     _add_texts(parser.add_argument_group("texts"))
     _add_training(parser.add_argument_group("training"))

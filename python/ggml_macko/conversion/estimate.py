@@ -465,7 +465,10 @@ _PRUNED = 0.95  # a density from which on nobody would call a model sparse
 def _advice(p: ModelPlan) -> Iterator[str]:
     by_type = {t.type: t for t in p.types}
     if p.density is None:
-        yield "Its weights are quantized already: only F16, BF16 and F32 weights can be stored sparse."
+        yield (
+            "Its weights are quantized already: only F16, BF16 and F32 weights can be stored sparse. `macko prune` "
+            "dequantizes and prunes them; the F16 or BF16 model is a better source."
+        )
         return
     quantized = by_type[Q4_K_M]
     if p.density > _PRUNED:

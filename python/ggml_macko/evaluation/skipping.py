@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 
@@ -38,7 +37,6 @@ from ..evaluation.feed_forward_parts import FeedForwardPart, FeedForwardTap, Row
 from ..evaluation.text_model import Chunks, Logits, TextModel, spread
 from ..gguf.activation_keys import PartRule, SkipRule
 from ..gguf.files import Model, Tensor
-from ..values import TYPE_NAMES, to_float
 
 SCORES = ("cats", "product", "wina")
 ALLOCATIONS = ("uniform", "greedy")
@@ -109,15 +107,7 @@ ACTIVATIONS: Mapping[str, Callable[[Rows], Rows]] = {
 
 def column_norms(t: Tensor) -> npt.NDArray[np.float32]:
     """The Euclidean norms (cols,) of the columns of a matrix, dense, quantized or sparse. Raises MackoError."""
-    if t.type in TYPE_NAMES:
-        values = to_float(t.read_bits(), t.type)
-    else:
-        try:
-            values = gguf.quants.dequantize(t.read().reshape(t.rows, -1), gguf.GGMLQuantizationType(t.type))
-        except NotImplementedError:
-            raise errors.error(
-                errors.LIMIT, f"{t.shard.path}: {t.name}: the norms of its columns cannot be taken in its type"
-            ) from None
+    values = t.read_values()
     norms: npt.NDArray[np.float32] = np.sqrt(np.einsum("ij,ij->j", values, values, dtype=np.float64)).astype(np.float32)
     return norms
 

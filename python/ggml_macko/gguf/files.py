@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import errors
-from ..codecs import registry
+from ..codecs import ggml_quants, registry
 from ..codecs.codec import Codec, Component, component_dtype
 from ..native import bindings
 from ..native.codec import EncodedMatrix, MatrixError
 from ..regular_files import open_regular, read_at
-from ..values import TYPE_NAMES, Array, bits_dtype
+from ..values import TYPE_NAMES, Array, bits_dtype, to_float
 
 MAX_NAME = 63  # bytes of a tensor name; FORMAT.md section 4
 COPY_BLOCK = 16 << 20  # bytes moved at a time where a tensor needs no processing
@@ -293,6 +294,16 @@ class Tensor:
     def read_bits(self, n_threads: int = 0) -> Array:
         """Bit patterns (rows, cols) of an F16, BF16 or F32 tensor."""
         return self.read(n_threads).view(bits_dtype(self.type)).reshape(self.rows, self.cols)
+
+    def read_values(self, n_threads: int = 0) -> npt.NDArray[np.float32]:
+        """The values (rows, cols) of a tensor of any type, dequantized if need be. Raises MackoError (LIMIT)."""
+        if self.type in TYPE_NAMES:
+            return to_float(self.read_bits(n_threads), self.type)
+        if not ggml_quants.can_dequantize(self.type):
+            raise errors.error(
+                errors.LIMIT, f"{self.shard.path}: {self.name}: {type_name(self.type)} values cannot be dequantized"
+            )
+        return ggml_quants.dequantize(self.read(), self.type, self.rows, self.cols, n_threads)
 
     def stored_arrays(self) -> FileArrays:
         """The arrays of a sparse tensor, to be read one at a time."""

@@ -26,8 +26,8 @@ import numpy as np
 from .. import console, errors
 from ..evaluation import text_model
 from ..evaluation.calibrate import model_digest
+from ..gguf import dense_copy, tensor_rules
 from ..gguf import imatrix as imatrix_file
-from ..gguf import tensor_rules
 from ..gguf.activation_keys import without_rule
 from ..gguf.files import Key, Model, Tensor, make_key, type_name
 from ..gguf.outputs import AtomicOutput
@@ -89,14 +89,15 @@ def prune(
     *,
     force: bool = False,
 ) -> PruneReport:
-    """Sets the least important weights of a dense GGUF (F16, BF16 or F32; the first file of a split one) to zero and
-    writes a dense GGUF of the same size. output None: a dry run. force: replace output if it exists.
+    """Sets the least important weights of a dense GGUF (the first file of a split one) to zero and writes a dense GGUF,
+    of the same size if no tensor is quantized; dense_copy.py makes quantized ones F16. output None: a dry run. force:
+    replace output if it exists.
 
     A run that prunes while it reads the text keeps its state in OUTPUT.checkpoint: if it is interrupted or killed, the
     same call goes on and gives the same bytes.
 
-    Raises MackoError (options that do not go together, weights that are not finite, a source that is sparse or
-    quantized) or OSError; no output is left behind then.
+    Raises MackoError (options that do not go together, weights that are not finite, a sparse source) or OSError; no
+    output is left behind then.
     """
     return prune_with(option_rules.parse(options), source, output, force=force)
 
@@ -131,6 +132,9 @@ def prune_with(
         if output is not None:
             inputs = [*model.paths, *statistics_files]
             opened = stack.enter_context(AtomicOutput(output, inputs, force))
+        model = stack.enter_context(Model(stack.enter_context(dense_copy.dequantized(source, output))))
+        names = {t.name for t in tensors}
+        tensors = [t for t in model.tensors if t.name in names]
         pruned = _prune_model(model, tensors, options, opened, pool, stack)
         if opened is not None:
             opened.seal()
@@ -188,7 +192,7 @@ def _select(model: Model, include: Sequence[str], exclude: Sequence[str]) -> lis
         else:
             chosen = tensor_rules.is_block_weight(t.name, len(t.ne)) and not any(part in t.name for part in exclude)
         if chosen:
-            usable = tensor_rules.is_value_type(t.type)
+            usable = tensor_rules.is_value_type(t.type) or dense_copy.is_quantized(t)
             obstacle = "" if usable else f"{type_name(t.type)} values; prune the f16, bf16 or f32 model"
             out.append(_Selected(t, obstacle))
     return out

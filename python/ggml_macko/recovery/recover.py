@@ -23,6 +23,7 @@ from ..evaluation.calibrate import model_digest
 from ..evaluation.text_model import Chunks, TextModel, read_text, spread
 from ..gguf import tensor_rules
 from ..gguf.activation_keys import without_rule
+from ..gguf.dense_copy import dequantized
 from ..gguf.files import Key, Model, Tensor, make_key
 from ..gguf.outputs import AtomicOutput
 from ..gguf.writer import NewTensor, Writer
@@ -102,6 +103,8 @@ def train_file(
         for text in texts_in:
             read_text(text)
         torch = import_torch()
+        copies = [stack.enter_context(dequantized(path, output)) for path in (source, dense)]
+        pruned, teacher = (stack.enter_context(Model(path)) for path in copies)
         start = time.monotonic()
         torch.manual_seed(asked.seed)
         if asked.n_threads:

@@ -1,0 +1,81 @@
+"""A quantized GGUF -> a temporary F16 one, for what works on F16, BF16 and F32 weights."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from .. import console, errors
+from ..codecs import ggml_quants
+from ..values import TYPE_F16, TYPE_NAMES, Array, from_float
+from .files import Model, Tensor, make_key, type_name
+from .outputs import AtomicOutput, scratch_folder
+from .writer import NewTensor, Writer
+
+_PIECE = 1 << 24  # values that are dequantized at a time
+_FILE_TYPE, _MOSTLY_F16 = "general.file_type", 1  # of enum llama_ftype
+_LARGEST = float(np.finfo(np.float16).max)
+
+
+def is_quantized(t: Tensor) -> bool:
+    """Has blocks of a quantized type of ggml, which dequantized() can read."""
+    return t.type not in TYPE_NAMES and ggml_quants.can_dequantize(t.type)
+
+
+@contextlib.contextmanager
+def dequantized(source: str | os.PathLike[str], near: str | os.PathLike[str] | None) -> Iterator[Path]:
+    """A model without quantized tensors: the source itself, or a temporary copy in which they are F16.
+
+    near: the output, in whose folder the copy lies; None: the system's. The copy has the name and the time of the
+    source, so that runs that are interrupted find it unchanged. Logs what this costs. Raises MackoError or OSError.
+    """
+    with contextlib.ExitStack() as stack:
+        with Model(source) as model:
+            quantized = [t for t in model.tensors if is_quantized(t)]
+            if quantized:
+                parent = tempfile.gettempdir() if near is None else Path(os.path.realpath(near)).parent
+                folder = stack.enter_context(scratch_folder(parent, ".macko-f16-"))
+                path = folder / model.path.name
+                _write_copy(model, {t.name for t in quantized}, path)
+                modified = model.shards[0].opened.st_mtime_ns
+                os.utime(path, ns=(modified, modified))
+                types = ", ".join(sorted({type_name(t.type) for t in quantized}))
+                console.log(
+                    f"note: {model.path}: {len(quantized)} quantized tensors ({types}) are dequantized to f16, "
+                    f"{console.size(model.nbytes)} -> {console.size(path.stat().st_size)}: the result keeps the errors "
+                    "of their quantization; the F16 or BF16 model is a better source"
+                )
+        yield path if quantized else Path(source)
+
+
+def _write_copy(model: Model, names: set[str], path: Path) -> None:
+    keys = [k for k in model.keys if k.name not in (_FILE_TYPE, "general.quantization_version")]
+    stored = {t.name: (TYPE_F16, 2 * t.n_elements) if t.name in names else (t.type, t.nbytes) for t in model.tensors}
+    tensors = [NewTensor(t.name, stored[t.name][0], t.ne, stored[t.name][1]) for t in model.tensors]
+    with AtomicOutput(path, model.paths) as output:
+        writer = Writer(output, [*keys, make_key(_FILE_TYPE, "u32", _MOSTLY_F16)], tensors, model.alignment)
+        for t in console.tracked(model.tensors, "dequantizing", lambda t: t.nbytes, "B"):
+            writer.write(_as_f16(t) if t.name in names else t.blocks())
+        writer.finish()
+        model.check_unchanged()
+        output.seal()
+        output.commit()
+
+
+def _as_f16(t: Tensor) -> Iterator[Array]:
+    """Bit patterns of the values, rounded to nearest, in pieces of some rows."""
+    row_nbytes = t.nbytes // t.rows
+    step = max(1, _PIECE // t.cols)
+    for begin in range(0, t.rows, step):
+        n = min(step, t.rows - begin)
+        values = ggml_quants.dequantize(t.shard.read(t.offset + begin * row_nbytes, n * row_nbytes), t.type, n, t.cols)
+        if not np.abs(values).max() <= _LARGEST:
+            raise errors.error(
+                errors.NOT_FINITE, f"{t.shard.path}: {t.name}: values beyond f16, up to {np.abs(values).max():g}"
+            )
+        yield from_float(values, TYPE_F16)

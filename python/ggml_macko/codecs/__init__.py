@@ -1,6 +1,5 @@
-"""Storage formats of sparse matrices: what a codec is (codec.py), which there are (registry.py), one module for each.
+"""Storage formats of sparse matrices: the interface (codec.py), the list (registry.py), and a module per format.
 
-A codec module holds a `Codec`, which tells the tools what they need to know about the format. No other package names a
-format.
+A module defines a `Codec`, through which the tools use the format. No other package names a format.
 Modules here may import `errors`, `values` and `native`.
 """

@@ -1,14 +1,14 @@
-"""What a codec is: the one interface through which the tools see a storage format.
+"""The interface through which the tools use a storage format.
 
-`convert`, `restore`, `verify`, `inspect` and `SparseMatrix` work with every codec of registry.py and name none. A new
-format is a subclass of `Codec` and a row of the registry.
+`convert`, `restore`, `verify`, `inspect` and `SparseMatrix` work with every codec of registry.py. A new format is a
+subclass of `Codec` and a row of the registry.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ from ..native import codec as native_codec
 from ..native.codec import EncodedMatrix, MatrixError, MatrixHeader
 from ..values import TYPE_BF16, TYPE_F16, TYPE_F32, TYPE_I8, TYPE_I16, TYPE_I32, Array
 
-_DTYPES: dict[int, type[np.generic]] = {  # of a component's array; what is not listed is bytes
+_DTYPES: dict[int, type[np.generic]] = {  # of the array of a component; other types are bytes
     TYPE_F32: np.uint32,
     TYPE_F16: np.uint16,
     TYPE_BF16: np.uint16,
@@ -27,16 +27,16 @@ _DTYPES: dict[int, type[np.generic]] = {  # of a component's array; what is not 
 }
 
 
-_BLOCK = 32  # elements that take whole bytes, whatever their type
+_BLOCK = 32  # elements of any type that fill whole bytes
 
 
 def component_dtype(type_id: int) -> type[np.generic]:
-    """Of the array of a component that has this ggml type in a file."""
+    """The dtype of the array of a component with this ggml type."""
     return _DTYPES.get(type_id, np.uint8)
 
 
 class ElementCount(Protocol):
-    """What a pass over the dense matrix finds (native.codec.Count)."""
+    """The result of a pass over the dense matrix (native.codec.Count)."""
 
     @property
     def nnz(self) -> int: ...
@@ -46,17 +46,17 @@ class ElementCount(Protocol):
 
     @property
     def n_stored(self) -> Mapping[int, int]:
-        """Entries that delta coding needs, by width in bits."""
+        """Entries of delta coding, by width in bits."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A dense matrix that is to be stored."""
+    """A dense matrix to store."""
 
     bits: Array  # bit patterns (rows, cols), finite
     type: int  # ggml type: F16, BF16 or F32
     count: ElementCount
-    column_weights: Array | None = None  # float32 (matrices, cols): how much the squared error of a weight counts
+    column_weights: Array | None = None  # float32 (matrices, cols): weights of squared errors
 
     @property
     def rows(self) -> int:
@@ -69,7 +69,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way of storing that a TYPE of `macko convert` allows. None: the codec chooses, or takes the dense type."""
+    """A way to store a matrix in a TYPE of `macko convert`. None: the codec chooses, or uses the dense type."""
 
     codec: Codec
     index_bits: int | None = None
@@ -82,7 +82,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Component:
-    """A tensor of the file that holds one array of a matrix."""
+    """A tensor of a file with one array of a matrix."""
 
     type: int  # ggml type
     n_elements: int
@@ -90,7 +90,7 @@ class Component:
 
 
 class StoredArrays(Protocol):
-    """The arrays of a matrix in a file, read one at a time; nothing is checked yet."""
+    """The unchecked arrays of a matrix in a file, read one at a time."""
 
     @property
     def components(self) -> Sequence[Component]: ...
@@ -107,7 +107,7 @@ class StoredArrays(Protocol):
 
 @dataclass(frozen=True)
 class EncodedArrays:
-    """The arrays of a matrix in memory; StoredArrays."""
+    """The arrays of a matrix in memory, as StoredArrays."""
 
     matrix: EncodedMatrix
     components: tuple[Component, ...]
@@ -124,7 +124,7 @@ class EncodedArrays:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A matrix as a choice would store it: how large, and the arrays if they had to be made to know."""
+    """The size of a matrix for a choice, and its arrays if the size is known only after encoding."""
 
     codec: Codec
     index_bits: int
@@ -139,21 +139,21 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Settings:
-    """How to encode. options: of codecs, by the names that the C library gives them; each codec takes its own."""
+    """How to encode. options: by their names in the C library; each codec uses its own options."""
 
     n_threads: int = 0
     options: Mapping[str, int] = field(default_factory=dict)
-    search: bool = True  # search scales of quantized values for the least error; else the largest value gives the scale
+    search: bool = True  # search the scales with the least error (otherwise, the largest value gives the scale)
 
 
 @dataclass(frozen=True)
 class ValueCoding:
-    """How the values of a matrix are coded without loss. Numbers of values are not whole where they are estimated."""
+    """The lossless coding of the values of a matrix. Estimated numbers of values may be fractions."""
 
     n_values: float
-    value_bits: float  # of a value on average, outliers included
-    mantissa_bits: int  # of a value that is no outlier
-    exponents: int  # how many neighbouring ones have a code
+    value_bits: float  # mean bits of a value, including outliers
+    mantissa_bits: int  # of a value that is not an outlier
+    exponents: int  # number of consecutive exponents with a code
     n_outliers: float  # values without a code, which are stored in full
 
     @property
@@ -165,33 +165,33 @@ class ValueCoding:
 class Codec(ABC):
     """A storage format.
 
-    Methods that take an `EncodedMatrix` raise PayloadError or FileFormatError if it breaks a rule of FORMAT.md;
-    `plan` and `encode` raise MackoError with the code LIMIT or NOT_FINITE if the format cannot hold the matrix.
+    Methods with an `EncodedMatrix` raise PayloadError or FileFormatError if it breaks a rule of FORMAT.md. `plan` and
+    `encode` raise MackoError with the code LIMIT or NOT_FINITE if the format cannot represent the matrix.
     """
 
     name: ClassVar[str]
     """The value of `macko.tensor.format` in a file."""
 
     components: ClassVar[tuple[str, ...]]
-    """Suffixes of the tensors that hold the arrays, in file order: `blk.0.attn_q.weight.values`."""
+    """Suffixes of the tensors with the arrays, in file order: `blk.0.attn_q.weight.values`."""
 
     options: ClassVar[tuple[str, ...]] = ()
-    """Names of `Settings.options` that the encoder knows."""
+    """Names of the `Settings.options` that the encoder uses."""
 
     note: ClassVar[str | None] = None
-    """What to log before encoding, of a codec that takes seconds."""
+    """A message to log before encoding, if encoding takes seconds."""
 
     mixed_types: ClassVar[tuple[str, ...]] = ()
     """The TYPEs that `--target-bpw` chooses from."""
 
-    # ---- what it offers ----
+    # ---- types ----
 
     @abstractmethod
     def types(self) -> Mapping[str, tuple[Choice, ...]]:
-        """TYPE of `macko convert` -> what to choose from by real size."""
+        """TYPE of `macko convert` -> choices, of which the smallest is used."""
 
     def automatic(self) -> tuple[Choice, ...]:
-        """Its part in TYPE auto: lossless choices that take no search."""
+        """The choices for TYPE auto: lossless, without a search."""
         return ()
 
     @abstractmethod
@@ -203,11 +203,11 @@ class Codec(ABC):
         return self.name
 
     def value_name(self, value_type: int) -> str | None:
-        """Name of a quantized type of values; None of what is kept bit for bit."""
+        """Name of a quantized type of values; None for lossless types."""
         return None
 
     def is_lossy(self, value_type: int) -> bool:
-        """Whether such values are not bit for bit those that were encoded."""
+        """Whether values of the type may differ from the encoded values."""
         return self.value_name(value_type) is not None
 
     @abstractmethod
@@ -217,7 +217,7 @@ class Codec(ABC):
     # ---- encoding ----
 
     def plan(self, source: Source, choice: Choice, settings: Settings) -> Candidate:
-        """How large the matrix would be. By default it is encoded, since nothing less tells."""
+        """The size of the matrix. By default, the matrix is encoded."""
         matrix = self.encode(source, choice.index_bits, choice.value_type, settings)
         return Candidate(self, matrix.index_bits, matrix.value_type, self.components_of(matrix), matrix)
 
@@ -229,13 +229,11 @@ class Codec(ABC):
         return {name: value for name, value in settings.options.items() if name in self.options}
 
     def nbytes_expanded(self, candidate: Candidate, source: Source) -> int:
-        """Of a matrix as devices multiply with it, if that is larger than what is stored: what was coded for the file
-        only is plain there.
-        """
+        """Bytes of a matrix in the form that devices multiply, without coding that only the file has."""
         return sum(part.nbytes for part in candidate.components)
 
     def header(self, candidate: Candidate, source: Source, rows: int) -> MatrixHeader:
-        """What a file would say of a matrix of so many rows, of which `source` is all or a sample."""
+        """The header of a matrix with so many rows, of which `source` is the whole or a sample."""
         scale = rows / source.rows
         nnz = round(source.count.nnz * scale)
         parts = candidate.components if rows == source.rows else self.enlarged(candidate, source, nnz, scale)
@@ -252,7 +250,7 @@ class Codec(ABC):
         )
 
     def enlarged(self, candidate: Candidate, source: Source, nnz: int, scale: float) -> tuple[Component, ...]:
-        """The components of a matrix of nnz non-zeros, `scale` times as large as source: about so, in whole blocks."""
+        """The estimated components, in whole blocks, of a matrix `scale` times as large as source."""
 
         def part(c: Component) -> Component:
             n = int(c.n_elements * scale) // _BLOCK * _BLOCK
@@ -264,65 +262,55 @@ class Codec(ABC):
         return tuple(Component(t, self.n_elements(m, i), m.arrays[i].nbytes) for i, t in enumerate(m.types))
 
     def n_elements(self, m: EncodedMatrix, i: int) -> int:
-        """Elements of component i, as ggml counts them for its type."""
+        """Elements of component i by ggml's count for its type."""
         return len(m.arrays[i])
 
     # ---- reading ----
 
     def from_arrays(self, header: EncodedMatrix, data: Sequence[Array]) -> EncodedMatrix:
-        """The matrix of the bytes (uint8) of a file's components; header: everything else. Nothing is checked yet."""
+        """The unchecked matrix of a header and the bytes (uint8) of a file's components."""
         arrays = tuple(a.view(component_dtype(t)) for a, t in zip(data, header.types))
-        return EncodedMatrix(
-            format=self.name,
-            rows=header.rows,
-            cols=header.cols,
-            type=header.type,
-            value_type=header.value_type,
-            index_bits=header.index_bits,
-            nnz=header.nnz,
-            arrays=arrays,
-            types=header.types,
-        )
+        return replace(header, format=self.name, arrays=arrays)
 
     def validate(self, m: EncodedMatrix, n_threads: int = 0) -> None:
         """Checks every rule of FORMAT.md."""
         native_codec.validate(m, n_threads)
 
     def decode(self, m: EncodedMatrix, n_threads: int = 0) -> Array:
-        """Dense bit patterns (rows, cols) of type m.type; m is checked in full first."""
+        """Dense bit patterns (rows, cols) of type m.type, after a complete check of m."""
         return native_codec.decode(m, n_threads)
 
-    # ---- what is known of a matrix ----
+    # ---- statistics ----
 
     @abstractmethod
     def n_stored(self, stored: StoredArrays) -> int:
-        """Stored values, fillers counted."""
+        """Stored values, including fillers."""
 
     def sets(self, stored: StoredArrays) -> Array | None:
-        """Of a format in blocks: int32 (n_sets, 4) of granularity, vector size, blocks, columns; else None."""
+        """For a format with blocks: int32 (n_sets, 4) of granularity, vector size, blocks, columns."""
         return None
 
     def coding(self, stored: StoredArrays, value_type: int, nnz: int) -> ValueCoding | None:
-        """Of values that are coded without loss; else None. Reads what stands in front of them."""
+        """The coding of lossless coded values, from their header."""
         return None
 
     def measure_error(
         self, m: EncodedMatrix, source: Array, column_weights: Array | None = None, n_threads: int = 0
     ) -> MatrixError:
-        """What encoding did to `source`, bit patterns (rows, cols), and whether that is more than the type of values
-        allows; m is checked in full first. column_weights: as in Source.
+        """Checks m completely and compares it with `source`, bit patterns (rows, cols), and with the bounds of its
+        type. column_weights: as in Source.
         """
         return native_codec.measure_error(m, source, column_weights, n_threads)
 
 
 class DeltaCodec(Codec):
-    """A format that stores the distances between columns in one of several widths, which is chosen per matrix."""
+    """A format that stores the distances between columns with a width that is chosen per matrix."""
 
     widths: ClassVar[tuple[int, ...]]
     """Bits of a distance."""
 
     width_mark: ClassVar[str] = ""
-    """What the TYPE has in front of the width."""
+    """The letter before the width in the TYPE."""
 
     def types(self) -> Mapping[str, tuple[Choice, ...]]:
         return {self.name: self.each_width(), **{self._type_of(b): (Choice(self, b),) for b in self.widths}}
@@ -335,8 +323,3 @@ class DeltaCodec(Codec):
 
     def _type_of(self, bits: int) -> str:
         return f"{self.name}-{self.width_mark}{bits}"
-
-
-def nbytes(m: EncodedMatrix) -> int:
-    """Bytes of the arrays, without alignment."""
-    return sum(a.nbytes for a in m.arrays)

@@ -1,7 +1,4 @@
-"""Coded values: short exponents, short mantissas and outliers, without loss (FORMAT.md section 8).
-
-Only their header is read here.
-"""
+"""The header of lossless coded values: short exponents, short mantissas and outliers (FORMAT.md section 8)."""
 
 from __future__ import annotations
 
@@ -17,15 +14,15 @@ HEADER_WORDS = 2
 
 @dataclass(frozen=True)
 class Widths:
-    """How the values of a matrix are coded."""
+    """The widths of the codes of a matrix."""
 
     mantissa_bits: int
     exponent_bits: int
-    base: int  # the lowest exponent field that has a code, less 1
+    base: int  # the lowest exponent field with a code, minus 1
 
     @property
     def bits(self) -> int:
-        """Of a value: sign, exponent code and mantissa."""
+        """Bits of a value: sign, exponent code and mantissa."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
@@ -35,24 +32,24 @@ class Widths:
 
 @dataclass(frozen=True)
 class Coding:
-    """What stands in front of the values of a matrix."""
+    """The header of the values of a matrix."""
 
     widths: Widths
     n_outliers: int
 
 
 def coding_of(words: Array) -> Coding:
-    """words: int32, at least the header's; not checked."""
+    """The unchecked header. words: int32, at least HEADER_WORDS of them."""
     header, n_outliers = words[:HEADER_WORDS].view(np.uint32).tolist()
     return Coding(Widths(header & 255, header >> 8 & 255, header >> 16), n_outliers)
 
 
 def n_words(coding: Coding, type_id: int, n: int) -> int:
-    """Of n values of a dense type."""
+    """Words of n coded values of a dense type."""
     outliers = -(-coding.n_outliers * value_bits(type_id) // 32)
     return HEADER_WORDS + n_places(n) // BLOCK * coding.widths.bits + outliers
 
 
 def n_places(n: int) -> int:
-    """Of n values, in whole blocks."""
+    """n rounded up to whole blocks."""
     return max(BLOCK, -(-n // BLOCK) * BLOCK)

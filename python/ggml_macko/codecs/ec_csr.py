@@ -1,6 +1,6 @@
 """EC-CSR: blocks of rows that share columns (FORMAT.md section 6; EC-SpMV paper, section 6).
 
-Which blocks a matrix is cut into is for the C library to decide (ggml-macko/src/codec/ec-csr/extract.cpp).
+The C library cuts a matrix into blocks (ggml-macko/src/codec/ec-csr/extract.cpp).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DELTA_BITS = (4, 8)
 
 
 class EcCsrCodec(DeltaCodec):
-    """The width of the deltas is chosen per matrix; encoding compares all rows with each other, which takes seconds."""
+    """The width of the deltas is chosen per matrix. Encoding compares all pairs of rows, which takes seconds."""
 
     name: ClassVar[str] = "ec-csr"
     components: ClassVar[tuple[str, ...]] = ("values", "deltas", "bases", "blk_ptr", "rows", "sets")
@@ -26,7 +26,7 @@ class EcCsrCodec(DeltaCodec):
     widths: ClassVar[tuple[int, ...]] = DELTA_BITS
 
     def break_even_density(self, cols: int, type_id: int, bits: int | None, value_type: int) -> float:
-        """Blocks of one row cost about as much as MACKO; random non-zeros have few of several rows."""
+        """Blocks of one row cost about as much as MACKO. Random non-zeros have few blocks of several rows."""
         return max(break_even_density(cols, b, value_bits(type_id)) for b in ((bits,) if bits else DELTA_BITS))
 
     def encode(self, source: Source, bits: int | None, value_type: int | None, settings: Settings) -> EncodedMatrix:

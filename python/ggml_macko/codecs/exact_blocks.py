@@ -1,8 +1,8 @@
-"""Finds again the blocks of quantized values that a tensor was made of, such as `macko prune --quant-values` writes it.
+"""Finds the blocks of quantized values from which a dense tensor was made, for example by `macko prune --quant-values`.
 
-The dense value of a quantized one is d * q, rounded to the dense type (FORMAT.md section 7). If the largest value of a
-block is d times one of the type's numbers, d is one of a few, and each other q is the number nearest to value / d. All
-numbers are tried; a block that is found has been checked bit for bit.
+A dense value is d * q, rounded to the dense type (FORMAT.md section 7). The largest value of a block is d times one of
+the type's numbers, so d has few candidates, and each other q is the number nearest to value / d. All numbers are tried,
+and a result is compared bit for bit.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from ..values import TYPE_BF16, TYPE_F16, TYPE_F32, Array, from_float, to_float
 from . import ggml_quants
 from .value_types import BLOCK, TYPE_Q4_NL, nearest_numbers, numbers, pack_blocks, pack_nibbles
 
-_PROBED = 32  # blocks that are looked at first: where one is not exact, no other is looked at
+_PROBED = 32  # blocks to try first; if one is not exact, the search ends
 _PIECE = 1 << 13  # blocks that a thread takes at a time
 _STEPS = {TYPE_F16: 2, TYPE_BF16: 9, TYPE_F32: 1}
-"""How many numbers of F16 a scale may be away from a value over its q: by the rounding of the value, and of that."""
+"""Largest distance, in F16 numbers, between a scale and value / q: the value and the quotient are rounded."""
 
 
 def find(values: Array, type_id: int, value_type: int, n_threads: int = 0) -> Array | None:
-    """The bytes of the blocks of type value_type whose dense values are exactly these bit patterns (n,) of type
-    type_id; n is a multiple of 32, and what is zero is padding. None if there are no such blocks.
-
-    Where several scales give the same dense values, it is not said which is found.
+    """The bytes of blocks of type value_type whose dense values are exactly these bit patterns (n,) of type type_id, or
+    None. n is a multiple of 32; zeros are padding. If several scales give the same dense values, any of them is used.
     """
     blocks = values.reshape(-1, BLOCK)
     if _find(blocks[:_PROBED], type_id, value_type) is None:
@@ -35,7 +33,7 @@ def find(values: Array, type_id: int, value_type: int, n_threads: int = 0) -> Ar
 
 
 def _find(blocks: Array, type_id: int, value_type: int) -> Array | None:
-    """uint8 (blocks, bytes) of bit patterns (blocks, BLOCK), or None."""
+    """Blocks (blocks, bytes) as uint8 for bit patterns (blocks, BLOCK), or None."""
     x = to_float(blocks, type_id).astype(np.float64)
     largest = np.take_along_axis(x, np.abs(x).argmax(axis=1)[:, None], axis=1)
     nearest = nearest_numbers(value_type)
@@ -61,13 +59,13 @@ def _find(blocks: Array, type_id: int, value_type: int) -> Array | None:
 
 
 def _tried(value_type: int) -> list[tuple[int, int]]:
-    """(what the largest value of a block may be a multiple of, its table), the largest number first."""
+    """(number, table) pairs for the largest value of a block, the largest number first."""
     all_of_them = [(int(q), table) for table, row in enumerate(numbers(value_type)) for q in row]
     return sorted(all_of_them, key=lambda found: (-abs(found[0]), found))
 
 
 def _are_exact(bits: Array, scale: Array, q: Array, type_id: int) -> Array:
-    """Of which blocks (blocks,) the scales (blocks, 1) times q are these bit patterns."""
+    """A mask (blocks,) of the blocks for which the scales (blocks, 1) times q are these bit patterns."""
     is_finite = np.isfinite(scale)
     product = np.where(is_finite, scale, 0).astype(np.float32) * q
     found: Array = is_finite[:, 0] & np.all((from_float(product, type_id) == bits) | (q == 0), axis=1)

@@ -1,4 +1,4 @@
-"""libggml's own quantizers on NumPy arrays, in both directions: what llama-quantize uses."""
+"""The quantizers of libggml, which llama-quantize uses, and their inverses, on NumPy arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..values import Array, to_float
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_CHUNK = 1 << 20  # values that a thread takes at a time
+_CHUNK = 1 << 20  # values per task of a thread
 
 # types for dense weights, by name: ggml type id
 DENSE_TYPES = {
@@ -26,7 +26,7 @@ DENSE_TYPES = {
 }  # fmt: skip
 
 MIXED_TYPES = ("q8_0", "q6_k", "q5_k", "q4_k", "iq4_xs", "q3_k", "q2_k")
-"""Those that `--target-bpw` tries, and in rows that are no multiple of their blocks those of MIXED_SMALL_BLOCKS."""
+"""The types that `--target-bpw` tries; MIXED_SMALL_BLOCKS replaces them if rows do not divide into their blocks."""
 
 MIXED_SMALL_BLOCKS = ("q8_0", "q5_1", "q5_0", "iq4_nl")
 
@@ -55,7 +55,7 @@ def block_size(type_id: int) -> int:
 
 
 def mixed_types(cols: int) -> tuple[str, ...]:
-    """What `--target-bpw` tries for a dense matrix with so many columns."""
+    """The types that `--target-bpw` tries for a dense matrix with so many columns."""
     for names in (MIXED_TYPES, MIXED_SMALL_BLOCKS):
         if all(cols % block_size(DENSE_TYPES[name]) == 0 for name in names):
             return names
@@ -63,17 +63,15 @@ def mixed_types(cols: int) -> tuple[str, ...]:
 
 
 def nbytes(type_id: int, rows: int, cols: int) -> float:
-    """Of a matrix; infinite where cols is no multiple of the type's block."""
+    """Bytes of a matrix; infinite if cols is not a multiple of the block size."""
     return rows * library().ggml_row_size(type_id, cols) if cols % block_size(type_id) == 0 else float("inf")
 
 
 def quantize(
     bits: Array, source_type: int, type_id: int, weights: Array | None = None, n_threads: int = 0
 ) -> npt.NDArray[np.uint8]:
-    """uint8 (rows, bytes) of bit patterns (rows, cols) of type F16, BF16 or F32; cols is a multiple of the block of
-    ggml type type_id.
-
-    weights: float32, how much the error of a value counts: (cols,), the same for all rows, or (rows, cols).
+    """Quantizes bit patterns (rows, cols) of type F16, BF16 or F32 to uint8 (rows, bytes). cols is a multiple of the
+    block size of type_id. weights: float32 weights of errors, (cols,) for all rows or (rows, cols).
     """
     rows, cols = bits.shape
     base = library()
@@ -92,13 +90,13 @@ def quantize(
 
 
 def can_dequantize(type_id: int) -> bool:
-    """Whether dequantize() takes a ggml type; F16, BF16 and F32 need none."""
+    """Whether dequantize() supports a ggml type. F16, BF16 and F32 do not need it."""
     return _dequantizer(type_id) is not None
 
 
 @functools.cache
 def _dequantizer(type_id: int) -> Callable[..., None] | None:
-    """libggml's function for a type; its arguments are the blocks, the result and the number of values."""
+    """The function of libggml for a type. Its arguments are the blocks, the result and the number of values."""
     function = getattr(library(), f"dequantize_row_{library().ggml_type_name(type_id).decode()}", None)
     if function is not None:
         function.restype = None
@@ -122,6 +120,6 @@ def dequantize(data: Array, type_id: int, rows: int, cols: int, n_threads: int =
 
 
 def in_threads(do: Callable[[Item], Result], items: Iterable[Item], n_threads: int = 0) -> list[Result]:
-    """do(item) of all items, in their order; n_threads 0: all cores."""
+    """The results of do(item) for all items, in order. n_threads 0: all cores."""
     with ThreadPoolExecutor(n_threads if n_threads > 0 else system.available_cores()) as pool:
         return list(pool.map(do, items))

@@ -1,7 +1,7 @@
 """MACKO: non-zeros and the distances between them in 1, 2, 4 or 8 bits (FORMAT.md section 3; MACKO paper, section 4).
 
-The paper's size formulas (section 4.1), and the codec for the tools. A gap that is too long for one delta is bridged by
-fillers: stored zeros.
+This module has the size formulas of the paper (section 4.1) and the codec. Fillers, which are stored zeros, bridge gaps
+that are too long for one delta.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def matrix_nbytes(type_id: int, delta_bits: int, rows: int, n_stored: int) -> in
 
 
 # ---- sizes (paper, section 4.1) ----
-# Effective density = bytes of the sparse matrix / bytes of the dense one, row pointers left out.
+# Effective density = bytes of the sparse matrix / bytes of the dense matrix, without row pointers.
 
 
 def effective_density_expected(density: float, delta_bits: int = 4, bits_value: int = 16) -> float:
-    """Non-zeros at independent random places: z = (1-d)^(2^b), d / (1-z) entries per element."""
+    """For non-zeros at independent random places: z = (1-d)^(2^b), and d / (1-z) entries per element."""
     if density <= 0:
         return 0.0
     z: float = (1 - density) ** (2**delta_bits)
@@ -45,7 +45,7 @@ def effective_density_expected(density: float, delta_bits: int = 4, bits_value: 
 
 
 def break_even_density(cols: int, delta_bits: int, bits_value: int) -> float:
-    """Density of random non-zeros at which a matrix with rows of cols is as large as dense, row pointers counted."""
+    """Density of random non-zeros at which a matrix with rows of cols, with row pointers, is as large as dense."""
     capacity = 1 - 32 / (cols * bits_value)
     low, high = 0.0, 1.0
     if effective_density_expected(high, delta_bits, bits_value) <= capacity:
@@ -63,7 +63,7 @@ def break_even_density(cols: int, delta_bits: int, bits_value: int) -> float:
 
 
 class MackoCodec(DeltaCodec):
-    """The width of the deltas is chosen per matrix. Its size follows from a count; nothing is encoded to plan."""
+    """The width of the deltas is chosen per matrix. A count of the entries gives the size without encoding."""
 
     name: ClassVar[str] = "macko"
     components: ClassVar[tuple[str, ...]] = ("values", "deltas", "row_ptr")
@@ -99,5 +99,5 @@ class MackoCodec(DeltaCodec):
 
 
 def smallest_delta_bits(type_id: int, rows: int, n_stored: Mapping[int, int]) -> int:
-    """The width whose arrays are smallest; the narrower one if two are equal."""
+    """The width with the smallest arrays; the narrower one if two are equal."""
     return min(DELTA_BITS, key=lambda b: (matrix_nbytes(type_id, b, rows, n_stored[b]), b))

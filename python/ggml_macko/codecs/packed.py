@@ -1,7 +1,6 @@
 """Packed: non-zeros without fillers, plain, coded or quantized, behind a bitmap or gap codes (FORMAT.md section 7).
 
-The search for scales, and the codec for the tools. libggml searches the scales of its own types, and the C library
-those of Q4_NL.
+libggml searches the scales of its own types, and the C library searches the scales of Q4_NL.
 """
 
 from __future__ import annotations
@@ -15,27 +14,15 @@ import numpy.typing as npt
 
 from ..native import codec as native_codec
 from ..native.codec import EncodedMatrix
-from ..values import (
-    TYPE_I8,
-    TYPE_I32,
-    Array,
-    value_bits,
-)
+from ..values import TYPE_I8, TYPE_I32, Array, value_bits
 from . import coded, exact_blocks, ggml_quants, quantize
 from .codec import Candidate, Choice, Codec, Component, Settings, Source, StoredArrays, ValueCoding
-from .value_types import (
-    BLOCK,
-    BLOCK_NBYTES,
-    QUANT_NAMES,
-    TYPE_Q4_0,
-    TYPE_Q4_NL,
-    TYPE_Q8_0,
-)
+from .value_types import BLOCK, BLOCK_NBYTES, QUANT_NAMES, TYPE_Q4_0, TYPE_Q4_NL, TYPE_Q8_0
 
 TYPE_CODED = 1005  # without loss (FORMAT.md section 8), words in a file
 
 FILE_TYPES = {TYPE_Q4_NL: TYPE_I8, TYPE_CODED: TYPE_I32}
-"""ggml types that stand for those that ggml does not have."""
+"""ggml types that replace the types that ggml lacks."""
 
 
 def n_values(nnz: int) -> int:
@@ -43,22 +30,22 @@ def n_values(nnz: int) -> int:
 
 
 def values_nbytes(type_id: int, value_type: int, n: int) -> int:
-    """Of n values, a multiple of BLOCK if quantized."""
+    """Bytes of n values; n is a multiple of BLOCK for quantized types."""
     return n // BLOCK * BLOCK_NBYTES[value_type] if value_type in QUANT_NAMES else n * value_bits(type_id) // 8
 
 
 # ---- quantizing ----
 
-_PIECE = 1 << 16  # non-zeros that libggml takes as one row: its search compares values with their mean square
+_PIECE = 1 << 16  # non-zeros per row for libggml, whose search compares values with the mean square of a row
 
 
 def quantize_non_zeros(
     bits: Array, type_id: int, value_type: int, weights: Array | None, n_threads: int = 0
 ) -> EncodedMatrix:
-    """The packed matrix of dense bit patterns (rows, cols), its scales searched for the least weighted error. Where all
-    values are those of blocks of the type (`macko prune --quant-values`), these are found again.
+    """The packed matrix of dense bit patterns (rows, cols) with the scales that have the least weighted error. If all
+    values come from blocks of the type (`macko prune --quant-values`), these blocks are found.
 
-    weights: column weights as codecs/quantize.py describes them. Raises MackoError with the code NOT_FINITE if a value
+    weights: column weights as in codecs/quantize.py. Raises MackoError with the code NOT_FINITE if a value
     is not finite or too large for a scale in F16, and LIMIT if there are too many non-zeros.
     """
     m = _encode_in_c(bits, type_id, type_id, None, n_threads)
@@ -78,7 +65,7 @@ def quantize_non_zeros(
 
 
 def _weights_of_values(bits: Array, weights: Array, row_ptr: Array, n_threads: int) -> Array:
-    """float32, how much the error of each stored value counts; 1 for the padding."""
+    """Weights of the errors of the stored values, float32; 1 for the padding."""
     counts = np.ones(n_values(int(row_ptr[-1])), dtype=np.float32)
 
     def fill(rows: tuple[int, int]) -> None:
@@ -92,19 +79,19 @@ def _weights_of_values(bits: Array, weights: Array, row_ptr: Array, n_threads: i
 def _search_blocks(
     values: Array, type_id: int, counts: Array | None, value_type: int, n_threads: int
 ) -> npt.NDArray[np.uint8]:
-    """Blocks of one of ggml's types of bit patterns (n,) of type type_id, as many as fill blocks; counts: how much the
-    error of each counts.
+    """Blocks of a type of ggml for bit patterns (n,) of type type_id; n is a multiple of the block size. counts:
+    weights of errors.
     """
     n = len(values) // _PIECE * _PIECE
     found = []
     for begin, end, cols in ((0, n, _PIECE), (n, len(values), len(values) - n)):
         if begin < end:
-            # without any weights ggml would not search
+            # ggml does not search without weights
             w = np.ones(cols, dtype=np.float32) if counts is None else counts[begin:end].reshape(-1, cols)
             part = values[begin:end].reshape(-1, cols)
             found.append(ggml_quants.quantize(part, type_id, value_type, w, n_threads).reshape(-1))
     blocks = np.concatenate(found)
-    # the search leaves each q as it was before its last step changed the scale
+    # the last step of the search changes the scale, but not the numbers
     native_codec.round_to_scales(values, type_id, value_type, blocks, n_threads)
     return blocks
 
@@ -115,7 +102,7 @@ def _encode_in_c(bits: Array, type_id: int, value_type: int, index_bits: int | N
 
 
 def _plain_nbytes(source: Source) -> int:
-    """Of values as they are in the source."""
+    """Bytes of uncoded values."""
     return values_nbytes(source.type, source.type, n_values(source.count.nnz))
 
 
@@ -123,15 +110,15 @@ def _plain_nbytes(source: Source) -> int:
 
 
 LOSSLESS = "sparse-lossless"
-"""The TYPE with coded values where they are smaller than plain ones."""
+"""The TYPE with coded values, if they are smaller than plain values."""
 
 
 class PackedCodec(Codec):
-    """The index, a bitmap or gap codes of 2, 4 or 8 bits, is whatever is smallest for the matrix."""
+    """The index is the smallest of a bitmap and gap codes of 2, 4 and 8 bits."""
 
     name: ClassVar[str] = "packed"
     components: ClassVar[tuple[str, ...]] = ("values", "index", "row_ptr")
-    # sparse-q4_0 is left out: sparse-q4_nl falls back to Q4_0 where that is nearer
+    # without sparse-q4_0: sparse-q4_nl uses Q4_0 if its error is smaller
     mixed_types: ClassVar[tuple[str, ...]] = (LOSSLESS, "sparse-q8_0", "sparse-q5_0", "sparse-q4_nl")
 
     def types(self) -> Mapping[str, tuple[Choice, ...]]:
@@ -153,7 +140,7 @@ class PackedCodec(Codec):
         return QUANT_NAMES.get(value_type)
 
     def break_even_density(self, cols: int, type_id: int, bits: int | None, value_type: int) -> float:
-        """With a bitmap; an index takes at most one bit per weight. Coded values are plain ones where they are used."""
+        """With a bitmap, since an index takes at most one bit per weight. Coded values count as plain values."""
         n = value_bits(type_id)
         return 1.0 if value_type in QUANT_NAMES else (n - 1 - 32 / cols) / n
 
@@ -163,7 +150,7 @@ class PackedCodec(Codec):
         return plain + sum(part.nbytes for part in places)
 
     def plan(self, source: Source, choice: Choice, settings: Settings) -> Candidate:
-        """Values that were to be coded are plain where that is not larger: the index beside them is the same."""
+        """Uses plain values unless coded values are smaller; the index is the same."""
         found = super().plan(source, choice, settings)
         if found.value_type != TYPE_CODED or found.components[0].nbytes < _plain_nbytes(source):
             return found
@@ -174,7 +161,7 @@ class PackedCodec(Codec):
         if kind in (source.type, TYPE_CODED) or not settings.search:
             return _encode_in_c(source.bits, source.type, kind, bits, settings.n_threads)
         weights, n_threads = source.column_weights, settings.n_threads
-        # the levels of Q4_NL leave out what is near zero: Q4_0 is nearer to a matrix that was not pruned, as many heads
+        # Q4_NL has no levels near zero, so Q4_0 fits matrices that were not pruned better, such as most heads
         kinds = (kind, TYPE_Q4_0) if kind == TYPE_Q4_NL else (kind,)
         tried = [quantize_non_zeros(source.bits, source.type, k, weights, n_threads) for k in kinds]
         if len(tried) == 1:
@@ -183,7 +170,7 @@ class PackedCodec(Codec):
         return min(tried, key=lambda m: self.measure_error(m, source.bits, weights, n_threads).relative)
 
     def n_elements(self, m: EncodedMatrix, i: int) -> int:
-        """Of quantized values ggml counts values; the blocks of types that it does not have are bytes or words."""
+        """ggml counts the values of its quantized types; blocks of other types are bytes or words."""
         return n_values(m.nnz) if i == 0 and m.value_type not in FILE_TYPES else len(m.arrays[i])
 
     def enlarged(self, candidate: Candidate, source: Source, nnz: int, scale: float) -> tuple[Component, ...]:

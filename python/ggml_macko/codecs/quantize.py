@@ -1,8 +1,8 @@
-"""Quantized values: all of a dense matrix in one of ggml's types, and what quantizing costs.
+"""Dense matrices in a quantized type of ggml, and the error of quantization.
 
-How much the squared error of a weight counts is given by column weights, float32 (matrices, cols): the mean square of
-the input that the weight meets (an imatrix), so that the error of the product is what is kept small. Without them all
-weights count alike. Where a tensor holds several matrices (experts), their rows lie one below the other.
+Column weights, float32 (matrices, cols), are the weights of squared errors: the mean squares of the inputs (an
+imatrix), so that the error of products is small. Without them, all weights are equal. The rows of several matrices
+(experts) in a tensor lie one below the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import ggml_quants
 
 
 def weights_of_rows(weights: Array | None, rows: int, begin: int, end: int) -> Array:
-    """Column weights of the rows begin ... end - 1 of a tensor of `rows` rows: (end - begin, cols), or a 1 to
+    """Column weights (end - begin, cols) of the rows begin ... end - 1 of a tensor of `rows` rows, or a 1 to
     broadcast.
     """
     if weights is None:
@@ -26,7 +26,7 @@ def weights_of_rows(weights: Array | None, rows: int, begin: int, end: int) -> A
 
 
 def row_ranges(bits: Array) -> list[tuple[int, int]]:
-    """Ranges of rows of about 1 M elements: pieces for threads, whose temporary memory stays small."""
+    """Ranges of rows with about 1 M elements each, so that threads need little temporary memory."""
     step = max(1, (1 << 20) // int(bits.shape[1]))
     return [(at, min(at + step, len(bits))) for at in range(0, len(bits), step)]
 
@@ -34,7 +34,7 @@ def row_ranges(bits: Array) -> list[tuple[int, int]]:
 def dense(
     bits: Array, source_type: int, type_id: int, weights: Array | None, n_threads: int = 0
 ) -> npt.NDArray[np.uint8]:
-    """The bytes of a dense tensor in ggml type `type_id`; bits: its bit patterns (rows, cols) of type `source_type`."""
+    """The bytes of a dense tensor in ggml type `type_id`. bits: bit patterns (rows, cols) of type `source_type`."""
     matrices = np.split(bits, 1 if weights is None else len(weights))
     return np.concatenate(
         [
@@ -47,7 +47,7 @@ def dense(
 def dense_error(
     bits: Array, source_type: int, data: npt.NDArray[np.uint8], type_id: int, weights: Array | None, n_threads: int = 0
 ) -> float:
-    """Weighted sum of the squared errors of dense() over that of the squared weights: MatrixError.relative."""
+    """Weighted sum of the squared errors of dense() over that of the squared values, as MatrixError.relative."""
     kind = gguf.GGMLQuantizationType(type_id)
     blocks = data.reshape(len(bits), -1)
 

@@ -1,6 +1,4 @@
-"""The codecs that there are, in the order in which tools list them. A new format is a module here and a row in
-CODECS.
-"""
+"""The codecs, in the order in which tools list them. A new format is a module here and a row in CODECS."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from .packed import PackedCodec
 CODECS: list[Codec] = [MackoCodec(), EcCsrCodec(), PackedCodec()]
 
 AUTO = "auto"
-"""The default TYPE: for each tensor whatever is smallest of the lossless ones that take no search."""
+"""The default TYPE: for each tensor, the smallest lossless TYPE that needs no search."""
 
 
 def codec(name: str) -> Codec:
-    """The codec of a format, as a file names it. Raises FileFormatError."""
+    """The codec of a format by its name in a file. Raises FileFormatError."""
     for found in CODECS:
         if found.name == name:
             return found
@@ -30,7 +28,7 @@ def codec_of(m: EncodedMatrix) -> Codec:
 
 
 def types() -> dict[str, tuple[Choice, ...]]:
-    """TYPE of `macko convert` -> what to choose from by real size."""
+    """TYPE of `macko convert` -> choices, of which the smallest is used."""
     out: dict[str, tuple[Choice, ...]] = {}
     for c in CODECS:
         out.update(c.types())
@@ -45,7 +43,7 @@ def break_even_density(cols: int, type_id: int) -> float:
 
 
 def type_named(name: str) -> str | None:
-    """The TYPE that a user means, or None; upper case is accepted."""
+    """The TYPE with this name in lower or upper case, or None."""
     return name.lower() if name.lower() in types() else None
 
 
@@ -55,5 +53,5 @@ def mixed_types() -> tuple[str, ...]:
 
 
 def longest_suffix() -> int:
-    """Bytes that the name of a component adds to that of its tensor, the dot included."""
+    """Largest number of bytes, with the dot, that a component adds to the name of its tensor."""
     return max(len(component) + 1 for c in CODECS for component in c.components)

@@ -1,6 +1,4 @@
-"""The types of quantized values: blocks of 32 with one scale, and the numbers that it is multiplied with (FORMAT.md
-section 7).
-"""
+"""The types of quantized values: blocks of 32 numbers with one scale (FORMAT.md section 7)."""
 
 from __future__ import annotations
 
@@ -12,11 +10,11 @@ from ..values import Array
 
 BLOCK = 32  # values that share a scale
 TYPE_Q4_0, TYPE_Q5_0, TYPE_Q8_0 = 2, 6, 8  # ggml type ids
-TYPE_Q4_NL = 1004  # no type of ggml's: its blocks are bytes in a file
+TYPE_Q4_NL = 1004  # not a type of ggml: its blocks are bytes in a file
 QUANT_NAMES = {TYPE_Q8_0: "q8_0", TYPE_Q5_0: "q5_0", TYPE_Q4_NL: "q4_nl", TYPE_Q4_0: "q4_0"}
 BLOCK_NBYTES = {TYPE_Q8_0: 34, TYPE_Q5_0: 22, TYPE_Q4_NL: 18, TYPE_Q4_0: 18}
 Q_RANGE = {TYPE_Q8_0: (-127, 127), TYPE_Q5_0: (-16, 15), TYPE_Q4_NL: (-127, 124), TYPE_Q4_0: (-8, 7)}
-LEVELS = np.array(  # q of Q4_NL; the lowest bit of the scale says in which table
+LEVELS = np.array(  # numbers of Q4_NL; the lowest bit of the scale selects the table
     [
         [-127, -100, -81, -67, -54, -42, -31, -17, 10, 25, 38, 50, 63, 77, 94, 121],
         [-127, -107, -89, -74, -61, -50, -39, -28, 23, 36, 47, 58, 70, 84, 101, 124],
@@ -26,7 +24,7 @@ LEVELS = np.array(  # q of Q4_NL; the lowest bit of the scale says in which tabl
 
 
 def numbers(value_type: int) -> Array:
-    """int8 (tables, numbers): what the scale of a value that is not zero may be multiplied with, ascending."""
+    """The numbers of a type except 0, ascending: int8 (tables, numbers)."""
     if value_type == TYPE_Q4_NL:
         return LEVELS
     low, high = Q_RANGE[value_type]
@@ -34,8 +32,8 @@ def numbers(value_type: int) -> Array:
 
 
 def nearest_numbers(value_type: int) -> Array:
-    """int8 (tables, 512): at floor(2 * x) + 256 the one of numbers() that is nearest to x, -128 <= x < 128; the larger
-    of two that are equally near. They meet at halves of whole numbers.
+    """The nearest number to x, -128 <= x < 128, at index floor(2 * x) + 256 of int8 (tables, 512); the larger one of
+    two equally near numbers. The limits between numbers are multiples of 1/2.
     """
     found = [
         q[np.searchsorted(q[:-1] / 2 + q[1:] / 2, np.arange(-256, 256) / 2, side="right")] for q in numbers(value_type)
@@ -44,7 +42,7 @@ def nearest_numbers(value_type: int) -> Array:
 
 
 def pack_blocks(scale: Array, q: Array, value_type: int) -> Array:
-    """uint8 (blocks, bytes) of float16 scales (blocks, 1) and int8 q (blocks, BLOCK), in one of ggml's types."""
+    """Packs float16 scales (blocks, 1) and int8 q (blocks, BLOCK) in a type of ggml: uint8 (blocks, bytes)."""
     if value_type == TYPE_Q8_0:
         return np.concatenate([scale.view(np.uint8), q.view(np.uint8)], axis=1)
     u = (q - np.int8(Q_RANGE[value_type][0])).view(np.uint8)

@@ -1,4 +1,4 @@
-"""The C library: the only package that uses cffi, and how llama_cpp learns to open sparse files.
+"""The C library and the hook with which llama_cpp opens sparse files. No other package uses cffi.
 
 Modules here may import `errors` and `values`, and nothing else of the package.
 """

@@ -1,5 +1,5 @@
-"""The codecs: dense matrices to the arrays of any format and back. Nothing here names a format: codecs() asks the
-library which there are, and what each takes.
+"""The codecs: dense matrices to the arrays of any format and back. No function here names a format: codecs() lists the
+formats of the library and their options.
 
 Dense matrices are 2-D arrays of bit patterns: uint16 for F16 and BF16, uint32 for F32.
 """
@@ -28,11 +28,11 @@ _Q4_NL_BLOCK, _Q4_NL_NBYTES = 32, 18  # values and bytes of a block
 
 @dataclass(frozen=True)
 class Codec:
-    """A format that the library knows."""
+    """A format of the library."""
 
     name: str  # in macko.tensor.format
-    suffixes: tuple[str, ...]  # of its component tensors, with the dot, in the order of the tensor table
-    options: dict[str, int]  # of its encoder, with their defaults; ggml-macko.h says what they mean
+    suffixes: tuple[str, ...]  # of the component tensors, with the dot, in the order of the tensor table
+    options: dict[str, int]  # of the encoder, with their defaults; ggml-macko.h explains them
 
 
 def codecs() -> tuple[Codec, ...]:
@@ -49,7 +49,7 @@ def codecs() -> tuple[Codec, ...]:
 
 @dataclass(frozen=True)
 class MatrixHeader:
-    """What the header of a file says of a matrix."""
+    """The description of a matrix in the header of a file."""
 
     format: str
     rows: int
@@ -64,13 +64,13 @@ class MatrixHeader:
 
 @dataclass(frozen=True)
 class EncodedMatrix:
-    """A matrix in any format: what a file's header says of it, and its components."""
+    """A matrix in any format: its description in the header of a file, and its components."""
 
     format: str
     rows: int
     cols: int
     type: int  # ggml type of the dense matrix
-    value_type: int  # of the stored values: the same, or in some formats a quantized type
+    value_type: int  # of the stored values: equals type, or a quantized type in some formats
     index_bits: int  # macko.tensor.index_bits
     nnz: int
     arrays: tuple[Array, ...]  # contiguous and 1-D, in component order
@@ -89,7 +89,7 @@ class EncodedMatrix:
 
 
 def dense_bits(dense: Array, type_id: int) -> Array:
-    """dense, contiguous, if it is a 2-D array of the bit patterns of a type; MackoError if not."""
+    """A contiguous copy of dense. Raises MackoError unless dense is a 2-D array of bit patterns of the type."""
     if type_id not in _BITS_DTYPES:
         raise errors.error(errors.BAD_ARGUMENT, f"value type {type_id} is not F16, BF16 or F32")
     dtype = np.dtype(_BITS_DTYPES[type_id])
@@ -102,7 +102,7 @@ def dense_bits(dense: Array, type_id: int) -> Array:
 
 @dataclass(frozen=True)
 class Count:
-    """What a dense matrix needs as MACKO."""
+    """The entries of a dense matrix in MACKO format."""
 
     nnz: int
     n_stored: dict[int, int]  # delta_bits -> entries
@@ -123,7 +123,7 @@ def encode(
 ) -> EncodedMatrix:
     """Encodes a dense matrix (rows, cols) of finite values.
 
-    options: by name, those of codecs(); the others have their defaults. Raises PayloadError (NOT_FINITE) for Inf and
+    options: those of codecs(), by name; missing ones have their defaults. Raises PayloadError (NOT_FINITE) for Inf and
     NaN, and MackoError for an unknown format or option. ec-csr takes seconds for large matrices: it compares all rows.
     """
     dense = dense_bits(dense, type_id)
@@ -162,14 +162,8 @@ def _c_header(m: MatrixHeader) -> Any:
     if len(m.nbytes) != len(m.types) or len(m.nbytes) > len(c.arrays):
         raise errors.error(errors.BAD_ARGUMENT, f"{len(m.nbytes)} arrays with {len(m.types)} types")
     name = ffi().new("char[]", m.format.encode())
-    c.rows, c.cols, c.type, c.value_type, c.index_bits, c.nnz = (
-        m.rows,
-        m.cols,
-        m.type,
-        m.value_type,
-        m.index_bits,
-        m.nnz,
-    )
+    for field in ("rows", "cols", "type", "value_type", "index_bits", "nnz"):
+        setattr(c, field, getattr(m, field))
     c.format, c.n_arrays = name, len(m.nbytes)
     for i, (type_id, nbytes) in enumerate(zip(m.types, m.nbytes)):
         c.arrays[i].type, c.arrays[i].nbytes = type_id, nbytes
@@ -177,7 +171,7 @@ def _c_header(m: MatrixHeader) -> Any:
 
 
 def c_matrix(m: EncodedMatrix) -> Any:
-    """The C struct of a matrix; it points into m's arrays, so m must live as long."""
+    """The C struct of a matrix. It points into the arrays of m, which must live as long."""
     if m.type not in _BITS_DTYPES:
         raise errors.error(errors.BAD_ARGUMENT, f"dense type {m.type} is not F16, BF16 or F32")
     c = _c_header(m.header)
@@ -189,33 +183,33 @@ def c_matrix(m: EncodedMatrix) -> Any:
 
 
 def validate(m: EncodedMatrix, n_threads: int = 0) -> None:
-    """Checks an untrusted matrix in full; raises PayloadError or FileFormatError."""
+    """Checks an untrusted matrix completely. Raises PayloadError or FileFormatError."""
     check(lib().ggml_macko_validate(c_matrix(m), n_threads))
 
 
 def decode(m: EncodedMatrix, n_threads: int = 0) -> Array:
-    """Dense bit patterns (rows, cols). m is checked in full first."""
-    validate(m, n_threads)  # before memory is allocated for a shape that nothing has checked
+    """Dense bit patterns (rows, cols) of m, which is checked completely first."""
+    validate(m, n_threads)  # before the allocation, whose size is unchecked until then
     dense = np.empty((m.rows, m.cols), dtype=_BITS_DTYPES[m.type])
     check(lib().ggml_macko_decode(c_matrix(m), ffi().from_buffer("void *", dense, require_writable=True), n_threads))
     return dense
 
 
 GPU_SHARED_NBYTES = 99 << 10
-"""Shared memory that a block may use on GeForce cards since the 30 series; the data centre's have more."""
+"""Shared memory per block on GeForce cards since the 30 series. Data center cards have more."""
 
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """How a device keeps a matrix in memory."""
+    """The layout of a matrix in the memory of a device."""
 
-    nbytes: int  # that are reserved, which the header of the matrix decides
-    own_nbytes: int  # beside it, of a matrix of unusual structure on a GPU
-    name: str  # of the layout; of a matrix without data the one that comes first
+    nbytes: int  # reserved bytes, which depend on the header of the matrix only
+    own_nbytes: int  # bytes that a GPU allocates in addition for an unusual structure
+    name: str  # name of the layout; without data, the first choice
     is_settled: bool  # no other layout is possible
     delta_bits: int  # 0: the layout has none
     lanes: int  # runs per row; 0: the layout has none
-    bank_order: bool  # entries are in the order of the banks of shared memory
+    bank_order: bool  # entries are ordered by the banks of shared memory
     reason: str
 
 
@@ -239,8 +233,8 @@ def gpu_layout(
     stacked: bool = False,
     n_threads: int = 0,
 ) -> DeviceLayout:
-    """How a GPU keeps a matrix: of a header the candidates, with values the layout. Needs no GPU. Raises MackoError for
-    a header that no file may have, or for values that are not valid.
+    """The layout of a matrix on a GPU, or the candidates if m is a header. Needs no GPU. Raises MackoError for an
+    invalid header or invalid values.
     """
     out = new_struct("ggml_macko_layout")
     c = _c_header(m) if isinstance(m, MatrixHeader) else c_matrix(m)
@@ -249,21 +243,19 @@ def gpu_layout(
 
 
 def cpu_layout(m: MatrixHeader) -> DeviceLayout:
-    """How the CPU kernels in use keep a matrix, as its header decides. Raises MackoError for a header that no file may
-    have.
-    """
+    """The layout of a matrix for the CPU kernels in use. Raises MackoError for an invalid header."""
     out = new_struct("ggml_macko_layout")
     check(lib().ggml_macko_cpu_layout(_c_header(m), out))
     return _device_layout(out)
 
 
 def gpu_nbytes(m: MatrixHeader, shared_nbytes: int = GPU_SHARED_NBYTES) -> int:
-    """Bytes of a GPU's memory that are reserved for a matrix."""
+    """Bytes of GPU memory that are reserved for a matrix."""
     return gpu_layout(m, shared_nbytes).nbytes
 
 
 def drop_negative_zeros(bits: Array, type_id: int, n_threads: int = 0) -> int:
-    """Sets each -0.0 in a contiguous array of bit patterns, of any shape, to +0.0; returns how many there were."""
+    """Sets each -0.0 in a contiguous array of bit patterns to +0.0. Returns the number of changes."""
     dtype = np.dtype(_BITS_DTYPES[type_id])
     if bits.dtype != dtype or not bits.flags.c_contiguous or not bits.flags.writeable:
         raise errors.error(errors.BAD_ARGUMENT, f"expected a contiguous, writable array of {dtype}, got {bits.dtype}")
@@ -275,23 +267,23 @@ def drop_negative_zeros(bits: Array, type_id: int, n_threads: int = 0) -> int:
 
 @dataclass(frozen=True)
 class MatrixError:
-    """What encoding did to a matrix."""
+    """The difference between an encoded and a dense matrix."""
 
     is_equal: bool  # all elements are the same, bit for bit
     fault: int  # one of NO_FAULT ... FAULT_TOO_LARGE
-    row: int  # of the first element at fault
+    row: int  # of the first faulty element
     col: int
-    n_nonzero: int  # of the dense matrix; -0.0 counts if that makes as many as the encoded one has
-    max_error: float  # of any element
-    rms_relative: float  # RMS of a row's errors over RMS of the row: mean of the rows that are not zero
-    rms_relative_max: float  # ... and the worst row
+    n_nonzero: int  # of the dense matrix; includes -0.0 if the encoded matrix does
+    max_error: float  # largest error of an element
+    rms_relative: float  # RMS of a row's errors over RMS of the row; the mean over non-zero rows
+    rms_relative_max: float  # the same ratio in the worst row
     weighted_error: float  # sum of weight * error^2
     weighted_power: float  # sum of weight * value^2
 
     @property
     def relative(self) -> float:
-        """Weighted sum of squared errors over that of the weights. With the weights of an imatrix: the expected squared
-        error of a product over its square, inputs taken as uncorrelated.
+        """Weighted sum of squared errors over the weighted sum of squared values. With the weights of an imatrix: the
+        expected squared error of a product over its square, for uncorrelated inputs.
         """
         return self.weighted_error / self.weighted_power if self.weighted_power else 0.0
 
@@ -300,10 +292,10 @@ NO_FAULT, FAULT_NNZ, FAULT_NOT_ZERO, FAULT_TOO_LARGE = range(4)  # enum ggml_mac
 
 
 def measure_error(m: EncodedMatrix, dense: Array, weights: Array | None = None, n_threads: int = 0) -> MatrixError:
-    """Compares a matrix with the dense bit patterns (rows, cols) that it was made from; m is checked in full.
+    """Checks m completely and compares it with the dense bit patterns (rows, cols) that it was made from.
 
-    weights: float32 (matrices, cols), how much the square of an error counts; the tensor's matrices lie one below the
-    other. None: 1. Raises PayloadError or FileFormatError for a matrix that breaks a rule.
+    weights: float32 (matrices, cols), weights of squared errors; the matrices of the tensor lie one below the other.
+    None: 1. Raises PayloadError or FileFormatError for a matrix that breaks a rule.
     """
     dense = dense_bits(dense, m.type)
     if dense.shape != (m.rows, m.cols):
@@ -330,10 +322,8 @@ def _floats(values: Array | None) -> Any:
 def quantize_q4_nl(
     values: Array, type_id: int, weights: Array | None = None, n_threads: int = 0
 ) -> npt.NDArray[np.uint8]:
-    """The Q4_NL blocks, as bytes, of n bit patterns of type F32, F16 or BF16. weights: float32 (n,), how much the
-    square of an error counts.
-
-    Raises MackoError if a value is too large for a scale in F16.
+    """The bytes of the Q4_NL blocks of n bit patterns of type F32, F16 or BF16. weights: float32 (n,), weights of
+    squared errors. Raises MackoError if a value is too large for a scale in F16.
     """
     n = len(values)
     if weights is not None and weights.shape != values.shape:
@@ -346,8 +336,8 @@ def quantize_q4_nl(
 
 
 def round_to_scales(values: Array, type_id: int, value_type: int, blocks: Array, n_threads: int = 0) -> None:
-    """Replaces, in blocks (uint8) of ggml's type value_type, each number by the one nearest to its value; the scales
-    stay. values: bit patterns (n,) of type F32, F16 or BF16, n a multiple of 32, as many as the blocks hold.
+    """Replaces each number in blocks (uint8) of ggml's type value_type by the number nearest to its value. The scales
+    stay. values: bit patterns (n,) of type F32, F16 or BF16; n is the number of values in the blocks.
 
     Raises MackoError (NOT_FINITE) if a scale is infinite.
     """

@@ -18,7 +18,7 @@ def cpu_kernels() -> str:
 
 
 class CpuMatrix:
-    """A matrix in the layout that is fastest on this CPU. Checks it in full first."""
+    """A checked matrix in the fastest layout for this CPU."""
 
     def __init__(self, m: EncodedMatrix, n_threads: int = 0):
         self.rows, self.cols = m.rows, m.cols

@@ -1,4 +1,4 @@
-"""The GPUs of this machine: those that the plugin gives to ggml, and what the driver tells about them."""
+"""The GPUs of this machine: those that the plugin registers with ggml, and the data of the driver."""
 
 from __future__ import annotations
 

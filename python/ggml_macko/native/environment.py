@@ -1,4 +1,4 @@
-"""The environment variables of ggml-macko. The C library has the table of them and checks their words."""
+"""The environment variables of ggml-macko. The C library has the table and checks the words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENABLE = "GGML_MACKO_ENABLE"
 class Setting:
     variable: str
     word: str | None
-    """One of the words that the variable may hold, with commas between them; None: it holds a path."""
+    """An allowed word of the variable, which holds words with commas between them; None: the variable holds a path."""
     help: str
 
 
@@ -31,12 +31,12 @@ def settings() -> list[Setting]:
 
 
 def check_environment() -> None:
-    """MackoError (BAD_ARGUMENT) if a variable that begins with GGML_MACKO_ is unknown, or has an unknown word."""
+    """Raises MackoError (BAD_ARGUMENT) if a variable that begins with GGML_MACKO_ or one of its words is unknown."""
     check(lib().ggml_macko_check_environment())
 
 
 def with_words(variable: str, added: Iterable[str]) -> dict[str, str]:
-    """The variable with words added to those that it holds here; empty if there are none."""
+    """The variable with its present words and the added ones; empty without any word."""
     words = [*filter(None, os.environ.get(variable, "").split(",")), *added]
     return {variable: ",".join(dict.fromkeys(words))} if words else {}
 

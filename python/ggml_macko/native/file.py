@@ -1,4 +1,4 @@
-"""GGUF files, dense or sparse, whose header passed all checks."""
+"""GGUF files, dense or sparse, with checked headers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FileTensor:
     ne: tuple[int, ...]  # ggml order, n_dims numbers
     offset: int  # of the data, from the start of the file
     nbytes: int
-    sparse_index: int  # of the sparse matrix that it is a component of, or -1
+    sparse_index: int  # index of the sparse matrix that the tensor is a component of, or -1
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FileSparse:
     name: str
     format: str
     type: int
-    value_type: int  # of the stored values: type, or in some formats a quantized type
+    value_type: int  # of the stored values: equals type, or a quantized type in some formats
     index_bits: int  # macko.tensor.index_bits
     ne: tuple[int, ...]  # dense shape, ggml order
     nnz: int
@@ -40,7 +40,7 @@ class FileSparse:
 
 
 class File:
-    """A GGUF file, dense or sparse, whose header passed all checks."""
+    """A GGUF file, dense or sparse, with a checked header."""
 
     def __init__(self, path: str | os.PathLike[str], require_model: bool = False):
         out = ffi().new("struct ggml_macko_file **")
@@ -62,7 +62,7 @@ class File:
         self.close()
 
     def tensors(self) -> list[FileTensor]:
-        """FileTensor of each entry, in table order."""
+        """The entries in the order of the tensor table."""
         info = new_struct("ggml_macko_tensor_info")
         out = []
         for i in range(lib().ggml_macko_file_n_tensors(self._c)):
@@ -72,7 +72,7 @@ class File:
         return out
 
     def sparse(self) -> list[FileSparse]:
-        """FileSparse of each sparse matrix."""
+        """The sparse matrices."""
         info = new_struct("ggml_macko_sparse_info")
         out = []
         for i in range(lib().ggml_macko_file_n_sparse(self._c)):
@@ -99,5 +99,5 @@ class File:
 
 
 def weight_use(name: str, n_dims: int) -> int:
-    """WEIGHT_OTHER, WEIGHT_BLOCK or WEIGHT_HEAD: what llama.cpp does with a weight of this name."""
+    """WEIGHT_OTHER, WEIGHT_BLOCK or WEIGHT_HEAD: how llama.cpp uses a weight of this name."""
     return int(lib().ggml_macko_weight_use_of(name.encode(), n_dims))

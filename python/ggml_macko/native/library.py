@@ -1,8 +1,8 @@
 """The C library: opened once, its errors as exceptions, its versions.
 
-The modules of this package are thin functions over ggml-macko.h, one module per area of it, and the only ones that
-touch cffi. They check what C cannot check (dtype, contiguity, array lengths), allocate results, and turn status codes
-into exceptions. They take and return NumPy arrays and dataclasses; no cdata leaves the package.
+The modules of this package are thin wrappers of ggml-macko.h, one module per area, and the only users of cffi. They
+check dtypes, contiguity and array lengths, which C cannot check, allocate results, and turn status codes into
+exceptions. Arguments and results are NumPy arrays and dataclasses; no cdata leaves the package.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _library: Any = None
 
 
 def ffi() -> Any:
-    """The declarations that pybind/build_ffi.py generated. cffi has no types of its own: Any, here and in lib()."""
+    """The declarations of pybind/build_ffi.py. The type is Any, here and in lib(), because cffi has no types."""
     try:
         generated: Any = importlib.import_module("ggml_macko._ffi")
     except ImportError as e:
@@ -32,13 +32,13 @@ def ffi() -> Any:
 
 
 def _not_built(name: str) -> errors.MackoError:
-    """The error of a package that has only its Python files, as a clone of the repository."""
+    """The error of a package with only its Python files, such as a clone of the repository."""
     folder = LIBRARY_PATH.parent
     return errors.error(errors.IO, f"{folder} has no {name}: it was not built; pip install ggml-macko from its sources")
 
 
 def _open_library() -> Any:
-    # the plugin needs libggml-base, and it must be the copy that libllama uses: importing llama_cpp loads it
+    # importing llama_cpp loads the copy of libggml-base that libllama uses, which the plugin needs
     import llama_cpp  # noqa: F401
 
     return ffi().dlopen(str(LIBRARY_PATH))
@@ -60,31 +60,31 @@ def lib() -> Any:
 
 
 def new_struct(name: str) -> Any:
-    """A C struct of zeros that knows its size."""
+    """A C struct of zeros with its struct_size set."""
     struct = ffi().new(f"struct {name} *")
     struct.struct_size = ffi().sizeof(struct[0])
     return struct
 
 
 def text(c_string: Any) -> str:
-    """A C string, which C owns."""
+    """The text of a C string, which C owns."""
     raw: bytes = ffi().string(c_string)
     return raw.decode("utf-8", errors="replace")
 
 
 def check(status: int) -> None:
-    """Raises the exception of a status other than OK, with the library's message."""
+    """Raises the exception for a status other than OK, with the library's message."""
     if status != 0:
         raise errors.error(status, text(lib().ggml_macko_last_error()))
 
 
 def version() -> str:
-    """Of this package."""
+    """The version of this package."""
     return text(lib().ggml_macko_version())
 
 
 def llama_cpp_python_range() -> tuple[str, str]:
-    """The oldest and the newest version of llama-cpp-python that the plugin is for."""
+    """The oldest and the newest version of llama-cpp-python that the plugin supports."""
     return text(lib().ggml_macko_oldest_llama_cpp_python()), text(lib().ggml_macko_newest_llama_cpp_python())
 
 
@@ -94,12 +94,12 @@ def running_ggml() -> str:
 
 
 def ggml_range() -> tuple[str, str]:
-    """The oldest and the newest version of ggml that the plugin is for."""
+    """The oldest and the newest version of ggml that the plugin supports."""
     return text(lib().ggml_macko_oldest_ggml()), text(lib().ggml_macko_newest_ggml())
 
 
 def gpus() -> str:
-    """The GPUs in use, or why there are none, and what this build has kernels for."""
+    """The GPUs in use, or the reason for none, and the GPU architectures of this build."""
     return text(lib().ggml_macko_gpus())
 
 
@@ -109,10 +109,10 @@ def status_name(code: int) -> str:
 
 
 def check_ggml(ggml_version: str) -> None:
-    """VersionMismatchError unless this version is in the range, or GGML_MACKO_ENABLE has any-version."""
+    """Raises VersionMismatchError unless the version is in the range or GGML_MACKO_ENABLE has any-version."""
     check(lib().ggml_macko_check_ggml(ggml_version.encode()))
 
 
 def check_running_ggml() -> None:
-    """VersionMismatchError unless the plugin fits the ggml of this process: its version, structs and operations."""
+    """Raises VersionMismatchError unless the plugin fits the version, structs and operations of this process's ggml."""
     check(lib().ggml_macko_check_running_ggml())

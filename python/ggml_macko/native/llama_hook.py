@@ -1,8 +1,7 @@
-"""Teaches the llama_cpp of this process to open sparse GGUFs: `register()`.
+"""Lets the llama_cpp of this process open sparse GGUFs: `register()`.
 
-Loads the plugin into the ggml registry that libllama uses, and puts a function in the place of
-llama_model_load_from_file that serves sparse files through the plugin. Everything else, dense models included, goes
-the way it always went.
+The function loads the plugin into the ggml registry of libllama, and replaces llama_model_load_from_file by a function
+that loads sparse files through the plugin. Dense models are loaded as before.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _options: contextvars.ContextVar[bindings.LoadOptions] = contextvars.ContextVar(
 
 
 def run_with(options: bindings.LoadOptions, function: Callable[[], None]) -> None:
-    """Calls function. The options hold for the models that it loads; whatever comes, for none after it."""
+    """Calls function. The options hold for the models that it loads, and for no later ones."""
 
     def run() -> None:
         _options.set(options)
@@ -35,7 +34,7 @@ def run_with(options: bindings.LoadOptions, function: Callable[[], None]) -> Non
 
 
 def register() -> None:
-    """Safe to call any number of times, from any thread.
+    """Registers the plugin. May be called any number of times, from any thread.
 
     Raises VersionMismatchError if the plugin does not fit the installed llama-cpp-python;
     GGML_MACKO_ENABLE=any-version tries versions outside of its range.
@@ -49,7 +48,7 @@ def register() -> None:
         _check_versions()
         _load_plugin()
         _replace_load_function()
-        from .. import guards  # here, since it imports llama_cpp
+        from .. import guards  # imports llama_cpp
 
         guards.install("llama_cpp")
         _registered = True
@@ -69,7 +68,7 @@ def _check_versions() -> None:
 
 
 def fits(version: str) -> bool:
-    """Whether a version of llama-cpp-python is in the range that the plugin is for."""
+    """Whether the plugin supports a version of llama-cpp-python."""
 
     def numbers(text: str) -> list[int]:
         return [int(n) for n in re.findall(r"\d+", text.split("+")[0])]
@@ -85,11 +84,11 @@ def _load_plugin() -> None:
     ggml.ggml_backend_reg_by_name.argtypes = [ctypes.c_char_p]
     ggml.ggml_backend_reg_by_name.restype = ctypes.c_void_p
     if ggml.ggml_backend_reg_by_name(b"MACKO"):
-        return  # an exception came after it had been loaded: ggml would list its devices twice
+        return  # an earlier register() failed after loading it; ggml would list its devices twice
     logger = logging.getLogger("llama-cpp-python")
     level = logger.level
-    if level == logging.NOTSET:  # no Llama yet, so nobody said how verbose to be
-        logger.setLevel(logging.ERROR)  # llama_cpp takes ggml's level of information for a warning
+    if level == logging.NOTSET:  # no Llama has set a level yet
+        logger.setLevel(logging.ERROR)  # llama_cpp logs ggml's information as warnings
     try:
         if not ggml.ggml_backend_load(str(bindings.LIBRARY_PATH).encode()):
             raise errors.error(errors.LOAD_FAILED, f"llama.cpp refused the plugin {bindings.LIBRARY_PATH}")
@@ -119,10 +118,10 @@ def _replace_load_function() -> None:
 
 @functools.cache
 def _llama_load_function(api: Any) -> Any:
-    """llama.cpp's own function, also if an exception has cut an earlier register() short."""
+    """llama.cpp's own function, even after an earlier register() failed halfway."""
     return api.llama_model_load_from_file
 
 
 def _address(function: Any) -> int:
-    """Of a C function that ctypes knows."""
+    """The address of a C function of ctypes."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0

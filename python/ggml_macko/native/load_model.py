@@ -1,4 +1,4 @@
-"""Loads into llama.cpp: one call of C, so that no exception of Python can leave a load half begun."""
+"""Loads models into llama.cpp with one call of C, so that a Python exception cannot interrupt a load."""
 
 from __future__ import annotations
 
@@ -33,14 +33,11 @@ def _layout(params: type[ctypes.Structure]) -> dict[str, int]:
 class LoadOptions:
     """How a model is loaded.
 
-    compress: encodes the weights of a dense model that are full of zeros.
-    keep_negative_zeros, with compress: -0.0 is a value like any other; else it counts as zero.
-    sparse_only: a sparse weight that llama.cpp places on a device of another backend is an error; else it becomes dense
-    there.
-    strict: a sparse file of an architecture for whose metadata there are no rules is an error; else llama.cpp is
-    trusted with it.
-    cache: weights on the CPU are kept in a file as they are in memory, and the next load of the unchanged file maps
-    them.
+    compress: encode the weights of a dense model that shrink.
+    keep_negative_zeros: with compress, keep -0.0 as a value (default: it counts as zero).
+    sparse_only: fail if llama.cpp places a sparse weight on a device of another backend (default: make it dense there).
+    strict: fail for sparse files of architectures without rules for their metadata (default: trust llama.cpp).
+    cache: keep CPU weights in a file in their memory layout; the next load of the unchanged model maps this file.
     """
 
     compress: bool = False
@@ -60,13 +57,12 @@ def load_model(
     functions: LlamaFunctions,
     options: LoadOptions | None = None,
 ) -> int:
-    """The address of the llama_model of a file, dense or sparse; 0 if llama.cpp refused a dense one. The caller owns
-    it.
+    """The address of the llama_model of a file, dense or sparse; 0 if llama.cpp refused a dense file. The caller owns
+    the model.
 
-    params_address: of a llama_model_params. options: GGML_MACKO_LOAD in the environment adds to
-    them.
+    params_address: address of a llama_model_params. options: GGML_MACKO_LOAD in the environment adds to them.
     Raises FileFormatError for a damaged sparse file, FileAccessError for a directory, FIFO, socket or device, and
-    LoadError if llama.cpp refused a sparse one.
+    LoadError if llama.cpp refused a sparse file.
     """
     c_functions = new_struct("ggml_macko_llama")
     for name in ("load_from_file", "load_from_file_ptr", "model_free"):
@@ -80,7 +76,7 @@ def load_model(
             model_free(owner[0])
 
     params = ffi().cast("const struct llama_model_params *", params_address)
-    owner = ffi().gc(ffi().new("struct llama_model **"), free_if_kept)  # if an exception comes before the return
+    owner = ffi().gc(ffi().new("struct llama_model **"), free_if_kept)  # after an exception before the return
     words = (options or LoadOptions()).words()
     flags = sum(getattr(lib(), "GGML_MACKO_LOAD_" + word.replace("-", "_").upper()) for word in words)
     check(lib().ggml_macko_load_model(os.fsencode(path), params, flags, c_functions, owner))

@@ -237,8 +237,8 @@ def check(args: argparse.Namespace) -> None:
     run_together({**style_checks(), **type_check(), "build": ["cmake", "--build", BUILD]})
     run_together(
         {
-            "ctest": ["ctest", "--test-dir", BUILD, "--output-on-failure", "-LE", "slow"],
-            "pytest": [PYTHON, "-m", "pytest", "-q", "tests/unit"],
+            "ctest": ["ctest", "--test-dir", BUILD, "--output-on-failure", "-j", CPUS, "-LE", "slow"],
+            "pytest": [PYTHON, "-m", "pytest", "-q", "-n", CPUS, "--dist", "worksteal", "tests/unit"],
         }
     )
 

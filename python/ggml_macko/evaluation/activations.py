@@ -1,9 +1,9 @@
-"""Activations while llama.cpp evaluates a text: what calibration, SparseGPT and skipping measure.
+"""Activations while llama.cpp evaluates a text, for calibration, SparseGPT and skipping.
 
-llama.cpp's scheduler calls a function for each node of its graph (cb_eval); a Tap is what listens. An InputTap hands
-over the inputs of matrix products: for the weights that a consumer wants, the activations as float32 rows, without a
-copy where the graph lies in host memory. Which products count is llama-imatrix's rule: every MUL_MAT_ID, and each
-MUL_MAT with a float32 input of at least 16 rows. Nothing here keeps activations: memory is that of one micro-batch.
+llama.cpp's scheduler calls a function for each node of its graph (cb_eval); a Tap provides this function. An InputTap
+passes the inputs of matrix products, as float32 rows, to a consumer; it copies them only from device memory. As in
+llama-imatrix, it counts every MUL_MAT_ID and each MUL_MAT with a float32 input of at least 16 rows. This module keeps
+no activations, so it needs the memory of one micro-batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .. import errors, system
 from ..values import TYPE_F32
 
 MIN_ROWS = 16
-"""Rows of the input of a MUL_MAT that counts."""
+"""Smallest number of input rows of a MUL_MAT that counts."""
 
 
 class Weight(NamedTuple):
@@ -34,26 +34,25 @@ class Weight(NamedTuple):
     name: str  # as in the model file
     cols: int  # length of an input row
     n_mat: int  # matrices in the tensor: 1, or the number of experts
-    routed: bool  # MUL_MAT_ID: each row goes to the experts that the router chose
+    routed: bool  # MUL_MAT_ID: the router chooses the experts of each row
 
 
 class Consumer(Protocol):
-    """What takes the inputs of matrix products."""
+    """A receiver of the inputs of matrix products."""
 
     def wants(self, name: str) -> bool:
-        """Whether to hand over the inputs of the weight of this name. Called for each product, so it should be fast."""
+        """Whether to pass on the inputs of this weight. Called for each product, so it should be fast."""
 
     def take(self, weight: Weight, index: int, x: npt.NDArray[np.float32]) -> None:
-        """Takes inputs x (rows, cols) of matrix `index` of the weight; x is valid during the call only, and read only.
+        """Receives inputs x (rows, cols) of matrix `index` of the weight. x is read-only and valid during the call.
 
-        Called at most once per micro-batch and matrix (for each sequence of the batch where the graph keeps sequences
-        apart), and not for an expert that no token was routed to. An exception stops the evaluation, and
-        TextModel.evaluate raises it.
+        The function is called at most once per micro-batch and matrix (per sequence if the graph separates sequences),
+        and never for an expert without tokens. TextModel.evaluate stops at an exception and raises it.
         """
 
 
 class Tensor(ctypes.Structure):
-    """struct ggml_tensor of the ggml that the plugin was built for; native/llama_hook.py refuses any other."""
+    """struct ggml_tensor of the supported ggml; native/llama_hook.py refuses others."""
 
     _fields_ = [
         ("type", ctypes.c_int),
@@ -73,13 +72,13 @@ class Tensor(ctypes.Structure):
     ]
 
 
-_OBJECT_NBYTES = 32  # struct ggml_object, which ggml_tensor_overhead() counts too
+_OBJECT_NBYTES = 32  # struct ggml_object, which ggml_tensor_overhead() includes
 
 _OPS = {b"MUL_MAT", b"MUL_MAT_ID", b"GLU", b"UNARY", b"SQR"}
 
 
 class Ggml:
-    """The functions of libggml-base that are needed here, and the ids of some operations.
+    """Functions of libggml-base and ids of operations.
 
     Raises MackoError (VERSION_MISMATCH) if its tensors have another size than Tensor.
     """
@@ -117,7 +116,7 @@ def _ggml() -> Ggml:
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Delays Ctrl-C, SIGTERM and SIGHUP to the end of the block, or of the outermost such block."""
+    """Delays Ctrl-C, SIGTERM and SIGHUP until the end of the outermost such block."""
     held: list[tuple[int, FrameType | None]] = []
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():  # only the main thread gets signals
@@ -136,10 +135,10 @@ def signals_held() -> Iterator[None]:
 
 
 class Tap(ABC):
-    """What llama.cpp's scheduler calls for the nodes of its graph.
+    """A function that llama.cpp's scheduler calls for the nodes of its graph.
 
-    `callback` belongs into llama_context_params.cb_eval and must live as long as the context. Each llama_decode must be
-    called within `with tap.evaluation()`.
+    llama_context_params.cb_eval takes `callback`, which must live as long as the context. Call llama_decode inside
+    `with tap.evaluation()`.
     """
 
     def __init__(self) -> None:
@@ -151,20 +150,18 @@ class Tap(ABC):
 
     @abstractmethod
     def wants(self, node: Tensor) -> bool:
-        """Whether to call take() when this node has been computed. Called for every node, in the graph's order."""
+        """Whether to call take() after this node is computed. Called for every node, in the order of the graph."""
 
     @abstractmethod
     def take(self, address: int, node: Tensor) -> bool:
-        """Takes a node that has been computed; address: where its struct ggml_tensor lies. False ends the evaluation.
+        """Receives a computed node. address: of its struct ggml_tensor. False ends the evaluation.
 
-        What this or wants() raises stops the evaluation, and TextModel.evaluate raises it.
+        TextModel.evaluate stops at an exception of take() or wants() and raises it.
         """
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Raises at its end what wants() or take() raised, and delays signals until then: Python cannot raise through
-        C.
-        """
+        """Delays signals and exceptions of wants() and take() until its end, because Python cannot raise through C."""
         self._error = None
         with signals_held():
             yield
@@ -182,7 +179,7 @@ class Tap(ABC):
             return False  # ends this evaluation early
 
     def array(self, address: int, dtype: type[np.float32] | type[np.int32]) -> npt.NDArray[Any]:
-        """The elements of a tensor, its slowest dimension first; a read-only view if the data lie in host memory."""
+        """The elements of a tensor, slowest dimension first; a read-only view if the data is in host memory."""
         t = Tensor.from_address(address)
         nbytes = self.ggml.nbytes(address)
         if self.ggml.is_host(t.buffer):
@@ -196,9 +193,9 @@ class Tap(ABC):
 
 
 class InputTap(Tap):
-    """Hands the inputs of matrix products to a consumer.
+    """Passes the inputs of matrix products to a consumer.
 
-    until: the weight after whose product an evaluation ends, if any; logits mean nothing then.
+    until: a weight; the evaluation ends after its product and gives no valid logits.
     """
 
     def __init__(self, consumer: Consumer, until: str = "") -> None:
@@ -237,6 +234,6 @@ class InputTap(Tap):
 
 @functools.lru_cache(maxsize=1 << 16)
 def weight_name(name: bytes) -> str:
-    """The name in the model file; the scheduler calls a copy on another device CUDA0#blk.0.attn_k.weight#0."""
+    """The name in the model file. The scheduler names a copy on another device CUDA0#blk.0.attn_k.weight#0."""
     parts = name.decode("utf-8", errors="replace").split("#")
     return parts[1] if len(parts) > 1 else parts[0]

@@ -1,9 +1,8 @@
 """Measures the inputs of a model's weights on a text and writes an imatrix file: `calibrate(model, text, output)`.
 
-Sums the squares of each input column of each weight, as llama-imatrix does and in its file format. Sums are kept in
-float64, so that they do not depend on how the text is cut into evaluations. Every few chunks, and when it is
-interrupted, a run leaves OUTPUT.checkpoint; the same call continues from there and writes the same bytes. With another
-number of chunks it continues, too: what is measured already is never thrown away.
+The file has the sums of squares of each input column of each weight, like a file of llama-imatrix. Sums are float64, so
+they do not depend on the size of evaluations. A run writes OUTPUT.checkpoint every few chunks and when it is
+interrupted; the same call resumes from it, even with a different number of chunks, and writes the same bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _LOG_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Calibration:
-    """What `calibrate` measured and wrote."""
+    """The result of `calibrate`."""
 
     path: Path
     entries: Mapping[str, imatrix.Statistics]  # weight name -> its sums of squares and counts
@@ -62,14 +61,13 @@ def calibrate(
 ) -> Calibration:
     """Runs a UTF-8 text through a GGUF model, dense or sparse, and writes an imatrix file equal to llama-imatrix's.
 
-    For each weight and each of its input columns j, the file holds the sum of x_j^2 over all tokens, and the number of
-    tokens; for the weights of experts, over the tokens that were routed to each.
+    For each input column j of each weight, the file has the sum of x_j^2 over all tokens, and the number of tokens;
+    for each expert, over the tokens that were routed to it.
 
-    n_ctx: tokens of a chunk, at least 16. n_batch: tokens per evaluation; n_ubatch: tokens per matrix product.
-    n_chunks: chunks from the start of the text, as far as it goes; -1 is all. A checkpoint of more chunks is used
-    whole. n_threads: 0 is all cores. n_gpu_layers: -1 is all. process_output: measure output.weight, too.
-    checkpoint_every: chunks after which OUTPUT.checkpoint is written. verbose: show llama.cpp's log. force: replace
-    output if it exists.
+    n_ctx: tokens per chunk, at least 16. n_batch: tokens per evaluation. n_ubatch: tokens per matrix product.
+    n_chunks: largest number of chunks, from the start of the text; -1: all. A checkpoint with more chunks is used
+    whole. n_threads: 0: all cores. n_gpu_layers: -1: all. process_output: also measure output.weight.
+    checkpoint_every: chunks between two checkpoints. verbose: show llama.cpp's log. force: replace output if it exists.
 
     Logs its progress. Raises MackoError (a text that is too short or not UTF-8, a model that llama.cpp does not load,
     inputs that are not finite, a checkpoint of another run) or OSError. KeyboardInterrupt leaves a checkpoint.
@@ -120,7 +118,7 @@ def calibrate(
 
 
 class SquareSums:
-    """An activations.Consumer that sums squares. Memory holds one float64 per input column and expert."""
+    """An activations.Consumer that sums squares, with one float64 per input column and expert."""
 
     def __init__(self, process_output: bool = False) -> None:
         self.sums: dict[str, npt.NDArray[np.float64]] = {}  # weight name -> (n_mat, cols)
@@ -146,11 +144,11 @@ class SquareSums:
             raise errors.error(errors.NOT_FINITE, f"{weight.name}: an input of column {column} is not finite")
         if weight.routed:
             self.counts[weight.name][index] += n_rows
-        elif index == 0:  # all matrices of such a tensor get equally many rows, and llama-imatrix keeps one count
+        elif index == 0:  # all matrices of the tensor get equally many rows, and llama-imatrix writes one count
             self.counts[weight.name][0] += n_rows
 
     def entries(self) -> dict[str, imatrix.Statistics]:
-        """The sums, float32, and counts as imatrix.Imatrix keeps them."""
+        """Sums (float32) and counts for imatrix.Imatrix."""
         return {n: imatrix.Statistics(s.astype(np.float32), self.counts[n]) for n, s in self.sums.items()}
 
 
@@ -232,7 +230,7 @@ def _digest(data: bytes) -> str:
 
 
 def model_digest(path: str | os.PathLike[str]) -> str:
-    """A digest of the model's metadata, and of the size and time of modification of its files."""
+    """A digest of the metadata of the model and of the sizes and modification times of its files."""
     with Model(path) as model:
         digest = hashlib.sha256()
         for shard in model.shards:
@@ -248,12 +246,12 @@ def model_digest(path: str | os.PathLike[str]) -> str:
 def _measure(
     model: TextModel, chunks: Chunks, sums: SquareSums, start: int, checkpoint: Checkpoint, checkpoint_every: int
 ) -> None:
-    """Adds chunks from `start` on to the sums."""
+    """Adds the chunks from `start` on to the sums."""
     begin = logged = time.monotonic()
     done = saved = start
     try:
         for i, batch in model.batches(chunks, start):
-            with signals_held():  # so that the sums always are those of `done` chunks
+            with signals_held():  # the sums always belong to `done` chunks
                 model.evaluate(batch)
                 done = i + len(batch)
             if done - saved >= checkpoint_every and done < len(chunks):
@@ -272,7 +270,7 @@ def _measure(
 
 
 def _check_written(found: imatrix.Imatrix, output: AtomicOutput) -> None:
-    """Reads the sealed file back. Raises MackoError unless it passes every check and holds what was measured."""
+    """Reads the sealed file. Raises MackoError unless it is valid and equal to the measured sums."""
     written = imatrix.read(output.partial)
     for name, s in found.entries.items():
         other = written.entries.get(name)

@@ -1,5 +1,5 @@
-"""Takes the thresholds of neurons that may be skipped from a text, and writes them into a copy of the model:
-`calibrate_activations(model, output, skip)`. skipping.py says what they are, FORMAT.md (section 9) how they are stored.
+"""Measures thresholds for skipping neurons on a text, and writes them into a copy of the model:
+`calibrate_activations(model, output, skip)`. skipping.py defines them; FORMAT.md (section 9) has their format.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..gguf.writer import is_written, write_with_keys
 
 @dataclass(frozen=True)
 class ActivationCalibration:
-    """What `calibrate_activations` measured and wrote."""
+    """The result of `calibrate_activations`."""
 
     path: Path
     rule: SkipRule
@@ -40,19 +40,19 @@ def calibrate_activations(
     verbose: bool = False,
     force: bool = False,
 ) -> ActivationCalibration:
-    """Writes a copy of a GGUF model, dense or sparse, that says which of its feed-forward neurons may be skipped for a
-    token. The copy gives the same results as the model, until a user asks for the neurons to be skipped.
+    """Writes a copy of a GGUF model, dense or sparse, with thresholds below which feed-forward neurons may be skipped
+    for a token. The copy gives the same results as the model until skipping is turned on.
 
-    skip: how many, by which score, and the calibration text. A rule that the model has is replaced; a split model
-    becomes one file. n_ctx: tokens of a chunk, at least 16. force: replace output if it exists. The other parameters
-    are those of calibrate().
+    skip: share of neurons, score and calibration text. The thresholds replace existing ones; a split model becomes one
+    file. n_ctx: tokens per chunk, at least 16. force: replace output if it exists. The other parameters are those of
+    calibrate().
 
-    Raises MackoError (as calibrate() does; a model without feed-forward parts that have a gate or a ReLU, or one in the
-    memory of a GPU) or OSError.
+    Raises MackoError (as calibrate(); a model without feed-forward parts with a gate or a ReLU, or in GPU memory) or
+    OSError.
     """
     if n_ctx < MIN_ROWS:
         raise errors.usage_error(f"-c {n_ctx}: at least {MIN_ROWS}")
-    read_text(skip.text)  # a bad one is refused before the model is loaded
+    read_text(skip.text)  # checks the text before the model is loaded
     with Model(model) as source, AtomicOutput(output, [*shard_paths(model), skip.text], force) as opened:
         with SkippingModel(
             model,
@@ -75,7 +75,7 @@ def calibrate_activations(
 
 
 def take_thresholds(skipper: SkippingModel, skip: SkipOptions) -> SkipRule:
-    """Makes a model skip as the options say, with thresholds from their text; returns the rule."""
+    """Makes a model skip neurons by the options, with thresholds from their text. Returns the rule."""
     chunks: Chunks = skipper.model.read_chunks(skip.text, skip.n_chunks)
     console.log(f"thresholds: {len(chunks)} chunks of {skip.text}")
     skipper.calibrate(chunks)

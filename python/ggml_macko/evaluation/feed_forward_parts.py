@@ -1,9 +1,9 @@
-"""The feed-forward parts of a model while llama.cpp evaluates a text: with a gate, down(act(gate(h)) * up(h)), or
-without one and with a ReLU, down(relu(up(h))) and down(relu(up(h))^2).
+"""The feed-forward parts of a model while llama.cpp evaluates a text: down(act(gate(h)) * up(h)) with a gate, or
+down(relu(up(h))) and down(relu(up(h))^2) without.
 
-A part is a node of llama.cpp's graph (GLU, RELU or SQR of RELU) whose result is the input of one matrix product, so
-that each of its elements is a neuron: a row of gate and of up, and a column of down. Its gate can be read, and its
-result changed in place before the product with down is computed.
+A part is a node of llama.cpp's graph (GLU, RELU or SQR of RELU) whose result is the input of one matrix product. Each
+element of the result is a neuron: a row of gate and up, and a column of down. A caller can read the gate and change the
+result in place before the product with down.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class FeedForwardPart(NamedTuple):
     """A feed-forward part."""
 
     node: str  # name of the input of down in llama.cpp's graph
-    down: str  # name of the weight that it is multiplied with, as in the model file
-    kind: str  # ggml's name of the gated operation, such as SWIGLU; without a gate RELU or RELU_SQR
+    down: str  # name of the weight down in the model file
+    kind: str  # ggml's name of the gated operation, such as SWIGLU; RELU or RELU_SQR without a gate
     n_neurons: int
 
     @property
@@ -37,15 +37,15 @@ class FeedForwardPart(NamedTuple):
 _WITHOUT_GATE = ("RELU", "RELU_SQR")
 
 OnPart = Callable[[FeedForwardPart, Optional[Rows], Rows], None]
-"""Takes a part, gate before its activation function (None if there is no gate), and the input of down, which may be
-changed in place; both are valid during the call only.
+"""A function of a part, its gate before the activation function (None without a gate), and the input of down, which the
+function may change in place. Both arrays are valid during the call only.
 """
 
 
 class FeedForwardTap(Tap):
-    """Finds the feed-forward parts while on_part is None, then calls on_part for each of them in every micro-batch.
+    """Finds the feed-forward parts while on_part is None, and later calls on_part for each part of a micro-batch.
 
-    Where experts are routed, their neurons are counted in n_routed (nodes) and left alone.
+    Routed experts are counted in n_routed (nodes) and not passed to on_part.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class FeedForwardTap(Tap):
         self.on_part: OnPart | None = None
         self.parts: dict[str, FeedForwardPart] = {}  # by node
         self.n_routed = 0
-        self._kinds: dict[str, str] = {}  # node -> kind, of all nodes that may be parts
+        self._kinds: dict[str, str] = {}  # node -> kind, for all nodes that may be parts
 
     def wants(self, node: Tensor) -> bool:
         if self.on_part is not None:
@@ -66,7 +66,7 @@ class FeedForwardTap(Tap):
         return False
 
     def _kind(self, node: Tensor) -> str | None:
-        """Of a node that is a part if its result is the input of a matrix product; None: it is no such node."""
+        """The kind of a node that is a part if its result is the input of a matrix product; None for other nodes."""
         ggml = self.ggml
         if node.op == ggml.glu:
             name: bytes = ggml.glu_op_name(node.op_params[0])
@@ -78,7 +78,7 @@ class FeedForwardTap(Tap):
         return None
 
     def _find(self, product: Tensor) -> None:
-        """Adds the part whose result is the input of a matrix product, if it is one."""
+        """Adds the part whose result is the input of a matrix product, if there is one."""
         weight, x = (Tensor.from_address(product.src[i]) for i in (0, 1))
         name, down = weight_name(x.name), weight_name(weight.name)
         if name not in self._kinds:

@@ -1,16 +1,16 @@
-"""How far a model's predictions are from another's: Kullback-Leibler divergence, token by token, from the base model's
-log-probabilities in a file.
+"""Kullback-Leibler divergence of a model from a base model, token by token. A file has the base model's
+log-probabilities.
 
-File, statistics and printed lines are those of llama-perplexity (--kl-divergence-base, --kl-divergence). The file is
-little endian:
+The file, the statistics and the printed lines are those of llama-perplexity (--kl-divergence-base, --kl-divergence).
+The file is little-endian:
 
     "_logits_"                       8 bytes
     n_ctx, n_vocab, n_chunk          3 x i32
     tokens                           n_chunk * n_ctx x i32
     one row per scored position      f32 scale, f32 offset, n_vocab x u16 code, one u16 of padding if n_vocab is odd
 
-A code stands for the log-probability scale * code + offset. Log-probabilities more than 16 below that of the likeliest
-token are cut off there.
+A code means the log-probability scale * code + offset. Log-probabilities are at least that of the likeliest token minus
+16.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..regular_files import named, open_regular, read_at
 SIGNATURE = b"_logits_"
 
 MIN_TOKENS = 100
-"""Scored tokens below which llama-perplexity prints no statistics."""
+"""Smallest number of scored tokens for statistics in llama-perplexity."""
 
 _CUT = np.float32(16)  # natural logarithm
 _HEADER = struct.Struct("<8siii")
@@ -52,7 +52,7 @@ def _row_length(n_vocab: int) -> int:
 
 
 def header(n_ctx: int, n_vocab: int, chunks: Chunks) -> bytes:
-    """What precedes the rows. chunks: int32 (chunks, n_ctx)."""
+    """The bytes before the rows. chunks: int32 (chunks, n_ctx)."""
     return _HEADER.pack(SIGNATURE, n_ctx, n_vocab, len(chunks)) + chunks.astype("<i4").tobytes()
 
 
@@ -79,8 +79,8 @@ def encode(logits: Logits, tokens: Tokens) -> Encoded:
 class BaseFile:
     """Log-probabilities of a base model, read chunk by chunk.
 
-    n_ctx, n_vocab: of the model that wrote it. chunks: int32 (chunks, n_ctx), the tokens of the text. Raises
-    MackoError, which names the file and what is wrong with it, or OSError.
+    n_ctx, n_vocab: of the model that wrote the file. chunks: int32 (chunks, n_ctx), the tokens of the text. Raises
+    MackoError, with the file and the fault, or OSError.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -119,7 +119,7 @@ class BaseFile:
         self.chunks: Chunks = tokens.reshape(n_chunk, self.n_ctx)
 
     def _read(self, offset: int, nbytes: int) -> bytearray:
-        """Fewer bytes at the end of the file."""
+        """The bytes at an offset; fewer at the end of the file."""
         data = bytearray(nbytes)
         with named(self.path):
             del data[read_at(self._file, offset, memoryview(data)) :]
@@ -129,7 +129,7 @@ class BaseFile:
         return errors.error(errors.BAD_ARGUMENT, f"{self.path}: {text}")
 
     def check_vocabulary(self, model_path: str | os.PathLike[str], n_vocab: int) -> None:
-        """Raises MackoError unless a model has as many tokens in its vocabulary as the base model."""
+        """Raises MackoError unless the vocabularies of the model and of the base model have the same size."""
         if n_vocab != self.n_vocab:
             raise self._bad(f"is of a model with {self.n_vocab} tokens in its vocabulary; {model_path} has {n_vocab}")
 
@@ -155,13 +155,13 @@ class BaseFile:
 
 
 class Comparison(NamedTuple):
-    """Of each position: how the model differs from the base model. All arrays are (n,)."""
+    """The differences from the base model at each position; arrays (n,)."""
 
-    nll: npt.NDArray[np.float32]  # negative log-likelihood of the token that came
+    nll: npt.NDArray[np.float32]  # negative log-likelihood of the next token of the text
     nll_base: npt.NDArray[np.float32]
     kld: npt.NDArray[np.float64]  # KL(base || model) = sum over the vocabulary of p_base * (log p_base - log p)
-    p_change: npt.NDArray[np.float32]  # change of the probability of the token that came
-    same_top: npt.NDArray[np.bool_]  # both models find the same token likeliest
+    p_change: npt.NDArray[np.float32]  # change of the probability of the next token of the text
+    same_top: npt.NDArray[np.bool_]  # the same token is likeliest in both models
 
 
 def compare(logits: Logits, tokens: Tokens, rows: Rows) -> Comparison:
@@ -207,7 +207,7 @@ class _Sum:
         )
 
     def mean(self, n: int) -> Measured:
-        """Of n values; no error is estimated from ten or fewer."""
+        """The mean of n values, with an error for more than ten."""
         mean = self.total / n
         variance = self.total2 / n - mean * mean
         return Measured(mean, math.sqrt(variance / (n - 1)) if variance > 0 and n > 10 else 0.0)
@@ -242,7 +242,7 @@ _P_CHANGE_PERCENTS = (100, 99.9, 99, 95, 90, 75, 50, 25, 10, 5, 1, 0.1, 0)
 
 @dataclass(frozen=True, eq=False)
 class Divergence:
-    """Statistics of the comparisons of all scored tokens, chunk after chunk."""
+    """Statistics of the comparisons of all scored tokens."""
 
     n_tokens: int = 0
     _n_same_top: int = field(default=0, repr=False)
@@ -256,7 +256,7 @@ class Divergence:
     _all_p_change: tuple[npt.NDArray[np.float32], ...] = field(default=(), repr=False)
 
     def plus(self, found: Comparison) -> Divergence:
-        """With the comparisons of one more chunk."""
+        """The statistics with one more chunk."""
         squares = (found.p_change * found.p_change).astype(np.float64)
         return Divergence(
             n_tokens=self.n_tokens + len(found.nll),
@@ -291,7 +291,7 @@ class Divergence:
 
     @property
     def covariance(self) -> float:
-        """Of the two mean log-likelihoods."""
+        """Covariance of the two mean log-likelihoods."""
         n = self.n_tokens
         if n < 10:
             return 0.0
@@ -299,7 +299,7 @@ class Divergence:
 
     @property
     def correlation(self) -> float:
-        """Of the two mean log-likelihoods; NaN if one of them does not vary."""
+        """Correlation of the two mean log-likelihoods; NaN if one of them is constant."""
         product = self._log_ppl.error * self._log_ppl_base.error
         return self.covariance / product if product > 0 else math.nan
 
@@ -327,7 +327,7 @@ class Divergence:
 
     @property
     def p_change(self) -> Measured:
-        """Mean change of the probability of the token that came."""
+        """Mean change of the probability of the next token of the text."""
         return self._p_change.mean(self.n_tokens)
 
     @property
@@ -338,7 +338,7 @@ class Divergence:
 
     @property
     def same_top(self) -> Measured:
-        """Share of the positions where both models find the same token likeliest."""
+        """Share of the positions at which the same token is likeliest in both models."""
         n = self.n_tokens
         share = self._n_same_top / n
         return Measured(share, math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else 0.0)
@@ -352,7 +352,7 @@ class Divergence:
         return _percentiles(self._all_p_change, percents)
 
     def as_json(self) -> dict[str, object]:
-        """Means with their standard errors, and the largest divergence of a token; NaN is None, as JSON has none."""
+        """Means with standard errors, and the largest divergence of a token; None for NaN, which JSON lacks."""
         found = {
             "ppl": self.ppl,
             "ppl_base": self.ppl_base,
@@ -424,7 +424,7 @@ def divergence(
 ) -> Divergence:
     """Divergence of a model from the base model, on the first n_chunks chunks of the base file's text (-1: all).
 
-    model: opened with base.n_ctx. on_chunk: called after each chunk with how many are done, and the statistics so far.
+    model: opened with base.n_ctx. on_chunk: called after each chunk with its number and the statistics so far.
     Raises MackoError if the vocabularies differ or fewer than MIN_TOKENS tokens are scored.
     """
     base.check_vocabulary(model.path, model.n_vocab)

@@ -1,23 +1,22 @@
-"""Activation sparsity: what a model loses if neurons that matter little for a token are skipped.
+"""Activation sparsity: the quality of a model that skips neurons with little influence on a token.
 
-In a feed-forward part (feed_forward_parts.py) a neuron is skipped for a token if its score is below the threshold of
-its part: then its element of the input of down, act(gate) * up, is set to zero before the product, which is exactly
-what a kernel that does not read its weights would compute. Nothing is faster here: this measures quality.
+A neuron of a feed-forward part (feed_forward_parts.py) is skipped for a token if its score is below the threshold of
+the part. Its element of the input of down, act(gate) * up, becomes zero before the product, as in a kernel that does
+not read the weights of the neuron. This module measures quality; it is not faster.
 
 Scores of neuron j:
-  cats     |act(gate_j)|                            arXiv 2404.08763; known before up is computed
-  product  |act(gate_j) * up_j|                     known once up is computed
-  wina     |act(gate_j) * up_j| * ||down[:, j]||_2  arXiv 2505.19427; known once up is computed
+  cats     |act(gate_j)|                            arXiv 2404.08763; available before up is computed
+  product  |act(gate_j) * up_j|                     available after up is computed
+  wina     |act(gate_j) * up_j| * ||down[:, j]||_2  arXiv 2505.19427; available after up is computed
 
-Where a ReLU takes the place of a gate, relu(up_j) or its square takes that of act(gate_j) * up_j, and `cats` is not
-defined.
+In parts with a ReLU instead of a gate, relu(up_j) or its square replaces act(gate_j) * up_j, and `cats` is undefined.
 
-Thresholds are quantiles of the scores on a calibration text, per part (CATS, section 4.1), fixed from then on. The
-wanted share of skipped neurons is the same in each part (uniform), or is given to the parts where it costs least
-(greedy): the loss of each part alone is measured at a few shares, and shares go where the loss rises least per neuron,
-which is best for convex losses that add up (marginal analysis, Fox 1966; TEAL, arXiv 2408.14690, is greedy among the
-matrices of a block, and measures anew after each step). The loss is the KL divergence of the next token's distribution
-from that of the model without skipping, on the calibration text.
+Thresholds are fixed quantiles of the scores of a part on a calibration text (CATS, section 4.1). The share of skipped
+neurons is the same in each part (uniform), or larger in parts with a smaller loss (greedy). For the latter, the loss of
+each part alone is measured at a few shares, and neurons are assigned to the part whose loss rises least per neuron,
+which is optimal for convex losses that add up (marginal analysis, Fox 1966; TEAL, arXiv 2408.14690, is greedy among the
+matrices of a block and repeats the measurement after each step). The loss is the KL divergence of the distribution of
+the next token from that of the model without skipping, on the calibration text.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ SCORES = ("cats", "product", "wina")
 ALLOCATIONS = ("uniform", "greedy")
 
 N_CHUNKS = 16
-"""Chunks of the calibration text that thresholds are taken from."""
+"""Chunks of the calibration text for thresholds."""
 
 N_LOSS_CHUNKS = 2
-"""Of these, chunks that losses are measured on."""
+"""Chunks among these for losses."""
 
 LOSS_SHARES = (0.25, 0.5, 0.7, 0.85, 1.0)
 """Shares at which the loss of a part is measured."""
@@ -53,10 +52,8 @@ LOSS_SHARES = (0.25, 0.5, 0.7, 0.85, 1.0)
 
 @dataclass(frozen=True)
 class SkipOptions:
-    """What to skip. share: of the neurons, 0 to 1. text: calibration text, UTF-8; n_chunks: chunks of it, from its
-    start (-1: all).
-
-    Raises MackoError for anything else.
+    """The neurons to skip. share: share of the neurons, 0 to 1. text: calibration text, UTF-8. n_chunks: chunks from
+    the start of the text (-1: all). Raises MackoError for other values.
     """
 
     share: float
@@ -113,10 +110,10 @@ def column_norms(t: Tensor) -> npt.NDArray[np.float32]:
 
 
 class Scorer:
-    """Scores the neurons of parts: float32 (tokens, neurons), not negative."""
+    """Computes scores of the neurons of parts: float32 (tokens, neurons), not negative."""
 
     def __init__(self, score: str, model: str | os.PathLike[str], parts: Sequence[FeedForwardPart]) -> None:
-        """Raises MackoError for a part that cannot be scored in this way."""
+        """Raises MackoError for a part without this score."""
         self._score = score
         self._norms: dict[str, npt.NDArray[np.float32]] = {}
         if score == "cats":
@@ -136,7 +133,7 @@ class Scorer:
                 self._norms = {t.name: column_norms(t) for t in file.tensors if t.name in downs}
 
     def __call__(self, part: FeedForwardPart, gate: Rows | None, product: Rows) -> Rows:
-        """gate: before its activation function, where there is one. Raises MackoError (NOT_FINITE)."""
+        """gate: before the activation function, if there is a gate. Raises MackoError (NOT_FINITE)."""
         scored = product
         if self._score == "cats":
             assert gate is not None  # the constructor refuses a part without
@@ -156,11 +153,11 @@ _BIN_SHIFT = 12
 _N_BINS = 0x7F800000 >> _BIN_SHIFT
 
 BIN_WIDTH = 2.0 ** (_BIN_SHIFT - 23)
-"""Width of a bin, relative to the lower end of its binade: 2^-11."""
+"""Width of a bin relative to the lower end of its binade: 2^-11."""
 
 
 class Distribution:
-    """A histogram of float32 scores: 2048 bins in each binade, so that a quantile is right to 0.05 % of itself."""
+    """A histogram of float32 scores with 2048 bins per binade: quantiles have a relative error of 0.05 %."""
 
     def __init__(self) -> None:
         self.counts = np.zeros(_N_BINS, dtype=np.int64)
@@ -190,9 +187,9 @@ class Distribution:
 
 
 def allocate(losses: Mapping[str, Sequence[float]], n_neurons: Mapping[str, int], share: float) -> dict[str, float]:
-    """A share for each part, in steps of 1 %, so that together they are `share` of all neurons and cost least.
+    """The share of each part, in steps of 1 %, with the least total loss for `share` of all neurons.
 
-    losses: part -> loss at each of LOSS_SHARES; interpolated, made convex, and taken to add up.
+    losses: part -> loss at each of LOSS_SHARES. Losses are interpolated, made convex, and assumed to add up.
     """
     steps = []
     for part, values in losses.items():
@@ -215,11 +212,11 @@ _GRID = tuple(i / 100 for i in range(101))
 
 
 def interpolated(losses: Sequence[float]) -> list[float]:
-    """The loss of a part at 0, 0.01 ... 1. losses: at each of LOSS_SHARES; one that is not positive counts as next to
-    nothing, and one below its predecessor as equal to it.
+    """The loss of a part at 0, 0.01 ... 1. losses: at each of LOSS_SHARES; a loss that is not positive counts as
+    almost 0, and a loss below its predecessor as equal to it.
 
-    The logarithms follow a monotone cubic (Fritsch and Carlson 1980, harmonic means as tangents), so that the slope has
-    no steps: at a step many targets would end in the same shares.
+    The logarithms follow a monotone cubic (Fritsch and Carlson 1980, harmonic means as tangents), so the slope has no
+    steps, at which many targets would give the same shares.
     """
     x = np.log(LOSS_SHARES)
     y = np.maximum.accumulate(np.log(np.maximum(losses, 1e-12)))
@@ -252,22 +249,22 @@ def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
 
 @dataclass(frozen=True)
 class SkippedPart:
-    """What was skipped in a part."""
+    """The skipped neurons of a part."""
 
     down: str  # name of the weight
     n_neurons: int
     threshold: float
     wanted: float  # share of the neurons
-    measured: float  # share of the neurons of all tokens that were evaluated
+    measured: float  # share of the neurons of all evaluated tokens
 
 
 def skipped_share(parts: Sequence[SkippedPart]) -> float:
-    """The share of all neurons of these parts that was skipped, as measured."""
+    """The measured share of skipped neurons in these parts."""
     return sum(part.measured * part.n_neurons for part in parts) / sum(part.n_neurons for part in parts)
 
 
 class SkippingModel:
-    """A model whose neurons are skipped while it evaluates texts, on the CPU.
+    """A model that skips neurons while it evaluates texts on the CPU.
 
     options: of TextModel. Raises MackoError (a model without such parts, scores that are not finite) or OSError.
     """
@@ -285,7 +282,7 @@ class SkippingModel:
 
     @property
     def parts(self) -> list[FeedForwardPart]:
-        """In the order of the graph, once the model has been calibrated."""
+        """The parts of a calibrated model, in the order of the graph."""
         return list(self._tap.parts.values())
 
     def find_parts(self, chunks: Chunks) -> None:
@@ -302,9 +299,7 @@ class SkippingModel:
         tap.on_part = self._on_part
 
     def calibrate(self, chunks: Chunks) -> None:
-        """Finds the feed-forward parts, and takes the distributions of their scores on chunks (chunks, n_ctx) of a
-        text.
-        """
+        """Finds the feed-forward parts, and measures the distributions of their scores on chunks (chunks, n_ctx)."""
         self.find_parts(chunks[:1])
         self.distributions = {part.node: Distribution() for part in self.parts}
         self._collects = True
@@ -315,11 +310,11 @@ class SkippingModel:
             self._collects = False
 
     def skip(self, shares: Mapping[str, float]) -> None:
-        """Skips these shares of parts (node -> share) from now on. Counting starts anew."""
+        """Skips these shares of parts (node -> share) from now on, and resets the counts."""
         self._skip(shares, {node: self.distributions[node].threshold(share) for node, share in shares.items()})
 
     def skip_by(self, rule: SkipRule) -> None:
-        """Skips what a rule says, once the parts are found. Raises MackoError if it names another part."""
+        """Skips by a rule, after the parts are found. Raises MackoError if the rule names an unknown part."""
         node_of = {part.down: part.node for part in self.parts}
         for part in rule.parts:
             if part.down not in node_of:
@@ -339,7 +334,7 @@ class SkippingModel:
         self._n_skipped = dict.fromkeys(shares, 0)
 
     def rule(self, options: SkipOptions, n_chunks: int) -> SkipRule:
-        """What is skipped now, as a file keeps it. options: what it was made with; n_chunks: of the text."""
+        """The present rule, for a file. options: its origin; n_chunks: chunks of the text."""
         return SkipRule(
             score=self._score,
             share=_as_float32(options.share),
@@ -358,7 +353,7 @@ class SkippingModel:
         )
 
     def skipped(self) -> list[SkippedPart]:
-        """What has been skipped since skip()."""
+        """The skipped neurons since skip()."""
         return [
             SkippedPart(
                 down=part.down,
@@ -372,21 +367,21 @@ class SkippingModel:
         ]
 
     def uniform(self, share: float) -> dict[str, float]:
-        """The same share of each part."""
+        """The same share for each part."""
         return {part.node: share for part in self.parts}
 
     def shares(self, options: SkipOptions, chunks: Chunks) -> dict[str, float]:
-        """Shares of the parts, after the allocation of the options. chunks: of the calibration text."""
+        """Shares of the parts by the allocation of the options. chunks: of the calibration text."""
         if options.allocation == "uniform":
             return self.uniform(options.share)
         return self.greedy(options.share, self.losses(spread(chunks, N_LOSS_CHUNKS)))
 
     def greedy(self, share: float, losses: Mapping[str, Sequence[float]]) -> dict[str, float]:
-        """Shares of the parts that cost least. losses: what losses() found."""
+        """Shares of the parts with the least loss. losses: result of losses()."""
         return allocate(losses, {part.node: part.n_neurons for part in self.parts}, share)
 
     def losses(self, chunks: Chunks) -> dict[str, list[float]]:
-        """The loss of skipping in one part alone: node -> KL divergence at each of LOSS_SHARES, a mean over the second
+        """The loss of skipping in single parts: node -> mean KL divergence at each of LOSS_SHARES, over the second
         halves of chunks (chunks, n_ctx).
         """
         model, first = self.model, self.model.n_ctx // 2
@@ -407,7 +402,7 @@ class SkippingModel:
 
     def _on_part(self, part: FeedForwardPart, gate: Rows | None, product: Rows) -> None:
         if product.size == 0 or not (self._collects or part.node in self._thresholds):
-            return  # the last block has no tokens where no logits are asked for
+            return  # the last block has no tokens if no logits are requested
         scores = self._scorer(part, gate, product)
         if self._collects:
             self.distributions[part.node].add(scores)
@@ -432,7 +427,7 @@ def _as_float32(x: float) -> float:
 
 
 def divergence(p: Logits, q: Logits) -> float:
-    """KL divergence of the distribution with logits q from that with logits p, a mean over positions (n, n_vocab)."""
+    """Mean KL divergence of the distributions with logits q from those with logits p (n, n_vocab)."""
     return float(np.mean([_divergence(p[i], q[i]) for i in range(len(p))]))
 
 

@@ -1,9 +1,9 @@
 """A model opened to evaluate text in chunks, exactly as llama-imatrix and llama-perplexity do: the same tokens, the
 same batches and the same context settings, so that the same libllama gives the same numbers.
 
-A text is tokenized once, with the special tokens that the vocabulary adds (BOS), and cut into chunks of n_ctx tokens;
-tokens left over that fill no chunk are dropped. Each chunk is a fresh sequence; where the vocabulary adds a BOS, it
-replaces the first token of the chunk. n_batch / n_ctx chunks are evaluated together, or one chunk in several batches.
+A text is tokenized once, with the special tokens of the vocabulary (BOS), and split into chunks of n_ctx tokens; the
+rest is dropped. Each chunk is a new sequence; BOS replaces its first token if the vocabulary has one. An evaluation
+takes n_batch / n_ctx chunks, or a part of a chunk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ N_CALIBRATION_CHUNKS = 128
 """Chunks of a calibration text, as in the Wanda and SparseGPT papers."""
 
 MAX_TEXT = 2**30
-"""Bytes of a text at most: llama_tokenize counts tokens in int32."""
+"""Largest number of bytes of a text: llama_tokenize counts tokens in int32."""
 
 Chunks = npt.NDArray[np.int32]
 """Tokens (chunks, n_ctx) of a text."""
@@ -39,19 +39,19 @@ Logits = npt.NDArray[np.float32]
 
 
 class Batch(NamedTuple):
-    """What one evaluation takes."""
+    """The chunks of one evaluation."""
 
     start: int  # index of the first chunk
     chunks: Chunks
 
 
 class TextModel:
-    """A model, dense or sparse, in a llama.cpp context of its own.
+    """A model, dense or sparse, in a separate llama.cpp context.
 
-    n_ctx: tokens of a chunk. n_batch: tokens per evaluation: several chunks, one, or a part of one. n_ubatch: tokens
-    per matrix product. n_threads: 0 is all cores. n_gpu_layers: -1 is all. consumer: gets the inputs of matrix products
-    (activations.py). until: the weight after whose product evaluations end. tap: listens instead of a consumer; each
-    node is computed where its weights lie, never on a GPU that only helps with long prompts. verbose: show llama.cpp's
+    n_ctx: tokens per chunk. n_batch: tokens per evaluation (several chunks, one, or a part of one). n_ubatch: tokens
+    per matrix product. n_threads: 0: all cores. n_gpu_layers: -1: all. consumer: receives the inputs of matrix products
+    (activations.py). until: weight after whose product evaluations end. tap: replaces the consumer; each node is then
+    computed on the device of its weights, never on a GPU that only helps with long prompts. verbose: show llama.cpp's
     log. Raises MackoError (file, memory) or OSError.
     """
 
@@ -86,7 +86,7 @@ class TextModel:
         self._stack = contextlib.ExitStack()
         set_verbose(verbose)
         register()
-        with bindings.File(self.path):  # its errors are clearer than those of llama.cpp
+        with bindings.File(self.path):  # gives clearer errors than llama.cpp
             pass
         with contextlib.ExitStack() as on_error, suppress_stdout_stderr(disable=verbose):
             api.llama_backend_init()
@@ -130,9 +130,9 @@ class TextModel:
         return int(self._api.llama_vocab_n_tokens(self._vocab))
 
     def tokenize(self, text: bytes) -> npt.NDArray[np.int32]:
-        """The tokens of a text, with a BOS in front where the vocabulary adds one.
+        """The tokens of a text, after a BOS if the vocabulary adds one.
 
-        text: must be valid UTF-8, because llama.cpp may abort on anything else.
+        text: valid UTF-8; llama.cpp may abort on other text.
         """
         tokens = np.empty(len(text) + 16, dtype=np.int32)
         n = self._tokenize(text, tokens)
@@ -170,28 +170,28 @@ class TextModel:
 
     @property
     def first_token(self) -> int | None:
-        """What every sequence begins with, if the vocabulary adds something."""
+        """The token that the vocabulary adds in front of a sequence, if any."""
         api = self._api
         return int(api.llama_vocab_bos(self._vocab)) if api.llama_vocab_get_add_bos(self._vocab) else None
 
     def as_sequences(self, chunks: Chunks) -> Chunks:
-        """A copy of chunks in which the first token is what every sequence begins with."""
+        """A copy of the chunks with first_token at the start of each chunk."""
         chunks = np.array(chunks, dtype=np.int32)
         if self.first_token is not None:
             chunks[:, 0] = self.first_token
         return chunks
 
     def batches(self, chunks: Chunks, start: int = 0) -> Iterator[Batch]:
-        """Cuts chunks into batches for evaluate(), from chunk `start` on. Shows how many are done."""
+        """Splits chunks into batches for evaluate(), from chunk `start` on. Shows progress."""
         batches = [Batch(i, chunks[i : i + self.n_seq]) for i in range(start, len(chunks), self.n_seq)]
         return console.tracked(batches, self.path.name, lambda b: len(b.chunks), "chunks", start)
 
     def evaluate(self, chunks: Chunks, first: int = 0) -> Logits:
         """Logits (len(chunks), n_ctx - first, n_vocab) of positions first ... n_ctx - 1.
 
-        chunks: (at most n_seq, n_ctx). The result may be llama.cpp's own memory: valid until the next call, and not to
-        be written to. With a consumer, first must be 0, because the last block computes only the positions asked for.
-        Raises MackoError if llama.cpp fails, and whatever the consumer raises.
+        chunks: (at most n_seq, n_ctx). The result may be llama.cpp's memory: valid until the next call, and read-only.
+        With a consumer, first must be 0, because the last block computes only the requested positions. Raises
+        MackoError if llama.cpp fails, and exceptions of the consumer.
         """
         api = self._api
         chunks = self.as_sequences(chunks)
@@ -208,7 +208,7 @@ class TextModel:
         return out.reshape(len(chunks), self.n_ctx - first, self.n_vocab)
 
     def _decode(self, tokens: Chunks, positions: npt.NDArray[np.int_], first: int) -> None:
-        """Evaluates tokens (sequences, positions); logits are computed from position `first` on."""
+        """Evaluates tokens (sequences, positions), with logits from position `first` on."""
         n_seq, n = tokens.shape
         token = np.ascontiguousarray(tokens.reshape(-1))
         pos = np.tile(positions.astype(np.int32), n_seq)
@@ -244,8 +244,8 @@ class TextModel:
         evenly: bool = False,
         **options: Any,
     ) -> Iterator[tuple[TextModel, Chunks]]:
-        """The model, and the first n_chunks chunks of a text for it, as read_chunks() makes them; evenly: so many that
-        are spread over the text. A bad text is refused before the model is loaded. options: of TextModel.
+        """The model, and the first n_chunks chunks of a text, as of read_chunks(). evenly: n_chunks chunks spread over
+        the text. The text is checked before the model is loaded. options: of TextModel.
         """
         text = read_text(text_path)
         with cls(path, n_ctx, **options) as model:
@@ -262,7 +262,7 @@ class TextModel:
 
 
 def spread(chunks: Chunks, n: int) -> Chunks:
-    """n of the chunks, spread evenly, or all of them if there are no more."""
+    """n evenly spread chunks, or all chunks if there are fewer."""
     n = min(n, len(chunks))
     return chunks[[i * len(chunks) // n for i in range(n)]]
 

@@ -1,8 +1,8 @@
 """The forward pass of llama-family models in PyTorch, with the tensors of a GGUF under their own names.
 
-Architectures: llama (and what llama.cpp loads as such: Mistral, ...), arcee, qwen2, qwen3, gemma2, gemma3; dense
-feed-forward parts only. What these do not have, such as experts or YaRN, is refused; who uses this module compares the
-logits with those of llama.cpp first. Shapes: hidden states (chunks, tokens, n_embd).
+Architectures: llama (with those that llama.cpp loads as llama, such as Mistral), arcee, qwen2, qwen3, gemma2, gemma3;
+dense feed-forward parts only. Other features, such as experts or YaRN, are refused. Callers first compare the logits
+with those of llama.cpp. Shapes: hidden states (chunks, tokens, n_embd).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..gguf.files import Model
 from ..values import TYPE_BF16, TYPE_F16, Array, to_float
 
 PARTS = ("attention", "feed_forward")
-"""What a block consists of; each is added to the hidden states."""
+"""The parts of a block; the result of each is added to the hidden states."""
 
 _NEOX = {"qwen2", "qwen3", "gemma2", "gemma3"}
-"""Architectures that rotate the first half of a head with the second, not neighbours."""
+"""Architectures that rotate the first half of a head with the second half, not neighbors."""
 
 _GEMMA = {"gemma2", "gemma3"}
-_WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6}  # every so many layers one sees the whole context
+_WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6}  # one of so many layers has the whole context
 _ARCHITECTURES = ("llama", "arcee", *sorted(_NEOX))
 
 _GLOBAL_TENSORS = {"token_embd.weight", "output_norm.weight", "output.weight", "rope_freqs.weight"}
@@ -44,7 +44,7 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model's metadata say about its forward pass."""
+    """The metadata of the forward pass of a model."""
 
     arch: str
     n_layers: int
@@ -57,13 +57,13 @@ class Shape:
     rope_base_window: float
     rope_scale: float  # of positions
     epsilon: float
-    window: int  # tokens; 0: all layers see the whole context
+    window: int  # tokens; 0: all layers have the whole context
     attention_cap: float  # 0: none
     logit_cap: float
 
     @classmethod
     def of(cls, model: Model) -> Shape:
-        """Raises MackoError if the model is none that this module can evaluate."""
+        """Raises MackoError if this module cannot evaluate the model."""
         keys = {key.name: key for key in model.keys}
         arch = str(keys["general.architecture"].value())
 
@@ -113,7 +113,7 @@ class Shape:
 
     @property
     def attention_scale(self) -> float:
-        if self.arch == "gemma2" and self.n_layers == 46:  # 27B, as llama.cpp tells it from the others
+        if self.arch == "gemma2" and self.n_layers == 46:  # 27B, by the rule of llama.cpp
             return 1 / math.sqrt(self.n_embd / self.n_heads)
         return 1 / math.sqrt(self.head_dim)
 
@@ -148,7 +148,7 @@ def as_values(bits: Array, type_id: int) -> torch.Tensor:
 
 
 MAX_DIVERGENCE = 1e-3
-"""Of the probabilities here from llama.cpp's, in nats per token: F16 products differ by 1e-5."""
+"""Largest divergence from llama.cpp's probabilities, in nats per token. F16 products differ by 1e-5."""
 
 
 def divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
@@ -158,12 +158,12 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 
 
 def as_tokens(chunks: Chunks, device: torch.device) -> torch.Tensor:
-    """Tokens as embed() takes them."""
+    """Tokens for embed()."""
     return torch.from_numpy(chunks.astype(np.int64)).to(device, non_blocking=True)
 
 
 def divergence_from_llama_cpp(llama: TextModel, model: Transformer, chunk: Chunks, device: torch.device) -> float:
-    """How far the logits of the same model are from llama.cpp's, in nats per token. chunk: tokens (1, n_ctx)."""
+    """Divergence of the logits of a model from llama.cpp's, in nats per token. chunk: tokens (1, n_ctx)."""
     expected = torch.from_numpy(np.array(llama.evaluate(chunk)))
     with torch.no_grad():
         found = model.logits(as_tokens(llama.as_sequences(chunk), device)).cpu()
@@ -179,7 +179,7 @@ class _Angles(NamedTuple):
 
 
 class Transformer:
-    """The forward pass. weights: of read_weights(), used as they are at each call, so that they can be trained."""
+    """The forward pass. weights: of read_weights(); each call reads them, so they can be trained."""
 
     def __init__(self, shape: Shape, weights: Weights, *, gradient_checkpointing: bool = False) -> None:
         self.shape = shape
@@ -241,8 +241,8 @@ class Transformer:
         return self._norm(out, post) if post in self.weights else out
 
     def _weighted(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        """Values weighted by the softmax of q k^T: (chunks, heads, tokens, head_dim). Fewer queries than keys are those
-        of the last tokens.
+        """Values weighted by the softmax of q k^T: (chunks, heads, tokens, head_dim). If there are fewer queries than
+        keys, they belong to the last tokens.
         """
         s, n, n_keys = self.shape, q.shape[2], k.shape[2]
         windowed = s.has_window(layer) and n_keys > s.window
@@ -272,7 +272,7 @@ class Transformer:
         return torch.cat([out, rest], dim=-1)
 
     def _cos_and_sin(self, local: bool, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the angles of the next n positions (n, rope_dim / 2); the last ones are kept, for the other layers."""
+        """Cosines and sines for the next n positions (n, rope_dim / 2). The last result is kept for other layers."""
         s = self.shape
         last = self._angles.get(local)
         if last is None or (last.n_past, last.cos.shape[0], last.cos.device) != (self.n_past, n, device):

@@ -104,7 +104,9 @@ def _logits_are_numbers(llama: GuardedLlama, *unused: Any, **also_unused: Any) -
     yield
     logits = llama_cpp.llama_get_logits_ith(llama._ctx.ctx, -1)
     if logits and math.isnan(logits[0]):
-        raise RuntimeError("llama_decode left no logits: they are NaN, as after a failure of a GPU")
+        raise RuntimeError(
+            "llama_decode left no logits: they are NaN; a GPU failed, or the model has weights that are not finite"
+        )
 
 
 def _inside(*checks: Callable[..., AbstractContextManager[None]]) -> Callable[[Any], Any]:

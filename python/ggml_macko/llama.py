@@ -7,10 +7,15 @@ from typing import Any
 
 from llama_cpp._logger import set_verbose
 
-from . import errors
+from . import errors, system
 from .guards import GuardedLlama
 from .native import bindings
 from .native.llama_hook import register, run_with
+
+NUMBERS = dict.fromkeys(("n_ctx", "n_batch", "n_ubatch"), 2**31 - 1) | dict.fromkeys(
+    ("n_threads", "n_threads_batch"), system.MAX_THREADS
+)
+"""Arguments of Llama that llama_cpp cuts to 32 bits unseen, or that end the process, and the largest values."""
 
 
 class Llama(GuardedLlama):
@@ -60,6 +65,10 @@ class Llama(GuardedLlama):
         socket or device, VersionMismatchError if another llama-cpp-python is installed than the plugin was built for,
         and else what llama_cpp.Llama raises, ValueError above all.
         """
+        for name in NUMBERS.keys() & kwargs.keys():
+            if kwargs[name] is not None and not 0 <= kwargs[name] <= NUMBERS[name]:
+                text = f"{name}={kwargs[name]}: expected a number from 0 to {NUMBERS[name]}"
+                raise errors.error(errors.BAD_ARGUMENT, text)
         set_verbose(verbose)  # before the plugin is loaded, so that it is as quiet as the rest
         register()
         options = bindings.LoadOptions(compress, keep_negative_zeros, sparse_only, strict, weight_cache)
@@ -69,6 +78,8 @@ class Llama(GuardedLlama):
         except ValueError as e:
             _say_what_is_wrong(model_path, e)
             raise
+        # llama.cpp rounds a context up to a multiple of 256; llama_cpp has room for as many tokens as were asked for
+        self._n_ctx = min(self._n_ctx, len(self.input_ids))
 
 
 def _say_what_is_wrong(path: str, error: ValueError) -> None:

@@ -18,9 +18,20 @@ PRELOAD_SEPARATORS = " :\t\n"
 """The characters that end a path there."""
 
 
-def available_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0))
+MAX_THREADS = 512
+"""ggml's GGML_MAX_N_THREADS."""
+
+
+def available_cores(root: Path = Path("/")) -> int:
+    """How many cores this process may use: those that it is tied to, and no more than the CPU quota of this container
+    pays for. root: where sys/ is mounted.
+    """
+    group, n = root / "sys/fs/cgroup", len(os.sched_getaffinity(0))
+    for paths in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):  # cgroup v2, v1
+        with contextlib.suppress(OSError, ValueError):  # no quota is "max" or -1
+            quota, period = (int(x) for path in paths for x in (group / path).read_text().split())
+            n = min(n, -(-quota // period)) if min(quota, period) > 0 else n
+    return n
 
 
 class Memory(NamedTuple):

@@ -89,7 +89,7 @@ def test_bench_measures_behind_tokens_with_a_cache_of_another_type(demo, macko):
     found = json.loads(done.out)
     assert [found[k] for k in ("n_depth", "flash_attn", "type_k", "type_v")] == [40, True, "q8_0", "q4_0"]
     assert len(found["models"]) == 2 and all(m["gen_tps"] > 0 and m["prompt_tps"] > 0 for m in found["models"])
-    assert "-p, -n and -d must not be negative" in macko(*words[:-1], -1).err
+    assert "'-1' is not an integer from 0 to" in macko(*words[:-1], -1).err
 
 
 def test_plan_counts_the_bytes_of_the_cache_types(demo, macko):

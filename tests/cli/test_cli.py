@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import os
 import re
@@ -11,7 +12,9 @@ import sys
 
 import pytest
 
+from ggml_macko import system
 from ggml_macko.commands import cli
+from ggml_macko.commands.arguments import Number
 from ggml_macko.native import bindings
 from support import generators
 
@@ -54,13 +57,47 @@ def test_version_names_what_is_installed(macko):
         (["generate", "-m", "x.gguf"], "-p/--prompt"),
         (["bench", "--shapes", "12"], "--shapes 12: expected ROWSxCOLS"),
         (["bench", "--densities", "2"], "--densities 2: expected"),
-        (["bench", "-r", "0"], "-r must be at least 1"),
+        (["bench", "-r", "0"], "'0' is not an integer from 1 to 2147483647"),
+        (["generate", "-m", "x.gguf", "-p", "hi", "-c", "4294967808"], "'4294967808' is not an integer from 0 to"),
+        (["generate", "-m", "x.gguf", "-p", "hi", "--top-p", "7"], "'7' is not a number from 0 to 1"),
+        (["generate", "-m", "x.gguf", "-p", "hi", "-ngl", "4294967297"], "'4294967297' is not an integer from -1 to"),
+        (["perplexity", "-m", "x.gguf", "-t", "-2"], "'-2' is not an integer from -1 to 512"),
+        (["convert", "a", "b", "macko", "100000"], "'100000' is not an integer from -1 to 512"),
+        (["plan", "x.gguf", "-c", "-5"], "'-5' is not an integer from 0 to"),
+        (["prune", "a", "b", "--sparsity", "1e-999999999"], "--sparsity 1e-999999999: expected a number from 0 to 1"),
+        (["report", "a", "-f", "b", "--convert", "sparse-q4_0 --seed -1"], "'-1' is not an integer from 0 to"),
     ],
 )
 def test_usage_error_is_one_line_and_exit_2(macko, args, message):
     done = macko(*args)
     assert done.code == 2 and message in done.err and "Traceback" not in done.err and done.out == ""
     assert done.err.startswith("error: ")
+
+
+def typed_arguments():
+    commands = next(a for a in cli.make_parser()._actions if a.dest == "command").choices
+    return [(f"{name} {a.dest}", a.type) for name, p in commands.items() for a in p._actions if a.type is not None]
+
+
+@pytest.mark.parametrize("kind", [kind for _, kind in typed_arguments()], ids=[name for name, _ in typed_arguments()])
+def test_every_number_has_a_range(kind):
+    """A plain int or float would reach ctypes, which cuts it to 32 bits unseen."""
+    limits = [kind.least - 1, kind.most + 1] if isinstance(kind, Number) else [2**31, -(2**32)]
+    for text in ("", "x", "nan", "1e999999999", *map(str, limits)):
+        with pytest.raises(argparse.ArgumentTypeError):
+            kind(text)
+
+
+def test_minus_one_thread_is_all_usable_cores(monkeypatch):
+    monkeypatch.setattr(system, "available_cores", lambda: 7)
+    parse = cli.make_parser().parse_args
+    assert [parse(["verify", "a", "b", *more]).n_threads for more in ([], ["-t", "-1"], ["-t0"], ["-t3"])] == [
+        7,
+        7,
+        7,
+        3,
+    ]
+    assert [parse(["restore", "a", "b", *more]).nthreads for more in ([], ["-1"], ["2"])] == [7, 7, 2]
 
 
 def test_program_that_is_missing_is_an_error_and_no_usage_error(macko):

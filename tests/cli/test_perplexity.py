@@ -188,10 +188,7 @@ def test_divergence_is_that_of_llama_perplexity(tmp_path, macko, pruned):
 
 def test_bad_text_or_model_is_refused_in_one_line(tmp_path, macko):
     out = tmp_path / "base"
-    for args, parts in (
-        *texts_and_models(tmp_path),
-        (["-m", DEMO, "-f", SAMPLE, "-b", 0], ["batches of 0"]),
-    ):
+    for args, parts in texts_and_models(tmp_path):
         one_line(macko("perplexity", *args, "--kl-divergence-base", out), *parts)
     for args, message in (
         (["-c", 8], "-f is missing"),

@@ -124,7 +124,7 @@ def test_dense_model_is_the_base_of_the_table(made, macko):
         (["--types", "", "--prune", "--sparsity 0.5 --nonsense"], "--nonsense is not allowed here"),
         (["--types", "", "--prune", "--method magic"], "--prune --method magic: "),
         (["--types", "", "--prune", "'"], "--prune ': "),
-        (["--types", "", "-r", "0"], "-r must be"),
+        (["--types", "", "-r", "0"], "'0' is not an integer from 1 to"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(made, macko, args, message):

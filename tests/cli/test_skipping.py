@@ -264,15 +264,15 @@ def test_neurons_without_a_gate_that_are_zero_go_first(model_of, macko):
 
 def test_bad_options_are_refused_in_one_line(macko):
     for args, message in (
-        (["--skip", 1.5], "--skip 1.5: a share of the neurons, 0 to 1"),
-        (["--skip", -0.1], "--skip -0.1: a share"),
-        (["--skip", "nan"], "--skip nan: a share"),
         (["--skip", 0.5, "--skip-chunks", 0], "--skip-chunks 0"),
         (["--skip", 0.5, "--kl-divergence"], "--skip measures perplexity only"),
         (["--skip", 0.5, "--kl-divergence-base", "x"], "--skip measures perplexity only"),
     ):
         one_line(macko("perplexity", "-m", DEMO, "-f", SAMPLE, "--skip-text", SAMPLE, *args), message, code=2)
     one_line(macko("perplexity", "-m", DEMO, "-f", SAMPLE, "--skip", 0.5), "--skip-text is missing", code=2)
+    for share in (1.5, -0.1, float("nan")):
+        with pytest.raises(errors.UsageError, match=f"--skip {share:g}: a share of the neurons, 0 to 1"):
+            skipping.SkipOptions(share, SAMPLE)
     one_line(macko("perplexity", "-m", DEMO, "--skip-text", SAMPLE, "--skip", 0.5), "-f is missing", code=2)
     for args in (["--skip-text", SAMPLE], ["--skip-score", "wina"], ["--skip-allocation", "uniform"]):
         one_line(macko("perplexity", "-m", DEMO, "-f", SAMPLE, *args), "--skip is missing", code=2)

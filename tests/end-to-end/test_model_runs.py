@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from ggml_macko import errors
+from ggml_macko.gguf.files import Model
 from support import generators, llama_logits, upstream
+from support.bad_input import one_line
 from support.commands import run_macko
 from support.llama_logits import PROMPT, greedy, open_model, prompt_logits
 
@@ -64,6 +66,39 @@ def test_logits_that_are_not_a_number_are_an_error(pair, monkeypatch):
         greedy(llama, 4)
     monkeypatch.setattr(llama_cpp, "llama_get_logits_ith", get)
     assert greedy(llama, 4) == greedy(open_model(pair[0]), 4)
+
+
+def test_weight_that_is_not_finite_is_named(tmp_path, macko):
+    data = bytearray(generators.DEMO.read_bytes())
+    with Model(generators.DEMO) as model:
+        (t,) = (t for t in model.tensors if t.name == "blk.1.ffn_up.weight")
+        data[t.offset : t.offset + 2] = b"\x00\x7e"
+    path = tmp_path / "nan.gguf"
+    path.write_bytes(data)
+    for command in (["perplexity", "-f", generators.SAMPLE, "--chunks", 1], ["generate", "-p", "hi", "-n", 4]):
+        one_line(macko(*command, "-m", path), path, "blk.1.ffn_up.weight: 1 values are not finite")
+
+
+def test_context_is_as_long_as_asked_for(macko):
+    """llama.cpp makes it 256 tokens long, and llama_cpp writes behind the end of its arrays."""
+    llama = open_model(generators.DEMO, n_ctx=64)
+    assert llama("The", max_tokens=100)["usage"]["completion_tokens"] == 64 - len(llama.tokenize(b"The"))
+    with pytest.raises(ValueError, match="exceed context window"):
+        llama("one two three " * 30)
+    done = macko("generate", "-m", generators.DEMO, "-c", 64, "-p", "one two three " * 30)
+    one_line(done, "the prompt has ", " tokens, the context 64; see -c")
+
+
+@pytest.mark.parametrize(
+    "name, value", [("n_ctx", 2**32 + 512), ("n_batch", -1), ("n_threads", -1), ("n_threads", 513)]
+)
+def test_number_that_llama_cpp_would_cut_is_refused(name, value):
+    with pytest.raises(errors.ArgumentError, match=f"{name}={value}: expected a number from 0 to"):
+        open_model(generators.DEMO, **{name: value})
+
+
+def test_no_tokens_are_none(macko):
+    assert macko("generate", "-m", generators.DEMO, "-p", "The", "-n", 0, "-c", 64).out == "The\n"
 
 
 def test_two_models_with_equal_tensor_names_stay_apart(pair, pruned_pair):

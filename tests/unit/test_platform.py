@@ -5,6 +5,7 @@ src/cuda, the GPU device, is exempt.
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,3 +119,26 @@ def test_memory_is_what_the_kernel_counts(tmp_path):
     assert system.memory(tmp_path) is None
     (tmp_path / "proc" / "meminfo").write_text("MemTotal:  99 kB\nMemFree: 1 kB\nMemAvailable:   64 kB\nCached: 5 kB\n")
     assert system.memory(tmp_path) == (64 << 10, 99 << 10)
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 64),
+        ({"cpu.max": "max 100000\n"}, 64),
+        ({"cpu.max": "250000 100000\n"}, 3),
+        ({"cpu.max": "1000 100000\n"}, 1),
+        ({"cpu.max": "0 0\n"}, 64),
+        ({"cpu.max": "damaged"}, 64),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+        ({"cpu/cpu.cfs_quota_us": "200000\n"}, 64),
+    ],
+)
+def test_cpu_quota_of_a_container_limits_the_cores(tmp_path, monkeypatch, files, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert system.available_cores(tmp_path) == cores

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from typing import Any, TypeVar
 
-from .. import errors
+from .. import errors, system
 from ..conversion.model_memory import CACHE_TYPES, cache_type, is_quantized_cache
 from ..evaluation.text_model import N_CTX
 
@@ -19,6 +20,31 @@ def options_of(cls: type[Options], args: argparse.Namespace, **others: Any) -> O
     return cls(**{name: others[name] if name in others else getattr(args, name) for name in names})
 
 
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """The type of an option that takes numbers of a range."""
+
+    least: float
+    most: float = 2**31 - 1
+    kind: type[int] | type[float] = int
+
+    def __call__(self, text: str) -> int | float:
+        try:
+            number = self.kind(text)
+        except ValueError:
+            number = math.nan
+        if not self.least <= number <= self.most:
+            what = "an integer" if self.kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what} from {self.least} to {self.most}")
+        return number
+
+
+def threads(text: str) -> int:
+    """llama.cpp's numbers of threads: -1 means all usable cores, and so does 0."""
+    n = int(Number(-1, system.MAX_THREADS)(text))
+    return n if n > 0 else system.available_cores()
+
+
 def add_quiet(parser: argparse.ArgumentParser) -> None:
     """For every command that runs for more than a moment; commands/cli.py applies it."""
     parser.add_argument("--quiet", action="store_true", help="show errors only: no progress, logs or warnings")
@@ -28,10 +54,12 @@ def add_force(parser: argparse.ArgumentParser, output: str = "OUT") -> None:
     parser.add_argument("--force", action="store_true", help=f"replace {output} if it exists")
 
 
-def add_threads(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-t", "--threads", dest="n_threads", type=int, default=0, metavar="N", help="threads (default: all cores)"
-    )
+def add_threads(parser: argparse.ArgumentParser, *names: str, **more: Any) -> None:
+    """The number of threads: -t, or the argument of that name."""
+    if not names:
+        names, more = ("-t", "--threads"), {"dest": "n_threads", "metavar": "N"}
+    help_text = f"threads, at most {system.MAX_THREADS} (default: -1, all usable cores)"
+    parser.add_argument(*names, type=threads, default="-1", help=help_text, **more)
 
 
 def add_chunks(group: argparse._ActionsContainer, n_chunks: int, what: str) -> None:
@@ -40,14 +68,14 @@ def add_chunks(group: argparse._ActionsContainer, n_chunks: int, what: str) -> N
         "-c",
         "--ctx-size",
         dest="n_ctx",
-        type=int,
+        type=Number(2),
         default=N_CTX,
         metavar="N",
         help=f"tokens per chunk (default: {N_CTX})",
     )
     default = "all" if n_chunks < 0 else f"{n_chunks}; -1: all"
     group.add_argument(
-        "--chunks", dest="n_chunks", type=int, default=n_chunks, metavar="N", help=f"{what} (default: {default})"
+        "--chunks", dest="n_chunks", type=Number(-1), default=n_chunks, metavar="N", help=f"{what} (default: {default})"
     )
 
 
@@ -58,11 +86,9 @@ def add_hub(group: argparse._ActionsContainer, what: str) -> None:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Threads, context length and load options, with llama.cpp's names."""
+    add_threads(parser)
     parser.add_argument(
-        "-t", "--threads", type=int, default=0, metavar="N", help="threads (default: chosen by llama_cpp)"
-    )
-    parser.add_argument(
-        "-c", "--ctx-size", type=int, default=0, metavar="N", help="context length (default: the model's own)"
+        "-c", "--ctx-size", type=Number(0), default=0, metavar="N", help="context length (default: the model's own)"
     )
     add_gpu_layers(parser)
     add_load_options(parser)
@@ -140,7 +166,4 @@ def add_gpu_layers(parser: argparse.ArgumentParser) -> None:
 
 
 def gpu_layers(text: str) -> int:
-    try:
-        return -1 if text in ("all", "auto") else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor all or auto") from None
+    return -1 if text in ("all", "auto") else int(Number(-1)(text))

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import console, errors, system
+from .. import console, errors
 from ..benchmark.bench_worker import Context
 from ..benchmark.matrices import DENSE_TYPES, MatrixResult, bench_matrices
 from ..benchmark.models import LabelledModel, ModelResult, as_json, bench_models, dense_twin
 from ..commands.arguments import (
+    Number,
     add_attention,
     add_gpu_layers,
     add_load_options,
@@ -42,11 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the commands that measure the speed of models, without -ngl."""
-    parser.add_argument("-p", "--n-prompt", type=int, default=128, metavar="N", help="prompt tokens (default: 128)")
-    parser.add_argument("-n", "--n-gen", type=int, default=64, metavar="N", help="tokens to generate (default: 64)")
+    parser.add_argument(
+        "-p", "--n-prompt", type=Number(0), default=128, metavar="N", help="prompt tokens (default: 128)"
+    )
+    parser.add_argument(
+        "-n", "--n-gen", type=Number(0), default=64, metavar="N", help="tokens to generate (default: 64)"
+    )
     add_threads(parser)
     parser.add_argument(
-        "-r", "--repetitions", type=int, default=5, metavar="N", help="rounds; results are medians (default: 5)"
+        "-r", "--repetitions", type=Number(1), default=5, metavar="N", help="rounds; results are medians (default: 5)"
     )
 
 
@@ -63,7 +68,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-d",
         "--n-depth",
-        type=int,
+        type=Number(0),
         default=0,
         metavar="N",
         help="tokens in the context before the timed ones (default: 0)",
@@ -108,10 +113,11 @@ def parse_densities(text: str) -> list[float]:
 
 
 def run(args: argparse.Namespace) -> int:
-    threads = args.n_threads or system.available_cores()
-    if args.repetitions < 1 or min(args.n_prompt, args.n_gen, args.n_depth) < 0:
-        raise errors.usage_error("-r must be at least 1; -p, -n and -d must not be negative")
-    about: dict[str, Any] = {"threads": threads, "kernels": bindings.cpu_kernels(), "version": bindings.version()}
+    about: dict[str, Any] = {
+        "threads": args.n_threads,
+        "kernels": bindings.cpu_kernels(),
+        "version": bindings.version(),
+    }
     if args.model:
         _run_models(args, about)
     else:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from .. import console, errors
-from ..commands.arguments import add_force, add_quiet
+from ..commands.arguments import Number, add_force, add_quiet
 from ..commands.skip_arguments import add_skip_allocation, add_skip_score, given
 from ..commands.text_arguments import add_text_arguments, text_arguments
 from ..evaluation.calibrate import N_BATCH, calibrate
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-ofreq",
         "--output-frequency",
-        type=int,
+        type=Number(0),
         metavar="N",
         help=f"write a checkpoint every N chunks (default: {CHECKPOINT_EVERY})",
     )
@@ -50,7 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--activations", action="store_true", help="write a copy of the model with thresholds for neurons"
     )
     parser.add_argument(
-        "--skip", type=float, metavar="SHARE", help="with --activations: the share of neurons to skip, 0 to 1"
+        "--skip",
+        type=Number(0, 1, float),
+        metavar="SHARE",
+        help="with --activations: the share of neurons to skip, 0 to 1",
     )
     add_skip_score(parser)
     add_skip_allocation(parser)

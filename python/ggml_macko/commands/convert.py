@@ -7,7 +7,7 @@ import time
 
 from .. import console, errors
 from ..codecs import ggml_quants, registry
-from ..commands.arguments import add_hub, add_quiet
+from ..commands.arguments import Number, add_hub, add_quiet, add_threads, threads
 from ..conversion.convert import ConversionReport, ConvertOptions, checked_type, convert
 from ..conversion.verify import error_line
 from ..huggingface.hub import download
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "are next to no zeros; q4_nl is as large as q4_0, and loses less where zeros were pruned; elsewhere it is "
         "q4_0",
     )
-    parser.add_argument("nthreads", nargs="?", type=int, default=0, help="threads (default: all cores)")
+    add_threads(parser, "nthreads", nargs="?")
     add_hub(parser, "in place of IN: a GGUF or a checkpoint of a repository on the Hugging Face hub")
     parser.add_argument(
         "--hf-outtype",
@@ -85,20 +85,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_block_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--granularity",
-        type=int,
+        type=Number(1, 64),
         default=16,
         metavar="N",
         help="ec-csr: at most N rows in a block, 1, 2, 4 ... 64 (default: 16)",
     )
     parser.add_argument(
         "--min-columns",
-        type=int,
+        type=Number(0),
         default=0,
         metavar="N",
         help="ec-csr: at least N columns in an extracted block, a multiple of 128 (default: as many as save bytes)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="ec-csr: of the order in which rows are paired (default: 0)"
+        "--seed",
+        type=Number(0, 2**64 - 1),
+        default=0,
+        metavar="N",
+        help="ec-csr: of the order in which rows are paired (default: 0)",
     )
 
 
@@ -110,7 +114,7 @@ def add_quantization_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--target-bpw",
-        type=float,
+        type=Number(0, 64, float),
         metavar="X",
         help=f"with auto: for each tensor one of {', '.join(registry.mixed_types())}, or of ggml's types where it is "
         "dense or nearly so, so that the whole file has at most X bits per weight and the sum of relative squared "
@@ -154,8 +158,8 @@ def shift_positional(args: argparse.Namespace) -> None:
     has_type = args.output is not None
     if args.type != registry.AUTO:
         try:
-            args.nthreads = int(args.type)
-        except ValueError:
+            args.nthreads = threads(args.type)
+        except argparse.ArgumentTypeError:
             raise errors.usage_error(f"-hf stands for IN, and {args.type!r} is one argument too many") from None
     args.input, args.output, args.type = None, args.input, args.output if has_type else registry.AUTO
 

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from .. import errors
-from .arguments import add_attention, add_hub, add_model_arguments, attention_arguments
+from .arguments import Number, add_attention, add_hub, add_model_arguments, attention_arguments
 
 HELP = "write text with a model"
 
@@ -25,25 +25,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_attention(parser)
     parser.add_argument(
-        "-n", "--predict", "--n-predict", type=int, default=128, metavar="N", help="tokens to write (default: 128)"
+        "-n",
+        "--predict",
+        "--n-predict",
+        type=Number(-1),
+        default=128,
+        metavar="N",
+        help="tokens to write (default: 128)",
     )
     parser.add_argument(
         "--temp",
-        type=float,
+        type=Number(0, kind=float),
         default=0.8,
         metavar="T",
         help="temperature; 0 always takes the likeliest token (default: 0.8)",
     )
-    parser.add_argument("--top-k", type=int, default=40, metavar="N", help="keep the N likeliest tokens (default: 40)")
+    parser.add_argument(
+        "--top-k", type=Number(0), default=40, metavar="N", help="keep the N likeliest tokens (default: 40)"
+    )
     parser.add_argument(
         "--top-p",
-        type=float,
+        type=Number(0, 1, float),
         default=0.95,
         metavar="P",
         help="keep the likeliest tokens of joint probability P (default: 0.95)",
     )
     parser.add_argument(
-        "-s", "--seed", type=int, default=-1, metavar="SEED", help="seed of the random choices (default: -1, random)"
+        "-s",
+        "--seed",
+        type=Number(-1, 2**32 - 1),
+        default=-1,
+        metavar="SEED",
+        help="seed of the random choices (default: -1, random)",
     )
     parser.add_argument("--no-display-prompt", action="store_true", help="print only what the model writes")
     parser.add_argument("-v", "--verbose", action="store_true", help="show llama.cpp's log")
@@ -51,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..evaluation.text_model import read_text
+    from ..gguf.files import Model
     from ..huggingface.hub import download
     from ..llama import Llama
 
@@ -60,21 +74,20 @@ def run(args: argparse.Namespace) -> int:
     llama = Llama(
         str(download(args.hf)) if args.hf is not None else args.model,
         n_ctx=args.ctx_size,
-        n_threads=args.threads or None,
-        n_threads_batch=args.threads or None,
+        n_threads=args.n_threads,
+        n_threads_batch=args.n_threads,
         n_gpu_layers=args.gpu_layers,
         seed=args.seed & 0xFFFFFFFF,
         verbose=args.verbose,
         **attention_arguments(args),
     )
     n_prompt = len(llama.tokenize(prompt.encode("utf-8"), special=True))
-    if n_prompt >= llama.n_ctx():
-        raise errors.error(
-            errors.BAD_ARGUMENT, f"the prompt has {n_prompt} tokens, the context {llama.n_ctx()}; see -c"
-        )
+    if n_prompt >= llama._n_ctx:
+        raise errors.error(errors.BAD_ARGUMENT, f"the prompt has {n_prompt} tokens, the context {llama._n_ctx}; see -c")
     if not args.no_display_prompt:
         sys.stdout.write(prompt)
-    chunks: Any = llama.create_completion(  # an iterator, because stream is set
+    # llama_cpp takes 0 tokens for as many as fit
+    chunks: Any = args.predict and llama.create_completion(  # an iterator, because stream is set
         prompt,
         max_tokens=args.predict,
         temperature=args.temp,
@@ -85,10 +98,17 @@ def run(args: argparse.Namespace) -> int:
         seed=None if args.seed < 0 else args.seed,
         stream=True,
     )
-    for chunk in chunks:
-        assert isinstance(chunk, dict)  # with stream=True llama_cpp yields chunks
-        sys.stdout.write(chunk["choices"][0]["text"])
-        sys.stdout.flush()
+    try:
+        for chunk in chunks or ():
+            assert isinstance(chunk, dict)  # with stream=True llama_cpp yields chunks
+            sys.stdout.write(chunk["choices"][0]["text"])
+            sys.stdout.flush()
+    except RuntimeError as e:  # llama_decode failed
+        with Model(llama.model_path) as model:
+            found = model.not_finite()
+        if found is None:
+            raise
+        raise errors.error(errors.NOT_FINITE, found) from e
     sys.stdout.write("\n")
     llama.close()
     return 0

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from .. import console, errors
-from ..commands.arguments import add_force, add_quiet
+from ..commands.arguments import Number, add_force, add_quiet
 from ..commands.skip_arguments import add_skip_allocation, add_skip_score, given
 from ..commands.text_arguments import add_text_arguments, text_arguments
 from ..evaluation.perplexity import Estimate, SkipOptions, kl_divergence, perplexity, skipped_perplexity
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip-text", metavar="FNAME", help="text to derive thresholds from; not the measured text")
     parser.add_argument(
         "--skip-chunks",
-        type=int,
+        type=Number(-1),
         metavar="N",
         help=f"chunks of this text, from its start; -1: all (default: {SkipOptions.n_chunks})",
     )
@@ -61,9 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def share_or_file(text: str) -> float | str:
     """The value of --skip."""
     try:
-        return FROM_FILE if text == FROM_FILE else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a share nor {FROM_FILE}") from None
+        return FROM_FILE if text == FROM_FILE else Number(0, 1, float)(text)
+    except argparse.ArgumentTypeError as e:
+        raise argparse.ArgumentTypeError(f"{e}, nor {FROM_FILE}") from None
 
 
 def run(args: argparse.Namespace) -> int:

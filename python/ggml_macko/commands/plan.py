@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from .. import console
-from ..commands.arguments import add_cache_types, add_quiet
+from ..commands.arguments import Number, add_cache_types, add_quiet, add_threads
 from ..conversion.estimate import SAMPLE_WEIGHTS, ModelPlan, plan
 from ..conversion.measured_speed import PAGE
 
@@ -32,14 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-c",
         "--ctx-size",
-        type=int,
+        type=Number(0),
         default=0,
         metavar="N",
         help="context length for the memory (default: 4096, or the model's own if that is less)",
     )
     add_cache_types(parser)
     parser.add_argument("--all-rows", action="store_true", help="look at all weights of large tensors")
-    parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
+    add_threads(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_quiet(parser)
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         cache_type_k=args.cache_type_k,
         cache_type_v=args.cache_type_v,
         all_rows=args.all_rows,
-        n_threads=args.threads,
+        n_threads=args.n_threads,
     )
     if args.json:
         console.print_json(dataclasses.asdict(found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .. import console, errors
-from ..commands.arguments import add_chunks, add_force, add_quiet, add_threads, options_of
+from ..commands.arguments import Number, add_chunks, add_force, add_quiet, add_threads, options_of
 from ..evaluation.text_model import N_CALIBRATION_CHUNKS
 from ..gguf.files import type_name
 from ..pruning import options
@@ -82,7 +82,7 @@ def _add_which(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--asymmetric",
-        type=float,
+        type=Number(0, 1, float),
         metavar="A",
         help="alps and --refit: renew the statistics for each input of a block, and correct the share A (0 ... 1) of "
         "the changes that earlier matrices made to it; takes two passes over the text per input, each through about "
@@ -122,7 +122,7 @@ def _add_statistics(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--damping",
-        type=float,
+        type=Number(0, kind=float),
         default=options.DAMPING,
         metavar="D",
         help=f"{needs_hessians}: added to the diagonal of second moments, as a multiple of its mean (default: "
@@ -130,7 +130,7 @@ def _add_statistics(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--hessian-memory",
-        type=int,
+        type=Number(1),
         metavar="MIB",
         help=f"{needs_hessians}: memory for second moments; less memory means more passes over the text and the same "
         "result (default: half of the free memory)",

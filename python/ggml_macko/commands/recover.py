@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .. import console
-from ..commands.arguments import add_chunks, add_force, add_quiet, add_threads, options_of
+from ..commands.arguments import Number, add_chunks, add_force, add_quiet, add_threads, options_of
 from ..pruning.options import VALUES
 from ..recovery import options
 from ..recovery.recover import recover
@@ -47,7 +47,7 @@ def _add_texts(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--held-out-chunks",
         dest="n_held_out",
-        type=int,
+        type=Number(1),
         default=options.N_HELD_OUT,
         metavar="N",
         help="largest number of held-out chunks, spread evenly (default: %(default)s)",
@@ -55,7 +55,7 @@ def _add_texts(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--self-generated",
         dest="n_self_generated",
-        type=int,
+        type=Number(0),
         default=0,
         metavar="N",
         help="also train on N chunks that the dense model writes, each starting with a few tokens of the text "
@@ -90,10 +90,10 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         ),
         ("--seed", "seed", 0, "seed of the order of the text (default: 0)"),
     ):
-        group.add_argument(option, dest=name, type=int, default=default, metavar="N", help=what)
+        group.add_argument(option, dest=name, type=Number(0), default=default, metavar="N", help=what)
     group.add_argument(
         "--learning-rate",
-        type=float,
+        type=Number(0, 1, float),
         default=0.0,
         metavar="R",
         help="highest learning rate of the run (default: "

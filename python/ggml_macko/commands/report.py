@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from .. import console, errors, system
+from .. import console, errors
 from ..benchmark import card
 from ..benchmark.forms import Recipe
 from ..benchmark.models import as_json
@@ -142,50 +142,49 @@ def parse_conversion(text: str, n_threads: int) -> Recipe:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.repetitions < 1 or args.n_prompt < 0 or args.n_gen < 0 or args.n_chunks == 0:
-        raise errors.usage_error("-r must be at least 1, --chunks not 0; -p and -n must not be negative")
-    n_threads = args.n_threads or system.available_cores()
+    if args.n_chunks == 0:
+        raise errors.usage_error("--chunks 0 measures nothing")
     with contextlib.ExitStack() as stack:
         opened = None
         if args.card:
             inputs = [*(shard for model in (args.dense, *args.models) for shard in shard_paths(model)), args.text]
             opened = stack.enter_context(AtomicOutput(args.card, inputs, args.force, card.SIGNATURE))
-        results = measure(args, n_threads)
+        results = measure(args)
         if opened is not None:
-            write_card(args, n_threads, results, opened)
+            write_card(args, results, opened)
     if args.json:
-        about = {"threads": n_threads, "n_prompt": args.n_prompt, "n_gen": args.n_gen}
+        about = {"threads": args.n_threads, "n_prompt": args.n_prompt, "n_gen": args.n_gen}
         console.print_json({**about, "models": [as_json(r) for r in results]})
         return 0
     print_table(results, args.n_prompt, args.n_gen)
     print(
-        f"\nperplexity over {results[0].tokens} tokens of {Path(args.text).name}; {n_threads} threads, medians of "
+        f"\nperplexity over {results[0].tokens} tokens of {Path(args.text).name}; {args.n_threads} threads, medians of "
         f"{args.repetitions} interleaved runs, each in its own process"
     )
     return 0
 
 
-def measure(args: argparse.Namespace, n_threads: int) -> list[FormResult]:
+def measure(args: argparse.Namespace) -> list[FormResult]:
     return report(
         args.dense,
         args.text,
         args.models,
         types=[name for name in args.types.split(",") if name],
         prunings=[parse_pruning(text) for text in args.prune],
-        conversions=[parse_conversion(text, n_threads) for text in args.convert or [DEFAULT_CONVERSION]],
+        conversions=[parse_conversion(text, args.n_threads) for text in args.convert or [DEFAULT_CONVERSION]],
         output=args.output or None,
         n_chunks=args.n_chunks,
         n_ctx=args.n_ctx,
         n_prompt=args.n_prompt,
         n_gen=args.n_gen,
         n_gpu_layers=args.gpu_layers,
-        n_threads=n_threads,
+        n_threads=args.n_threads,
         repetitions=args.repetitions,
         force=args.force,
     )
 
 
-def write_card(args: argparse.Namespace, n_threads: int, results: Sequence[FormResult], output: AtomicOutput) -> None:
+def write_card(args: argparse.Namespace, results: Sequence[FormResult], output: AtomicOutput) -> None:
     """Writes the card into an open output and commits it."""
     import llama_cpp
 
@@ -196,13 +195,13 @@ def write_card(args: argparse.Namespace, n_threads: int, results: Sequence[FormR
         n_prompt=args.n_prompt,
         n_gen=args.n_gen,
         repetitions=args.repetitions,
-        n_threads=n_threads,
+        n_threads=args.n_threads,
         gpus=tuple(gpu.description for gpu in devices.gpus()) if args.gpu_layers else (),
         kernels=bindings.cpu_kernels(),
         version=bindings.version(),
         llama_cpp_python=llama_cpp.__version__,
     )
-    dense, *models = (card.read_model(path, n_threads) for path in (args.dense, *args.models))
+    dense, *models = (card.read_model(path, args.n_threads) for path in (args.dense, *args.models))
     plot = os.path.relpath(f"{args.output}.png", output.path.parent) if args.output else ""
     text = card.model_card(dense, models, results, how, plot).encode("utf-8")
     output.write(output.magic + text[len(output.magic) :])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .. import console
-from ..commands.arguments import add_force, add_quiet
+from ..commands.arguments import add_force, add_quiet, add_threads
 from ..conversion.restore import restore
 
 HELP = "turn a sparse model back into a dense one"
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("input", metavar="IN", help="sparse GGUF")
     parser.add_argument("output", metavar="OUT", help="dense GGUF to write")
-    parser.add_argument("nthreads", nargs="?", type=int, default=0, help="threads (default: all cores)")
+    add_threads(parser, "nthreads", nargs="?")
     add_force(parser)
     add_quiet(parser)
 

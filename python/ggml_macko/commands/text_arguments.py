@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..commands.arguments import add_chunks, add_gpu_layers, add_load_options, add_threads
+from ..commands.arguments import Number, add_chunks, add_gpu_layers, add_load_options, add_threads
 from ..evaluation.text_model import N_UBATCH
 
 
@@ -21,7 +21,7 @@ def add_text_arguments(
         (("-ub", "--ubatch-size"), "n_ubatch", N_UBATCH, "matrix product"),
     ):
         what = f"tokens per {what} (default: {default})"
-        parser.add_argument(*flags, dest=name, type=int, default=default, metavar="N", help=what)
+        parser.add_argument(*flags, dest=name, type=Number(1), default=default, metavar="N", help=what)
     add_threads(parser)
     add_gpu_layers(parser)
     add_load_options(parser)

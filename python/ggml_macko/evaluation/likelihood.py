@@ -16,8 +16,9 @@ from typing import Any, Callable
 import numpy as np
 import numpy.typing as npt
 
-from .. import system
+from .. import errors, system
 from ..evaluation.text_model import Chunks, Logits, TextModel
+from ..gguf.files import Model
 
 Array = npt.NDArray[Any]
 Tokens = npt.NDArray[np.integer[Any]]
@@ -72,6 +73,9 @@ def scored(
     with ThreadPoolExecutor(system.available_cores()) as pool:
         for i, batch in model.batches(chunks):
             logits = model.evaluate(batch, first)
+            if np.isnan(logits.max()):
+                with Model(model.path) as file:
+                    raise errors.error(errors.NOT_FINITE, file.not_finite() or f"{model.path}: its logits are NaN")
             for k, chunk in enumerate(batch):
                 yield _in_blocks(pool, score, logits[k, :-1], chunk[first + 1 :], *more_of(i + k))
 

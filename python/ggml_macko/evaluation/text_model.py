@@ -75,8 +75,10 @@ class TextModel:
 
         from ..native.llama_hook import register
 
-        if n_ctx < 2 or n_batch < 1 or n_ubatch < 1:
+        if not (2 <= n_ctx < 2**31 and 1 <= n_batch < 2**31 and 1 <= n_ubatch < 2**31):
             raise errors.error(errors.BAD_ARGUMENT, f"a context of {n_ctx} tokens, batches of {n_batch} and {n_ubatch}")
+        if not 0 <= n_threads <= system.MAX_THREADS:
+            raise errors.error(errors.BAD_ARGUMENT, f"{n_threads} threads; llama.cpp has at most {system.MAX_THREADS}")
         self._api = api
         self.path = Path(path)
         self.n_ctx = n_ctx

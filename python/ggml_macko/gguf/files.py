@@ -26,7 +26,7 @@ from .. import errors
 from ..codecs import ggml_quants, registry
 from ..codecs.codec import Codec, Component, component_dtype
 from ..native import bindings
-from ..native.codec import EncodedMatrix, MatrixError
+from ..native.codec import EncodedMatrix, MatrixError, count_dense
 from ..regular_files import open_regular, read_at
 from ..values import TYPE_NAMES, Array, bits_dtype, to_float
 
@@ -384,6 +384,14 @@ class Model:
 
     def key(self, name: str) -> Key | None:
         return next((k for k in self.shards[0].keys if k.name == name), None)
+
+    def not_finite(self) -> str | None:
+        """Names the first F16, BF16 or F32 tensor with a NaN or an infinity, and says how many it has."""
+        for t in self.tensors:
+            n = count_dense(t.read_bits(), t.type).n_nonfinite if t.type in TYPE_NAMES else 0
+            if n:
+                return f"{t.shard.path}: {t.name}: {n} values are not finite"
+        return None
 
     def check_unchanged(self) -> None:
         for shard in self.shards:

@@ -252,7 +252,7 @@ def parse_sparsity(value: Sparsity, option: str = "--sparsity") -> Fraction:
 
 def _fraction(text: str) -> Fraction | None:
     try:
-        return Fraction(text)
+        return None if re.search(r"[eE][-+]?\d{4}", text) else Fraction(text)  # 1e-999999999 takes all memory
     except (ValueError, ZeroDivisionError):
         return None
 

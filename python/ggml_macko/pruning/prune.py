@@ -23,7 +23,7 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 
-from .. import console, errors
+from .. import console, errors, system
 from ..evaluation import text_model
 from ..evaluation.calibrate import model_digest
 from ..gguf import dense_copy, tensor_rules
@@ -125,7 +125,7 @@ def prune_with(
         check_regular(path)
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(Model(source))
-        pool = stack.enter_context(ThreadPoolExecutor(options.n_threads or None))
+        pool = stack.enter_context(ThreadPoolExecutor(options.n_threads or system.available_cores()))
         tensors = tensors_to_prune(model, options.include, options.exclude)
         _check_table(model, tensors, options.table)
         opened = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from .codecs.codec import Candidate, Settings, Source
 from .native import codec as native_codec
 from .native.codec import EncodedMatrix
 from .native.cpu import CpuMatrix
-from .values import NEGATIVE_ZERO, TYPE_BF16, TYPE_F16, TYPE_F32, TYPE_NAMES, Array, bits_dtype, value_bits
+from .values import NEGATIVE_ZERO, TYPE_BF16, TYPE_F16, TYPE_F32, TYPE_NAMES, Array, bits_dtype, to_float, value_bits
 
 
 class SparseMatrix:
@@ -27,6 +28,9 @@ class SparseMatrix:
 
     The C library makes a copy in the layout of its CPU kernels with the first product, and keeps it.
     """
+
+    __array_ufunc__ = None
+    """So that NumPy leaves x @ self to __rmatmul__, and refuses all else."""
 
     def __init__(self, arrays: EncodedMatrix):
         """arrays: from a file or from anywhere. Raises MackoError unless they keep every rule of FORMAT.md."""
@@ -163,6 +167,32 @@ class SparseMatrix:
             product: npt.NDArray[np.float32] = self._cpu.mul_mat(x[None, :])[0]
             return product
         return np.ascontiguousarray(self._cpu.mul_mat(np.ascontiguousarray(x.T)).T)
+
+    def __rmatmul__(self, x: npt.ArrayLike) -> npt.NDArray[np.float32]:
+        """The product of x, numbers of shape (rows,) or (n, rows), with the matrix, through .T: float32 of shape
+        (cols,) or (n, cols).
+        """
+        return (self.T @ np.asarray(x).T).T
+
+    @functools.cached_property
+    def T(self) -> SparseMatrix:
+        """The transpose, encoded anew in the smallest lossless format, and kept. It has the values that to_dense()
+        gives, also of a matrix with quantized values.
+        """
+        dense, is_bf16 = self.to_dense().T, self.arrays.type == TYPE_BF16
+        return SparseMatrix.from_dense(np.ascontiguousarray(dense), bf16=is_bf16, keep_negative_zeros=True)
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
+        """For np.asarray: the numbers of to_dense(), float32 of BF16."""
+        if copy is False:
+            raise ValueError("a SparseMatrix has no dense array to share: np.asarray(matrix) makes one")
+        dense = self.to_dense()
+        values = to_float(dense, TYPE_BF16) if self.arrays.type == TYPE_BF16 else dense
+        return values if dtype is None else values.astype(dtype)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy: the stored arrays, which are checked again. Without what products have made."""
+        return SparseMatrix, (self.arrays,), {"n_negative_zeros": self.n_negative_zeros}
 
     def __repr__(self) -> str:
         dropped = f", {self.n_negative_zeros} negative zeros counted as zeros" if self.n_negative_zeros else ""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import scipy.sparse
@@ -240,3 +243,33 @@ def test_unknown_format_or_width_is_refused():
         SparseMatrix.from_dense(dense, format="csr")
     with pytest.raises(errors.ArgumentError, match="'sparse-q4_0' has no index_bits"):
         SparseMatrix.from_dense(dense, 4, format="sparse-q4_0")
+
+
+@pytest.mark.parametrize("type_id", generators.TYPES)
+@pytest.mark.parametrize("format", ["auto", "macko", "sparse-q8_0"])
+def test_matrix_behaves_like_an_array(type_id, format):
+    rng = np.random.default_rng(6)
+    s = make(generators.safe_bits(rng, 40, 96, 0.4, type_id), type_id, format=format)
+    w = generators.to_float64(s.to_dense().view(values.bits_dtype(type_id)), type_id)
+    assert s.T.shape == (96, 40) and s.T.T.to_dense().tobytes() == s.to_dense().tobytes()
+    for x in (rng.standard_normal(40), rng.standard_normal((3, 40))):
+        assert_close_to_float64((x @ s).T, w.T, x.T.astype(np.float32))
+    assert np.array_equal(np.asarray(s), w) and np.asarray(s, np.float64).dtype == np.float64
+    for copied in (pickle.loads(pickle.dumps(s)), copy.deepcopy(s)):
+        assert copied.format == s.format and copied.n_negative_zeros == s.n_negative_zeros
+        assert np.array_equal(copied @ w.T[:, :2], s @ w.T[:, :2])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s: np.ones(3) * s,
+        lambda s: np.exp(s),
+        lambda s: np.ones(7) @ s,
+        lambda s: np.ones((2, 2, 8)) @ s,
+        lambda s: np.array(s, copy=False),
+    ],
+)
+def test_operation_that_has_no_meaning_raises(call):
+    with pytest.raises((TypeError, ValueError)):
+        call(SparseMatrix.from_dense(np.eye(8, dtype=np.float32)))

@@ -229,3 +229,19 @@ def test_token_outside_of_the_vocabulary_is_answered(server, token):
     status, text = post(server, "/extras/detokenize", {"model": "sparse", "tokens": [5, token]})
     assert status == 400 and f"token {token} is not in the vocabulary (0...4095)" in text
     assert post(server, "/extras/detokenize", {"model": "sparse", "tokens": [5, 4095]})[0] == 200
+
+
+def test_streams_of_two_clients_are_complete(models, want):
+    """By default, llama_cpp.server cuts off the first when the second arrives."""
+
+    def stream(client) -> str:
+        pieces = client.completions.create(model="sparse", prompt=PROMPT, stream=True, **REQUEST)
+        return "".join(piece.choices[0].text for piece in pieces)
+
+    settings = [part for key, value in SETTINGS.items() for part in (f"--{key}", value)]
+
+    def make_arguments(port: int) -> list:
+        return ["--model", models["sparse"], "--port", port, *settings, "--interrupt_requests", "false"]
+
+    with running(make_arguments) as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(stream, [server.client] * 2)) == [want["sparse"][0]] * 2

@@ -209,7 +209,7 @@ def test_weights_of_one_input_are_pruned_together(tmp_path, text):
         (["--method", "alps"], "alps needs a calibration text"),
         (["--refit"], "--refit needs a calibration text"),
         (["--method", "alps", "--compare-within", "row"], "--compare-within row does not go with alps"),
-        (["--method", "alps", "--refit"], "alps fits the weights that stay anyway"),
+        (["--method", "alps", "--refit"], "alps already fits the remaining weights"),
         (["--method", "wanda", "--asymmetric", "1"], "--asymmetric: wanda has no targets"),
         (["--method", "alps", "--asymmetric", "1.5"], "--asymmetric 1.5: expected a number from 0 to 1"),
         (["--method", "alps", "--asymmetric", "nan"], "--asymmetric nan"),

@@ -428,7 +428,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, macko, pair, text):
         (["--patience", "0"], "--patience 0: at least 1"),
         (
             ["--quant-values", "q4_nl", "--keep-mantissa"],
-            "--keep-mantissa: --quant-values says which values weights have",
+            "--keep-mantissa does not go with --quant-values",
         ),
         (["-c", "2"], "-c 2: at least"),
     ],

@@ -1,8 +1,8 @@
-"""How many weights each matrix loses: the same share of each, by one ranking of the whole model, or by what each
-matrix costs.
+"""The number of weights that each matrix loses: the same share in each, by one ranking of the whole model, or by the
+loss of each matrix.
 
-Works on counts alone, in integers and fractions, so that a total is exact and the same on every machine. Scores come
-from a function that the caller passes; this module reads no files.
+Counts are integers and fractions, so totals are exact and the same on every machine. The caller passes a function for
+the scores; this module reads no files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..gguf.files import Tensor
 from ..pruning import masks
 
 Quotas = dict[str, masks.IntArray]
-"""Tensor name -> the number of zeros of each of its matrices (experts; most tensors have one)."""
+"""Tensor name -> number of zeros in each of its matrices (experts; most tensors have one)."""
 
 
 class ScoreBlock(NamedTuple):
@@ -37,12 +37,12 @@ AFTER_ALL_BLOCKS = 1 << 30
 
 
 def n_matrices(t: Tensor) -> int:
-    """Matrices of a tensor: a 3-D tensor holds one per expert."""
+    """The number of matrices in a tensor. A 3-D tensor has one per expert."""
     return t.rows // int(t.ne[1])
 
 
 def block_of(name: str) -> int:
-    """The number of the transformer block that a tensor belongs to; a tensor outside of them comes after all."""
+    """The index of the transformer block of a tensor; AFTER_ALL_BLOCKS for tensors outside of blocks."""
     found = re.match(r"blk\.(\d+)\.", name)
     return int(found[1]) if found else AFTER_ALL_BLOCKS
 
@@ -73,11 +73,11 @@ def _n_elements(t: Tensor) -> int:
 
 
 def lowest_of_model(tensors: Sequence[Tensor], total: int, scores: Scores) -> Quotas:
-    """Zeros of each matrix if the `total` lowest scores of all tensors go; of equal scores, those of the first tensor
-    and the lowest index.
+    """Zeros of each matrix if the `total` lowest scores of all tensors are pruned; among equal scores, the first tensor
+    and the lowest index come first.
 
-    Exact in bounded memory: two passes over the scores find the total-th lowest one, 16 bits of its key at a time, and
-    a third pass counts.
+    The result is exact in bounded memory: two passes over the scores find the total-th lowest score, 16 bits of its key
+    at a time, and a third pass counts.
     """
     high = _find_bin(tensors, scores, total, lambda keys: keys >> 16)
     low = _find_bin(tensors, scores, total - high.n_below, lambda keys: keys[keys >> 16 == high.digits] & 0xFFFF)
@@ -95,9 +95,9 @@ def lowest_of_model(tensors: Sequence[Tensor], total: int, scores: Scores) -> Qu
 
 
 class _Bin(NamedTuple):
-    """Where the total-th lowest score lies in a histogram of 16 digits of the keys."""
+    """The bin of the total-th lowest score in a histogram of 16 bits of the keys."""
 
-    digits: int  # that the score has
+    digits: int  # 16 bits of the key of the score
     n_below: int  # scores in lower bins
 
 
@@ -119,12 +119,12 @@ def _find_bin(
 # ---- by loss ----
 
 _STEPS = 64
-"""Steps in which by_loss takes a tensor from the lowest to the highest sparsity."""
+"""Steps of by_loss from the lowest to the highest sparsity of a tensor."""
 
 
 def loss_grid(sparsity: Fraction, max_shift: Fraction) -> list[Fraction]:
-    """The sparsities at which by_loss needs losses: five, from sparsity - max_shift to sparsity + max_shift, as far as
-    weights are left.
+    """The five sparsities at which by_loss needs losses, from sparsity - max_shift to sparsity + max_shift, limited to
+    possible values.
     """
     shifts = [max_shift * i / 2 for i in range(-2, 3)]
     return sorted({min(max(sparsity + shift, Fraction(0)), (1 + sparsity) / 2) for shift in shifts})
@@ -137,11 +137,11 @@ def by_loss(
     losses: dict[str, list[float]],
     max_shift: Fraction,
 ) -> Quotas:
-    """Gives each tensor a sparsity, at most max_shift from the mean, such that the losses add up to the least.
+    """Gives each tensor a sparsity, at most max_shift from the mean, with the least sum of losses.
 
-    losses: of each tensor, by how much the loss of the model rises at the sparsities of loss_grid(); between these, its
-    logarithm counts as linear. Beginning with the lowest sparsity everywhere, the tensor with which the loss rises
-    least per weight gets the next zeros.
+    losses: for each tensor, the rise of the model's loss at the sparsities of loss_grid(); its logarithm is linear
+    between them. Each tensor starts at the lowest sparsity; the tensor with the smallest rise per weight gets the next
+    zeros.
     """
     grid = loss_grid(sparsity, max_shift)
     total = uniform_total(tensors, sparsity, compare_within)
@@ -153,7 +153,7 @@ def by_loss(
         growth[t.name] = np.diff(np.exp(np.interp(at, [float(g) for g in grid], log))) / t.n_elements
     n_steps = dict.fromkeys(growth, 0)
     size = {t.name: t.n_elements for t in tensors}
-    lowest = min(grid[0], Fraction(total, sum(size.values())))  # whole numbers in each row may make less than the mean
+    lowest = min(grid[0], Fraction(total, sum(size.values())))  # whole numbers per row may be below the mean
     shares = dict.fromkeys(growth, lowest)
     left = total - lowest * sum(size.values())
     while left > 0 and step > 0:
@@ -166,10 +166,10 @@ def by_loss(
 
 
 def distribute(tensors: Sequence[Tensor], sparsity: dict[str, Fraction], total: int) -> Quotas:
-    """Whole numbers near sparsity[name] * n of each tensor that add up to total, the sum of those products.
+    """Whole numbers near sparsity[name] * n of each tensor that add up to total, the sum of these products.
 
-    What rounding down leaves over goes to the tensors with the largest remainders. A tensor of several matrices spreads
-    its zeros over them evenly.
+    Products are rounded down, and the tensors with the largest remainders get the rest. A tensor distributes its zeros
+    evenly over its matrices.
     """
     exact = {t.name: sparsity[t.name] * t.n_elements for t in tensors}
     counts = {name: int(x) for name, x in exact.items()}

@@ -1,16 +1,16 @@
-"""ALPS: chooses the weights of one matrix that stay by ADMM, and fits them by conjugate gradients.
+"""ALPS: selects the remaining weights of a matrix by ADMM, and fits them by conjugate gradients.
 
 Meng, Behdin, Wang, Mazumder, "ALPS: Improved Optimization for Highly Sparse One-Shot Pruning for Large Language Models"
-(NeurIPS 2024, arXiv 2406.07831). Works on arrays and reads no files; the arrays may lie on a GPU (array_backend.py).
+(NeurIPS 2024, arXiv 2406.07831). This module reads no files; its arrays may be on a GPU (array_backend.py).
 
-A matrix W (rows, cols) gets inputs x and should put out y. Up to a constant, the sum of squared errors is
+A matrix W (rows, cols) has inputs x and target outputs y. Up to a constant, the sum of squared errors is
 
     tr(W H W^T) - 2 tr(W T^T)       with H = sum of x x^T, (cols, cols), and T = sum of y x^T, (rows, cols)
 
-Where y is what the dense weights make of the same x, T is the dense weights times H. Where y is what they make of the
-inputs z that they have in the dense model, T also has the dense weights times the sum of (z - x) x^T, and corrects
-errors of the matrices that were pruned before (asymmetric targets: Li et al., "GPTAQ", arXiv 2504.02692). Damping draws
-towards the dense weights.
+If y is the product of the dense weights and x, T is the dense weights times H. If y is the product of the dense weights
+and z, the inputs in the dense model, T also has the dense weights times the sum of (z - x) x^T; this corrects the
+errors of matrices that were pruned before (asymmetric targets: Li et al., "GPTAQ", arXiv 2504.02692). Damping keeps the
+result near the dense weights.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..pruning import array_backend, sparsegpt
 from ..pruning.array_backend import Array
 
 REFIT_STEPS = 10
-"""Steps of conjugate gradients: those of the paper."""
+"""Steps of conjugate gradients, as in the paper."""
 
 MAX_ADMM_STEPS = 300
-"""Of ADMM; the support usually stands still after 30 to 90."""
+"""Largest number of ADMM steps. The support usually stops changing after 30 to 90."""
 
-_SUPPORT_STEPS = 3  # between two looks at how far the support has moved, as in the paper
+_SUPPORT_STEPS = 3  # between two counts of changes of the support, as in the paper
 _PENALTY = 0.1  # rho of the first steps
-_GROWTH = ((0.1, 1.3), (0.005, 1.2))  # share of the kept weights that changed, at least -> factor of rho
+_GROWTH = ((0.1, 1.3), (0.005, 1.2))  # smallest share of changed weights in the support -> factor of rho
 _SLOW_GROWTH = 1.1
 
 
@@ -54,8 +54,8 @@ class Spectrum(NamedTuple):
 def damped(hessian: Array, damping: float) -> Array:
     """H + damping * mean(diag H) * I, float32 (cols, cols).
 
-    hessian: float32 (cols, cols), symmetric; it is not changed. A zero on its diagonal, of an input that is always
-    zero, counts as 1.
+    hessian: float32 (cols, cols), symmetric; not modified. A zero on the diagonal (an input that is always zero) counts
+    as 1.
     """
     xp = array_backend.module_of(hessian)
     h = hessian.copy()
@@ -86,8 +86,8 @@ def prune_matrix(
 ) -> Array:
     """The pruned weights, float32 (rows, cols), before refit(): n_zeros of them are 0.
 
-    Weights that are zero in the dense matrix stay zero and count; where it has more of them, it loses no others.
-    advance: called with 1 after each step.
+    Zeros of the dense matrix stay zero and count; if there are more of them, no other weight is pruned. advance: called
+    with 1 after each step.
     """
     xp = array_backend.module_of(problem.dense)
     zero = problem.dense == 0
@@ -116,8 +116,8 @@ def prune_matrix(
 
 
 def _lowest(scores: Array, zero: Array, n: int) -> Array:
-    """Marks the n lowest scores of a matrix, among them as many as possible of the weights that are zero already, and
-    all of these; of equal scores, those of the lowest index. scores: float32 (rows, cols), not negative.
+    """Marks all existing zeros, and other weights with the lowest scores up to n marks in total; among equal scores,
+    the lowest index first. scores: float32 (rows, cols), not negative.
     """
     xp = array_backend.module_of(scores)
     scores = xp.where(zero, 0, scores)
@@ -132,10 +132,10 @@ def _lowest(scores: Array, zero: Array, n: int) -> Array:
 
 
 def refit(problem: Problem, w: Array, steps: int = REFIT_STEPS) -> Array:
-    """Fits the weights that are not zero, each row on its own: conjugate gradients, preconditioned with the diagonal
-    of H, in which the residual is projected onto the weights that stay. Zeros of w stay zero.
+    """Fits the non-zeros of each row by conjugate gradients, preconditioned with the diagonal of H. The residual is
+    projected onto the non-zeros, so zeros stay zero.
 
-    w: float32 (rows, cols), where to start. Returns an array of its shape, with an error that is no larger.
+    w: start, float32 (rows, cols). Returns an array of this shape whose error is not larger.
     """
     xp = array_backend.module_of(w)
     mask = w != 0

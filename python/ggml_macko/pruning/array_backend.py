@@ -1,7 +1,7 @@
-"""NumPy arrays, or CuPy arrays where CuPy is installed and finds a GPU: the same functions work on either.
+"""NumPy arrays, or CuPy arrays if CuPy is installed and finds a GPU.
 
-CuPy is not a dependency, and this is the only module that imports it. Code that serves both libraries asks `module_of`
-for the module of an array that it was given, and calls the functions of that module.
+CuPy is not a dependency; only this module imports it. Code for both libraries calls the functions of
+`module_of(array)`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 Array = Any
-"""A NumPy or CuPy array. Any, because CuPy is optional: its types are unknown where it is not installed."""
+"""A NumPy or CuPy array. The type is Any, because CuPy is optional."""
 
 ArrayModule = Any
-"""The module numpy or cupy. Any, for the same reason."""
+"""The module numpy or cupy."""
 
 
 @functools.cache
@@ -33,12 +33,12 @@ def gpu() -> ArrayModule | None:
 
 
 def module_of(array: Array) -> ArrayModule:
-    """The module, numpy or cupy, that an array belongs to."""
+    """The module of an array, numpy or cupy."""
     return np if isinstance(array, np.ndarray) else gpu()
 
 
 def to_host(array: Array) -> npt.NDArray[Any]:
-    """The array in host memory; a NumPy array is returned as it is."""
+    """The array in host memory. A NumPy array is not copied."""
     if isinstance(array, np.ndarray):
         return array
     cupy = gpu()
@@ -48,13 +48,13 @@ def to_host(array: Array) -> npt.NDArray[Any]:
 
 
 def from_torch(tensor: Any) -> Array:
-    """The same memory as an array of CuPy, or of NumPy where the tensor lies in host memory. tensor: of PyTorch."""
+    """The memory of a PyTorch tensor as a CuPy array, or as a NumPy array if it is in host memory."""
     cupy = gpu() if tensor.is_cuda else None
     return cupy.from_dlpack(tensor) if cupy is not None else tensor.numpy()
 
 
 def raise_linalg_errors(xp: ArrayModule) -> contextlib.AbstractContextManager[object]:
-    """Within the block, a factorisation that fails raises numpy.linalg.LinAlgError with either module."""
+    """A block in which a failed factorization raises numpy.linalg.LinAlgError with either module."""
     if xp is np:
         return contextlib.nullcontext()
     errstate: contextlib.AbstractContextManager[object] = importlib.import_module("cupyx").errstate(linalg="raise")

@@ -1,8 +1,8 @@
-"""Evaluates a calibration text with PyTorch on a GPU, and hands the inputs of matrix products to consumers there.
+"""Evaluates a calibration text with PyTorch on a GPU, and passes the inputs of matrix products to consumers.
 
-Where PyTorch and CuPy find a GPU and transformer.py knows the model, statistics never leave the GPU; elsewhere gather()
-does nothing, and llama.cpp evaluates the text. Products are float32: no sum differs from llama.cpp's by more than the
-activations that it rounds to F16. The models lie on the GPU whole, in the types of their files.
+If PyTorch and CuPy find a GPU and transformer.py supports the model, statistics stay on the GPU; otherwise gather()
+does nothing, and llama.cpp evaluates the text. Products are float32, so sums differ from llama.cpp's only because it
+rounds activations to F16. The whole models are in GPU memory, in the types of their files.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     import torch
 
 _N_TOKENS = 8192
-"""Tokens that are evaluated together, about."""
+"""Approximate number of tokens per evaluation."""
 
 
 class Reader(NamedTuple):
-    """A model, and what takes the inputs of its matrix products."""
+    """A model and the receiver of the inputs of its matrix products."""
 
     path: Path
     consumer: Consumer
 
 
 def device_for(options: ParsedOptions) -> torch.device | None:
-    """The GPU that PyTorch and CuPy find, if the options allow one; a device of PyTorch's."""
+    """The PyTorch device of a GPU that PyTorch and CuPy find, if the options allow one."""
     if options.device == "none" or array_backend.gpu() is None:
         return None
     with contextlib.suppress(ImportError):
@@ -49,7 +49,7 @@ def device_for(options: ParsedOptions) -> torch.device | None:
 
 
 def free_memory(options: ParsedOptions) -> float:
-    """Bytes for sums on the GPU; infinite where none are kept there."""
+    """Bytes for sums on the GPU; infinite if sums are in host memory."""
     if device_for(options) is None:
         return math.inf
     free: int = importlib.import_module("torch").cuda.mem_get_info()[0]
@@ -57,11 +57,11 @@ def free_memory(options: ParsedOptions) -> float:
 
 
 def gather(readers: Sequence[Reader], options: ParsedOptions, *, until: str = "") -> int | None:
-    """Evaluates chunks of the options' text, spread evenly over it, with each model in turn, as far as the weight
-    `until` and those that read the same input, which llama.cpp may multiply with in another order.
+    """Evaluates evenly spread chunks of the options' text with each model, up to the weight `until` and the weights
+    with the same input, whose order may differ in llama.cpp.
 
-    Returns the number of chunks, or None if there is no GPU for it, or the first model is another than transformer.py
-    knows. Raises MackoError or OSError.
+    Returns the number of chunks, or None without a GPU or if transformer.py does not support the first model. Raises
+    MackoError or OSError.
     """
     device = device_for(options)
     return None if device is None else gather_on(device, readers, options, until=until)
@@ -70,7 +70,7 @@ def gather(readers: Sequence[Reader], options: ParsedOptions, *, until: str = ""
 def gather_on(
     device: torch.device, readers: Sequence[Reader], options: ParsedOptions, *, until: str = ""
 ) -> int | None:
-    """gather() with a device of PyTorch's."""
+    """gather() on a PyTorch device."""
     import torch
 
     from ..evaluation.transformer import as_tokens
@@ -89,14 +89,14 @@ def gather_on(
 
 
 class _Opened(NamedTuple):
-    """Models on a device, of the class of _listening_class(), and the options' text for them."""
+    """Models of _listening_class() on a device, and the options' text."""
 
     models: list[Any]
     sequences: Chunks
 
 
 def _open(paths: Sequence[Path], options: ParsedOptions, device: torch.device) -> _Opened | None:
-    """None if the first model is not one that PyTorch evaluates as llama.cpp does. Raises MackoError or OSError."""
+    """None if PyTorch's results for the first model are not llama.cpp's. Raises MackoError or OSError."""
     from ..evaluation.transformer import Shape, read_weights
 
     listening = _listening_class()
@@ -114,11 +114,11 @@ def _open(paths: Sequence[Path], options: ParsedOptions, device: torch.device) -
     return None if sequences is None else _Opened(models, sequences)
 
 
-_known: dict[tuple[object, ...], Chunks | None] = {}  # of the last model and text: passes read the same again and again
+_known: dict[tuple[object, ...], Chunks | None] = {}  # the last model and text, which every pass reads again
 
 
 def _text_for(model: Any, path: Path, options: ParsedOptions, device: torch.device) -> Chunks | None:
-    """The options' text in tokens, or None if the logits of the model are not llama.cpp's."""
+    """The tokens of the options' text, or None if the logits of the model are not llama.cpp's."""
     from ..evaluation.transformer import MAX_DIVERGENCE, divergence_from_llama_cpp
 
     assert options.text is not None
@@ -140,19 +140,19 @@ def _text_for(model: Any, path: Path, options: ParsedOptions, device: torch.devi
 
 
 def open_losses(model: Model, options: ParsedOptions, n_chunks: int) -> Losses | None:
-    """Losses on n_chunks of the options' text, spread over it; None as for gather()."""
+    """Losses on n_chunks evenly spread chunks of the options' text; None as for gather()."""
     device = device_for(options)
     return None if device is None else open_losses_on(device, model, options, n_chunks)
 
 
 def open_losses_on(device: torch.device, model: Model, options: ParsedOptions, n_chunks: int) -> Losses | None:
-    """open_losses() with a device of PyTorch's."""
+    """open_losses() on a PyTorch device."""
     opened = _open([model.path], options, device)
     return None if opened is None else Losses(opened.models[0], spread(opened.sequences, n_chunks), device)
 
 
 class Losses:
-    """The loss of a model on some chunks, and with other weights in one tensor."""
+    """The loss of a model on some chunks, also with changed weights in one tensor."""
 
     def __init__(self, model: Any, chunks: Chunks, device: torch.device) -> None:
         self._model = model
@@ -179,7 +179,7 @@ class Losses:
 
         from ..evaluation.transformer import as_tokens
 
-        first = self._chunks.shape[1] // 2  # llama-perplexity's choice of tokens
+        first = self._chunks.shape[1] // 2  # the tokens that llama-perplexity scores
         total = 0.0
         with torch.no_grad():
             for chunk in self._chunks:
@@ -190,18 +190,18 @@ class Losses:
 
 
 def _listening_class() -> Any:
-    """A class, made once PyTorch is known to be there."""
+    """A subclass of Transformer, defined here because PyTorch is optional."""
     import torch.nn.functional as F
 
     from ..evaluation.activations import Weight
     from ..evaluation.transformer import Transformer
 
     class Listening(Transformer):
-        """Hands the inputs of matrix products to a consumer."""
+        """Passes the inputs of matrix products to a consumer."""
 
         consumer: Consumer | None = None
         until = ""
-        last_input: torch.Tensor | None = None  # that of `until`, once it is known
+        last_input: torch.Tensor | None = None  # the input of `until`, when known
 
         def listen(self, tokens: torch.Tensor, consumer: Consumer, until: str) -> None:
             self.consumer, self.until = consumer, until
@@ -228,4 +228,4 @@ def _listening_class() -> Any:
 
 
 class _Done(Exception):
-    """No more inputs are wanted of this evaluation."""
+    """Ends an evaluation whose remaining inputs are not needed."""

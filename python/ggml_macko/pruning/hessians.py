@@ -1,10 +1,8 @@
-"""The Hessians that SparseGPT, ALPS and refits need: H = sum of x x^T over the inputs x of a weight during a
-calibration text.
+"""The Hessians for SparseGPT, ALPS and refits: H = sum of x x^T over the inputs x of a weight on a calibration text.
 
-Consumers of evaluation/activations.py. Takes 4 * cols^2 bytes for each distinct input of the weights asked for:
-weights that read the same activations (q, k and v; gate and up) share one matrix. Sums are float32, as in SparseGPT's
-own implementation; they lie where the activations do, on the GPU or in host memory. With the inputs of the dense model,
-cross moments take as much again.
+The classes are consumers of evaluation/activations.py. A Hessian takes 4 * cols^2 bytes; weights with the same input
+(q, k and v; gate and up) share one. Sums are float32, as in SparseGPT's implementation, and in the memory of the
+activations, on the GPU or host. With the inputs of the dense model, cross moments take the same number of bytes again.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ from ..pruning.array_backend import Array, ArrayModule
 
 
 def max_nbytes(t: Tensor) -> int:
-    """Bytes of the Hessians of one tensor, if it shares its inputs with no other."""
+    """Bytes of the Hessians of one tensor that shares its inputs with no other."""
     return 4 * t.cols**2 * allocation.n_matrices(t)
 
 
 class _Key(NamedTuple):
-    """One Hessian: that of a matrix (expert) of all weights that read the activations of `owner`."""
+    """The key of a Hessian: a matrix (expert) of all weights with the input of `owner`."""
 
-    owner: str  # the weight that was the first to read them
+    owner: str  # the first weight with this input
     matrix: int
 
 
@@ -36,9 +34,9 @@ _Made = TypeVar("_Made")
 
 
 class DenseInputs:
-    """A Consumer that keeps the inputs of one weight while the dense model evaluates a chunk, for Hessians.
+    """A Consumer that stores the inputs of one weight while the dense model evaluates a chunk, for Hessians.
 
-    Keeps none of an expert: its tokens are others in the pruned model.
+    Inputs of experts are not stored, because experts get different tokens in the pruned model.
     """
 
     def __init__(self, name: str) -> None:
@@ -53,7 +51,7 @@ class DenseInputs:
             self._found.setdefault(index, []).append(x.copy())
 
     def next(self, index: int) -> Array:
-        """The inputs of the next product with a matrix; each is handed out once."""
+        """The inputs of the next product with a matrix, each returned once."""
         return self._found[index].pop(0)
 
 
@@ -63,10 +61,10 @@ class _LastInput(NamedTuple):
 
 
 class Hessians:
-    """The Hessians of the inputs of `names`, to be asked for after the text has been evaluated.
+    """The Hessians of the inputs of `names`, complete after the evaluation of the text.
 
-    xp: the module, numpy or cupy, that is computed with. dense: has the inputs that the weights of `names`, which all
-    read the same, have in the dense model. share: of the difference that the targets of problem() make up for.
+    xp: the module for computations, numpy or cupy. dense: the inputs in the dense model of the weights `names`, which
+    share one input. share: share of the difference that the targets of problem() correct.
     """
 
     def __init__(
@@ -80,7 +78,7 @@ class Hessians:
         self._sums: dict[_Key, Array] = {}
         self._owner: dict[str, str] = {}
         self._last: dict[int, _LastInput] = {}  # by matrix index
-        self._derived: dict[str, tuple[_Key, object]] = {}  # what -> that of the last matrix it was computed of
+        self._derived: dict[str, tuple[_Key, object]] = {}  # kind -> the last matrix and its result
 
     def wants(self, name: str) -> bool:
         return name in self._names
@@ -98,7 +96,7 @@ class Hessians:
             if not same or owner != last_owner:
                 raise errors.error(errors.LIMIT, f"{weight.name}: reads the same inputs as {owner} only at times")
             return  # the owner has counted them
-        x = x.copy()  # the graph's memory is reused
+        x = x.copy()  # the graph reuses its memory
         self._last[index] = _LastInput(owner, x)
         key = _Key(owner, index)
         _add(self._sums, key, x, x)
@@ -106,7 +104,7 @@ class Hessians:
             _add(self._differences, key, self._dense.next(index) - x, x)
 
     def get(self, name: str, index: int, cols: int) -> Array:
-        """H, float32 (cols, cols), of a matrix of a weight; the identity for an expert that no token was routed to.
+        """H, float32 (cols, cols), of a matrix of a weight; the identity for an expert without tokens.
 
         Raises MackoError if the model did not multiply with the weight, or if its inputs were not finite.
         """
@@ -145,7 +143,7 @@ class Hessians:
         return self._derive("spectrum", name, index, lambda: alps.spectrum(problem.hessian))
 
     def _derive(self, what: str, name: str, index: int, make: Callable[[], _Made]) -> _Made:
-        """make(), or what it made for the weight before if that reads the same inputs."""
+        """make(), or its last result if the last weight had the same input."""
         key = _Key(self._owner.get(name, ""), index)
         last = self._derived.get(what)
         if last is not None and last[0] == key:
@@ -163,7 +161,7 @@ class Hessians:
 
 
 def _add(sums: dict[_Key, Array], key: _Key, a: Array, b: Array) -> None:
-    """Adds a^T b, of inputs (tokens, cols), to one of the sums."""
+    """Adds a^T b of inputs (tokens, cols) to a sum."""
     if key in sums:
         sums[key] += a.T @ b
     else:

@@ -1,9 +1,9 @@
 """Pruning with a calibration text, in passes over a working copy of the model.
 
-A pass evaluates the text, gathers statistics of the inputs of some tensors, and prunes these. Memory holds one tensor
-and the statistics of one pass. In a sequential run, the statistics of each transformer block come from the copy, in
-which the blocks before it are pruned already. With dense targets, each pass is for the matrices that read one input,
-and evaluates both models. Else all statistics are those of the dense model.
+A pass evaluates the text, collects statistics of the inputs of some tensors, and prunes these tensors. Memory holds one
+tensor and the statistics of one pass. In a sequential run, the statistics of each transformer block come from the copy,
+in which the previous blocks are pruned. With dense targets, a pass evaluates both models for the matrices with one
+input. Otherwise, all statistics come from the dense model.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ def gather(
     n_ctx: int,
     n_threads: int = 0,
 ) -> int:
-    """Evaluates chunks of a text, spread evenly over it, one at a time with a model, and hands activations to a
-    consumer.
+    """Evaluates evenly spread chunks of a text with a model, one at a time, and passes activations to a consumer.
 
     Returns the number of chunks. Raises MackoError or OSError.
     """
@@ -62,7 +61,7 @@ def gather(
 
 
 def gather_for(model: Path, options: ParsedOptions, consumer: Consumer) -> int:
-    """gather() with the text of the options, which must be set; on a GPU where gpu_text.py can."""
+    """gather() with the text of the options; on a GPU if gpu_text.py supports it."""
     assert options.text is not None
     on_gpu = gpu_text.gather([gpu_text.Reader(model, consumer)], options)
     if on_gpu is not None:
@@ -83,7 +82,7 @@ class _SquareSumsOf(SquareSums):
         return name in self._names
 
     def take(self, weight: Weight, index: int, x: Array) -> None:
-        """Also takes an array on a GPU."""
+        """Also accepts an array on a GPU."""
         if isinstance(x, np.ndarray):
             super().take(weight, index, x)
         else:
@@ -91,7 +90,7 @@ class _SquareSumsOf(SquareSums):
 
 
 def statistics_of_text(model: Path, tensors: Sequence[Tensor], options: ParsedOptions) -> imatrix.Imatrix:
-    """What `calibrate` measures on the text of the options, for the inputs of these tensors."""
+    """The statistics of `calibrate` for the inputs of these tensors, on the text of the options."""
     assert options.text is not None
     sums = _SquareSumsOf({t.name for t in tensors})
     n_chunks = gather_for(model, options, sums)
@@ -107,11 +106,11 @@ def statistics_of_text(model: Path, tensors: Sequence[Tensor], options: ParsedOp
 def loss_curves(
     model: Model, tensors: Sequence[Tensor], options: ParsedOptions, grid: Sequence[Fraction], output: AtomicOutput
 ) -> dict[str, list[float]]:
-    """For each tensor, what the loss on the text would rise by if it alone had the sparsities of the grid.
+    """For each tensor, the rise of the loss on the text if only this tensor has the sparsities of the grid.
 
-    Each tensor is pruned as methods.refitted() does, with the inputs of the dense model. The loss is measured once, at
-    the sparsity of the options; it is taken to rise and fall with the error of the outputs. output: where a copy of the
-    model may be made; it is not committed.
+    methods.refitted() prunes each tensor with the inputs of the dense model. The loss is measured once, at the sparsity
+    of the options, and assumed proportional to the error of the outputs. output: place for a copy of the model, which
+    is not committed.
     """
     out: dict[str, list[float]] = {}
     todo = passes(tensors, dataclasses.replace(options, sequential=False))
@@ -135,8 +134,8 @@ def loss_curves(
 
 
 class _Losses:
-    """The loss of a model on a few chunks of the calibration text, and with other weights in one tensor: those of a
-    copy, which llama.cpp evaluates.
+    """The loss of a model on a few chunks of the calibration text, also with changed weights in one tensor of a copy,
+    which llama.cpp evaluates.
     """
 
     def __init__(self, model: Model, options: ParsedOptions, output: AtomicOutput) -> None:
@@ -166,7 +165,7 @@ class _Losses:
 def hessians_for(
     group: Sequence[Tensor], options: ParsedOptions, dense: hessians.DenseInputs | None = None
 ) -> hessians.Hessians:
-    """Empty Hessians of the inputs of a group of tensors."""
+    """Empty Hessians for the inputs of a group of tensors."""
     xp = None if options.device == "none" else array_backend.gpu()
     share = 1.0 if options.asymmetric is None else options.asymmetric
     return hessians.Hessians({t.name for t in group}, xp or np, dense, share)
@@ -176,8 +175,8 @@ def hessians_for(
 
 
 def passes(tensors: Sequence[Tensor], options: ParsedOptions) -> list[list[Tensor]]:
-    """The tensors of each pass over the text: those of one block in a sequential run, else as many as have room for
-    their Hessians within options.hessian_memory, and on the GPU if they lie there (one at least).
+    """The tensors of each pass over the text: one block in a sequential run; otherwise as many tensors (at least one)
+    as have Hessians within options.hessian_memory and the GPU's memory.
     """
     limit = min(options.hessian_memory, gpu_text.free_memory(options))
     by_block: dict[int, list[Tensor]] = {}
@@ -199,7 +198,7 @@ def passes(tensors: Sequence[Tensor], options: ParsedOptions) -> list[list[Tenso
 
 
 class InputGroups:
-    """A Consumer that groups weights that read the same activations, in the order in which a model reads them."""
+    """A Consumer that groups weights with the same input, in the order of the model."""
 
     def __init__(self, names: set[str]) -> None:
         self.groups: list[list[str]] = []
@@ -220,9 +219,7 @@ class InputGroups:
 
 
 def passes_by_input(model: Path, tensors: Sequence[Tensor], options: ParsedOptions) -> list[list[Tensor]]:
-    """The tensors of each pass where statistics are taken anew for each input: those that read it, in the order of the
-    model. Last come those that it does not multiply with.
-    """
+    """The tensors of each pass for one input, in the order of the model. The last pass has tensors without products."""
     assert options.text is not None
     by_name = {t.name: t for t in tensors}
     found = InputGroups(set(by_name))
@@ -239,7 +236,7 @@ def prune_in_passes(
     copy: WorkingCopy,
     pool: ThreadPoolExecutor,
 ) -> int:
-    """Prunes these tensors in the working copy. Returns the number of chunks of the text that were used."""
+    """Prunes these tensors in the working copy. Returns the number of chunks of the text."""
     by_input = options.asymmetric is not None
     todo = passes_by_input(model.path, tensors, options) if by_input else passes(tensors, options)
     order = [t for group in todo for t in group]
@@ -283,7 +280,7 @@ def _statistics_and_pruner(
     copy: WorkingCopy,
     pool: ThreadPoolExecutor,
 ) -> tuple[methods.Pruner, int]:
-    """Makes the pass over the text for a group of tensors. Returns what prunes them, and the number of chunks."""
+    """Runs the pass over the text for a group of tensors. Returns their pruner and the number of chunks."""
     source = copy.path if options.sequential else model.path
     if not options.needs_hessians:
         statistics = statistics_of_text(source, group, options)
@@ -301,7 +298,7 @@ def _statistics_and_pruner(
 def gather_pairs(
     model: Path, dense: Consumer, copy: Path, pruned: Consumer, options: ParsedOptions, *, until: str
 ) -> int:
-    """Evaluates each chunk of the text with the dense model, then with the pruned one, as far as the weight `until`.
+    """Evaluates each chunk of the text with the dense and then the pruned model, up to the weight `until`.
 
     Returns the number of chunks.
     """

@@ -1,8 +1,8 @@
-"""Scores of weights, and the exact choice of the lowest ones. Works on arrays and reads no files. Values may lie on a
-GPU (array_backend.py); scores and masks are NumPy's.
+"""Scores of weights, and the exact selection of the lowest ones. This module reads no files. Values may be on a GPU
+(array_backend.py); scores and masks are NumPy arrays.
 
-Everything is exact: the caller gives counts as integers, ties go to the lowest index, and a score is the result of
-single float32 operations. A mask therefore depends neither on the number of threads nor on the machine.
+Counts are integers, the lowest index wins ties, and a score is the result of single float32 operations. A mask
+therefore depends neither on the number of threads nor on the machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def to_float32(bits: Bits, type_id: int) -> FloatArray:
 
 
 def from_float32(values: FloatArray, type_id: int) -> Bits:
-    """Bit patterns of the nearest values of a type, ties to even. What overflows the type becomes an infinity."""
+    """Bit patterns of the nearest values of a type, ties to even. Values beyond the type become infinite."""
     if type_id == TYPE_F16:
         with np.errstate(over="ignore"):
             return values.astype(np.float16).view(np.uint16)
@@ -47,12 +47,12 @@ def from_float32(values: FloatArray, type_id: int) -> Bits:
 
 
 _COMMON_BITS = (8, 11)  # significant bits of BF16 and F16, from which weights of other types are often made
-_MORE_BITS = 0.01  # share of a tensor's weights that may have more
+_MORE_BITS = 0.01  # allowed share of weights with more bits
 
 
 def significant_bits(bits: Bits, type_id: int) -> int:
-    """How many significant bits the weights of a tensor have, next to all of them: 8 if they come from BF16, 11 if from
-    F16, else what the type has. Zeros and subnormal numbers do not count.
+    """The number of significant bits of nearly all weights of a tensor: 8 if they come from BF16, 11 if they come from
+    F16, otherwise that of the type. Zeros and subnormal numbers do not count.
     """
     full = SIGNIFICAND_BITS[type_id]
     normal = bits[bits & EXPONENT[type_id] != 0]
@@ -87,7 +87,7 @@ def wanda(bits: Bits, type_id: int, sum_squares: FloatArray) -> FloatArray:
     bits: (rows, cols). sum_squares: (cols,), the squares of input j summed over all tokens, so that ||x_j||_2 is its
     square root. Returns scores (rows, cols).
     """
-    with np.errstate(over="ignore"):  # an infinite score is correct: such a weight goes after all finite ones
+    with np.errstate(over="ignore"):  # an infinite score is correct: the weight is pruned last
         return magnitude(bits, type_id) * np.sqrt(sum_squares)
 
 
@@ -101,7 +101,7 @@ def spread(total: int, n: int) -> IntArray:
 
 
 def lowest(scores: FloatArray, counts: IntArray) -> Mask:
-    """Marks the counts[i] lowest scores of row i; of equal scores, those of the lowest columns.
+    """Marks the counts[i] lowest scores of row i; among equal scores, the lowest columns.
 
     scores: (rows, cols), not negative. counts: (rows,). Returns a mask (rows, cols).
     """
@@ -116,7 +116,7 @@ def lowest(scores: FloatArray, counts: IntArray) -> Mask:
 
 
 def lowest_per_row(scores: FloatArray, k: int) -> Mask:
-    """Marks the k lowest scores of each row; of equal scores, those of the lowest columns.
+    """Marks the k lowest scores of each row; among equal scores, the lowest columns.
 
     scores: (rows, cols), not negative. Returns a mask (rows, cols).
     """
@@ -133,5 +133,5 @@ def lowest_per_row(scores: FloatArray, k: int) -> Mask:
 
 
 def score_keys(scores: FloatArray) -> npt.NDArray[np.uint32]:
-    """Integers in the order of the scores, of the same shape: floats that are not negative order as their bits do."""
+    """Integers in the order of the scores: the bits of floats that are not negative have the same order."""
     return np.ascontiguousarray(scores).view(np.uint32)

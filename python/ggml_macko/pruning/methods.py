@@ -1,8 +1,7 @@
-"""The pruning methods: how the weights of one tensor are scored, and how those that go are zeroed.
+"""The pruning methods: scores of the weights of one tensor, and zeroing.
 
-A method is a `Pruner`, a function that changes the bit patterns of a tensor in place. How many weights each matrix
-loses is decided before (allocation.py), where the statistics come from is the caller's business (layerwise.py), and
-this module reads nothing but the tensor that it scores.
+A method is a `Pruner`, a function that changes the bit patterns of a tensor in place. allocation.py gives the number of
+weights to prune in each matrix, and layerwise.py the statistics. This module reads only the tensor.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from ..pruning.options import ParsedOptions
 from ..values import SIGNIFICAND_BITS
 
 BLOCK_ELEMENTS = 1 << 21
-"""Weights that are scored and sorted at a time."""
+"""Weights per step of scoring and sorting."""
 
 Pruner = Callable[[Bits, Tensor], None]
-"""Changes the bit patterns (rows, cols) of a tensor in place; rows are those of all its matrices, one after another."""
+"""A function that changes the bit patterns (rows, cols) of a tensor, with the rows of all its matrices, in place."""
 
 
 def read_finite(t: Tensor) -> Bits:
@@ -46,15 +45,14 @@ def read_finite(t: Tensor) -> Bits:
 
 
 class Scorer:
-    """Scores of the weights of a tensor: Wanda's if there are statistics of its inputs, else magnitudes."""
+    """Scores of the weights of a tensor: Wanda's if there are statistics of its inputs, otherwise magnitudes."""
 
     def __init__(self, statistics: imatrix.Imatrix | None = None) -> None:
         self._statistics = statistics
 
     def sums(self, t: Tensor) -> list[FloatArray | None]:
-        """For each matrix of a tensor, the sum of squares of each input (cols,).
-
-        None where magnitude decides: without statistics, and for an expert that no token was routed to.
+        """For each matrix of a tensor, the sums of squares of the inputs (cols,); None, for scores by magnitude,
+        without statistics and for an expert without tokens.
         """
         if self._statistics is None:
             return [None] * allocation.n_matrices(t)
@@ -63,11 +61,11 @@ class Scorer:
 
     @staticmethod
     def score(bits: Bits, type_id: int, sums: FloatArray | None) -> FloatArray:
-        """Scores (rows, cols) of rows of one matrix. sums: of its inputs, as sums() gives them."""
+        """Scores (rows, cols) of rows of one matrix. sums: element of sums()."""
         return masks.magnitude(bits, type_id) if sums is None else masks.wanda(bits, type_id, sums)
 
     def blocks(self, t: Tensor) -> Iterator[ScoreBlock]:
-        """All scores of a tensor: an allocation.Scores."""
+        """All scores of a tensor, as allocation.Scores."""
         bits = read_finite(t)
         rows = t.ne[1]
         step = max(1, BLOCK_ELEMENTS // t.cols)
@@ -78,14 +76,14 @@ class Scorer:
 
 
 class _Rows(NamedTuple):
-    """Rows of one matrix that a thread prunes at a time."""
+    """Rows of one matrix for a task of a thread."""
 
     matrix: int
     begin: int
 
 
 def by_scores(scorer: Scorer, options: ParsedOptions, quotas: Quotas, pool: ThreadPoolExecutor) -> Pruner:
-    """Zeroes the weights with the lowest scores, as many as the quotas say."""
+    """Zeroes the weights with the lowest scores; the quotas have their numbers."""
 
     def prune_tensor(bits: Bits, t: Tensor) -> None:
         rows = t.ne[1]
@@ -111,7 +109,7 @@ def by_scores(scorer: Scorer, options: ParsedOptions, quotas: Quotas, pool: Thre
 
 
 class MomentScorer(Scorer):
-    """Wanda's scores of weights whose Hessians are known."""
+    """Wanda's scores from Hessians."""
 
     def __init__(self, hessians: Hessians) -> None:
         super().__init__()
@@ -126,11 +124,11 @@ class MomentScorer(Scorer):
 
 
 def by_hessians(hessians: Hessians, options: ParsedOptions, quotas: Quotas, pool: ThreadPoolExecutor) -> Pruner:
-    """Prunes each matrix with its Hessian: SparseGPT, ALPS, or scores and a refit of the weights that stay. With a type
-    of values, those that stay then get values of that type.
+    """Prunes each matrix with its Hessian: SparseGPT, ALPS, or scores and a refit of the remaining weights. With
+    quant_values, the remaining weights then get values of this type.
 
-    Logs the error of a tensor's outputs on the calibration text, relative to their energy. The pruner raises MackoError
-    (NOT_FINITE) if a changed weight overflows the type of the tensor.
+    The pruner logs the error of a tensor's outputs on the calibration text, relative to their energy. It raises
+    MackoError (NOT_FINITE) if a changed weight overflows the type of the tensor.
     """
     xp = hessians.xp
     scorer = MomentScorer(hessians) if options.method == "wanda" else Scorer()
@@ -184,7 +182,7 @@ def by_hessians(hessians: Hessians, options: ParsedOptions, quotas: Quotas, pool
         console.detail(f"{t.name:36s} - relative output error {lost / energy if energy else 0.0:.5f}")
 
     def prune_matrix(before: Array, chosen: Bits, t: Tensor, i: int, advance: Callable[[float], object]) -> Array:
-        """Weights (rows, cols) of matrix i. chosen: the bit patterns after scores have decided, if they do."""
+        """Weights (rows, cols) of matrix i. chosen: the bit patterns after pruning by scores, if any."""
         n_zeros = int(quotas[t.name][i])
         if options.method == "sparsegpt":
             w = before.copy()
@@ -204,14 +202,14 @@ def by_hessians(hessians: Hessians, options: ParsedOptions, quotas: Quotas, pool
 
 
 class Refitted(NamedTuple):
-    """A tensor that was pruned to see what that costs."""
+    """A tensor that was pruned to measure the loss."""
 
     bits: Bits
     error: float  # squared error of its outputs, relative to their energy
 
 
 def refitted(t: Tensor, hessians: Hessians, damping: float, sparsity: Fraction) -> Refitted:
-    """A tensor at some sparsity: with Wanda's choice within each matrix, and a refit."""
+    """A tensor at a sparsity, pruned by Wanda within each matrix and refitted."""
     xp, rows = hessians.xp, t.ne[1]
     bits = read_finite(t)
     lost = energy = 0.0
@@ -232,7 +230,7 @@ def refitted(t: Tensor, hessians: Hessians, damping: float, sparsity: Fraction) 
 
 
 def take_from(tensors: dict[str, Tensor]) -> Pruner:
-    """Takes the weights of another file of the same model. tensors: those of that file, by name."""
+    """Copies the weights from another file of the same model. tensors: of that file, by name."""
 
     def prune_tensor(bits: Bits, t: Tensor) -> None:
         bits[:] = tensors[t.name].read_bits()
@@ -241,7 +239,7 @@ def take_from(tensors: dict[str, Tensor]) -> Pruner:
 
 
 def count_only(quotas: Quotas) -> Pruner:
-    """For a dry run of a method that takes long: makes as many zeros as there would be, but not in the same places."""
+    """For a dry run of a slow method: makes the right number of zeros, but in other places."""
 
     def prune_tensor(bits: Bits, t: Tensor) -> None:
         flat = bits.reshape(-1)

@@ -1,7 +1,7 @@
-"""What `prune` is asked to do: the options, parsed and checked.
+"""The options of `prune`, parsed and checked.
 
-Every module of this package may import this one. Errors name an option as the command line spells it: `--loss-shift` is
-the parameter loss_shift.
+Every module of this package may import this one. Errors name the option of the command line, for example --loss-shift
+for the parameter loss_shift.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Sparsity = Union[str, float, Fraction]
 """A share of zeros from 0 to 1. A float counts as the decimal number that Python prints for it: 0.7 is 7/10."""
 
 METHODS = {"magnitude": "row", "wanda": "row", "sparsegpt": "tensor", "alps": "tensor"}
-"""Pruning method -> within what it compares weights, unless the user says otherwise."""
+"""Pruning method -> default of compare_within."""
 
 ALLOCATIONS = ("uniform", "loss")
 
@@ -31,19 +31,19 @@ VALUES = tuple(QUANT_NAMES.values())
 """The quantized types that weights may be fitted to."""
 
 LOSS_SHIFT = Fraction("0.2")
-"""How far `--allocation loss` takes the sparsity of a tensor from the mean, at most."""
+"""Largest distance of a tensor's sparsity from the mean for `--allocation loss`."""
 
 DAMPING = 0.01
-"""What is added to the diagonal of the Hessian, as a multiple of its mean: the value of the SparseGPT paper."""
+"""Addition to the diagonal of the Hessian, as a multiple of its mean; the value of the SparseGPT paper."""
 
 MIN_HESSIAN_MEMORY = 2 << 30
-"""Bytes for Hessians where no number is given, at least."""
+"""Smallest default number of bytes for Hessians."""
 
 
 def hessian_memory(root: Path = Path("/")) -> int:
-    """Bytes for Hessians where no number is given: half of what is free, so that few passes over the text are needed.
+    """The default number of bytes for Hessians: half of the free memory, for few passes over the text.
 
-    root: where proc/ and sys/ are mounted. A memory limit of a container counts.
+    root: parent of proc/ and sys/. A memory limit of a container counts.
     """
     machine, container = system.memory(root), system.container_memory(root)
     free = [n for n in (machine and machine.free, container) if n is not None]
@@ -51,7 +51,7 @@ def hessian_memory(root: Path = Path("/")) -> int:
 
 
 class TableEntry(NamedTuple):
-    """The sparsity of the tensors in whose name the regular expression is found."""
+    """The sparsity of the tensors whose names match the regular expression."""
 
     regex: re.Pattern[str]
     sparsity: Fraction
@@ -61,33 +61,30 @@ class TableEntry(NamedTuple):
 class PruneOptions:
     """How to prune a model.
 
-    By default the matrices of all transformer blocks are pruned, each expert as a matrix of its own; embeddings, output
-    head, norms, biases and routers are not. include: prune the tensors of two dimensions or more whose names contain
-    one of these texts, and no others. exclude: leave those whose names contain one of these alone.
+    By default, the matrices of all transformer blocks are pruned, each expert as a separate matrix; embeddings, output
+    head, norms, biases and routers are not. include: prune only tensors of two or more dimensions whose names contain
+    one of these texts. exclude: do not prune tensors whose names contain one of these texts.
 
     sparsity: share of zeros; exactly floor(S * n) weights of each row or matrix of n weights become zero.
-    tensor_sparsity: (regular expression, sparsity) pairs; the first that is found in a tensor's name counts for it.
-    allocation: "uniform"; or "loss": the sparsities of the tensors, at most loss_shift from the mean, at which the loss
-    on a few chunks of the text should rise least. It is measured with one tensor pruned at a time.
-    method: "magnitude": the smallest |w| go; "wanda": the smallest |w_ij| * ||x_j|| (arXiv 2306.11695, section 3);
-    "sparsegpt": those that changes of the others make up for best (arXiv 2301.00774, section 3); "alps": the same by
-    ADMM over the whole matrix (arXiv 2406.07831). refit: with the other methods, the weights that stay are fitted as
-    ALPS does.
-    compare_within: each "row", "tensor" (a matrix) or "model"; sparsegpt always compares within 128 columns of a
-    matrix, alps within the matrix.
+    tensor_sparsity: (regular expression, sparsity) pairs; the first match with a tensor's name counts. allocation:
+    "uniform", or "loss": the sparsities, at most loss_shift from the mean, at which the loss on a few chunks of the
+    text rises least, measured with one tensor pruned at a time. method: "magnitude": prune the smallest |w|; "wanda":
+    the smallest |w_ij| * ||x_j|| (arXiv 2306.11695, section 3); "sparsegpt": the weights whose loss the others can best
+    compensate (arXiv 2301.00774, section 3); "alps": the same by ADMM over the whole matrix (arXiv 2406.07831). refit:
+    with the other methods, fit the remaining weights as ALPS does. compare_within: "row", "tensor" (a matrix) or
+    "model"; sparsegpt always compares within 128 columns of a matrix, alps within the matrix.
 
-    imatrix: statistics for wanda, a file of calibrate() or llama-imatrix. text: calibration text, of which
-    n_chunks chunks (-1: all) of n_ctx tokens, spread over it, are evaluated now. sequential: again after each block
-    is pruned. asymmetric: for alps and refit, again for each input of a block; outputs are then fitted to those
-    of the dense model, as far as this share (0 to 1) of the change of the inputs is concerned. quant_values: "q8_0",
-    "q5_0", "q4_nl" or "q4_0": after pruning, the weights that stay are fitted to values of this type, which
-    `convert` to its sparse type finds again; without a sparsity, none but those that are zero already go.
-    keep_mantissa: weights that sparsegpt, alps and refit change have all bits of their type; by default they are
-    rounded to the 8 or 11 significant bits that 99 % of the tensor's weights have, if they do, so that the type
-    sparse-lossless stays small. damping: added to the diagonal of the Hessians that sparsegpt, alps and refit use,
-    times their mean. hessian_memory: bytes for these at a time, by default half of what is free; less means more passes
-    over the text and the same result. device: "auto" computes with them on a GPU where CuPy finds one, "none" on the
-    CPU. n_threads: 0 is all cores.
+    imatrix: statistics for wanda, a file of calibrate() or llama-imatrix. text: calibration text, of which n_chunks
+    (-1: all) evenly spread chunks of n_ctx tokens are evaluated. sequential: repeat this after each pruned block.
+    asymmetric: for alps and refit, repeat this for each input of a block, and fit outputs to those of the dense model;
+    the value is the share (0 to 1) of the change of the inputs that is corrected. quant_values: "q8_0", "q5_0", "q4_nl"
+    or "q4_0": after pruning, fit the remaining weights to values of this type, which `convert` to its sparse type
+    finds; without a sparsity, only existing zeros stay zero. keep_mantissa: give weights that sparsegpt, alps and refit
+    change all bits of their type (default: round them to the 8 or 11 significant bits of 99 % of the tensor's weights,
+    if they have so few, for a small sparse-lossless file). damping: addition to the diagonal of the Hessians of
+    sparsegpt, alps and refit, as a multiple of its mean. hessian_memory: bytes for Hessians (default: half of the free
+    memory); less memory means more passes over the text and the same result. device: "auto" uses a GPU if CuPy finds
+    one, "none" the CPU. n_threads: 0: all cores.
     """
 
     sparsity: Sparsity | None = None
@@ -115,28 +112,28 @@ class PruneOptions:
 
 @dataclass(frozen=True)
 class ParsedOptions(PruneOptions):
-    """The same, parsed: parse() makes them."""
+    """Parsed options, the result of parse()."""
 
     sparsity: Fraction = Fraction(0)
     compare_within: str = "row"
     loss_shift: Fraction = LOSS_SHIFT
-    table: tuple[TableEntry, ...] = ()  # the first entry that matches decides, else sparsity
+    table: tuple[TableEntry, ...] = ()  # the first matching entry counts, otherwise sparsity
     imatrix: str | None = None
     text: str | None = None
     hessian_memory: int = MIN_HESSIAN_MEMORY
 
     @property
     def needs_passes(self) -> bool:
-        """The text is needed for more than sums of squares that are taken once, of the dense model."""
+        """Whether more is needed than the sums of squares of the dense model."""
         return self.needs_hessians or self.sequential
 
     @property
     def needs_hessians(self) -> bool:
-        """Weights that stay are changed, or chosen by more than a score."""
+        """Whether remaining weights change, or the selection needs more than a score."""
         return self.refit or self.method in ("sparsegpt", "alps") or self.quant_values is not None
 
     def check(self) -> None:
-        """Raises UsageError for a value out of range, and for options that do not go together."""
+        """Raises UsageError for a value out of range and for options that do not go together."""
         check_choice("--compare-within", self.compare_within, ("row", "tensor", "model"))
         check_choice("--allocation", self.allocation, ALLOCATIONS)
         check_choice("--device", self.device, ("auto", "none"))
@@ -149,21 +146,21 @@ class ParsedOptions(PruneOptions):
             check_choice("--quant-values", self.quant_values, VALUES)
         refuse_if(
             self.quant_values is not None and self.keep_mantissa,
-            "--keep-mantissa: --quant-values says which values weights have",
+            "--keep-mantissa does not go with --quant-values",
         )
         refuse_if(
             self.compare_within == "model"
             and (self.allocation != "uniform" or self.sequential or self.refit or self.quant_values is not None),
             "--compare-within model goes with none of --allocation loss, --sequential, --refit and --quant-values",
         )
-        refuse_if(self.refit and self.method == "alps", "--refit: alps fits the weights that stay anyway")
+        refuse_if(self.refit and self.method == "alps", "--refit: alps already fits the remaining weights")
         refuse_if(
             self.asymmetric is not None and not (self.refit or self.method == "alps" or self.quant_values is not None),
             f"--asymmetric: {self.method} has no targets; use --method alps, --refit or --quant-values",
         )
         refuse_if(
             self.asymmetric is not None and self.sequential,
-            "--asymmetric takes statistics anew for each input; leave out --sequential",
+            "--asymmetric already renews the statistics for each input; omit --sequential",
         )
         refuse_if(
             self.asymmetric is not None and not 0 <= self.asymmetric <= 1,
@@ -199,7 +196,7 @@ class ParsedOptions(PruneOptions):
 
 
 def parse(given: PruneOptions) -> ParsedOptions:
-    """Options that are parsed and checked. Raises UsageError."""
+    """Parses and checks options. Raises UsageError."""
     check_choice("--method", given.method, METHODS)
     table = parse_table(given.tensor_sparsity)
     is_only_values = given.quant_values is not None and not table and given.allocation == "uniform"
@@ -236,9 +233,8 @@ def check_choice(option: str, value: str, choices: Iterable[str]) -> None:
 
 
 def parse_sparsity(value: Sparsity, option: str = "--sparsity") -> Fraction:
-    """The exact fraction: 0.7 of 10 weights is 7, whatever binary floating point makes of 0.7.
-
-    Raises UsageError unless it is a number from 0 to 1.
+    """The exact fraction: 0.7 of 10 weights is 7, in spite of binary floating point. Raises UsageError unless the value
+    is a number from 0 to 1.
     """
     text = str(value)
     fraction = _fraction(text.rstrip("%"))

@@ -1,10 +1,10 @@
-"""Fits the weights that stay to the blocks of a quantized type, the errors of each made up for by the others.
+"""Fits the remaining weights to the blocks of a quantized type, so that they compensate for each other's errors.
 
-A block is 32 weights that stay, one after the other in the rows of a tensor, so that which stay must be known first; a
-weight is then a number of its type times the scale of its block (FORMAT.md section 7). Scales are found for the weights
-as they are. Then each weight in turn becomes what is best while all others stand still, column by column and several
-times over, as in QuantEase (Behdin et al., arXiv 2309.01885). Unlike in the columns of SparseGPT and GPTQ, a later
-weight that is zero is never counted on. Works on arrays and reads no files; they may lie on a GPU (array_backend.py).
+A block is 32 consecutive non-zeros in the rows of a tensor, so pruning comes first. A weight is a number of the type
+times the scale of its block (FORMAT.md section 7). Scales are computed for the given weights. Then each weight gets its
+best value while the others are fixed, column by column, in several passes, as in QuantEase (Behdin et al., arXiv
+2309.01885). Unlike SparseGPT and GPTQ, this method never relies on changes of later weights that are zero. The module
+reads no files; its arrays may be on a GPU (array_backend.py).
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from ..pruning.alps import Problem
 from ..pruning.array_backend import Array
 
 VALUE_TYPES = {name: type_id for type_id, name in QUANT_NAMES.items()}
-"""Name of a quantized type -> its number."""
+"""Name of a quantized type -> type id."""
 
 PASSES = 3
-"""Over all columns. Four take 2 % off what quantizing adds to the error with two."""
+"""Passes over all columns. Four passes reduce the error of quantization by 2 % compared with two."""
 
 _BLOCK_COLS = 128
-_PIECE = 1 << 14  # blocks whose scales are searched for at a time
-_TRIED = (0.78, 0.88, 0.95, 1.0, 1.06, 1.14)  # shares of the outermost number at which the largest weight may be
+_PIECE = 1 << 14  # blocks per step of the search for scales
+_TRIED = (0.78, 0.88, 0.95, 1.0, 1.06, 1.14)  # tried positions of the largest weight, as shares of the outermost number
 
 
 class Grid:
-    """The numbers of a quantized type, 0 left out: a weight that stays is not zero."""
+    """The numbers of a quantized type except 0, because remaining weights are not zero."""
 
     def __init__(self, name: str, xp: array_backend.ArrayModule = np) -> None:
         found = numbers(VALUE_TYPES[name])
-        self.n_tables = len(found)  # the lowest bit of a scale says which, if there are two
+        self.n_tables = len(found)  # the lowest bit of a scale selects one of two
         self.largest = np.float32(np.abs(found.astype(np.int64)).max())
         self._nearest = xp.asarray(nearest_numbers(VALUE_TYPES[name]).astype(np.float32)).reshape(-1)
 
     def nearest(self, x: Array, table: Array | int) -> Array:
-        """The numbers nearest to x, float32. table: of each, or of all."""
+        """The nearest numbers to x, float32. table: of each element, or of all."""
         xp = array_backend.module_of(x)
         place = xp.floor(xp.clip(x, np.float32(-128), np.float32(127.5)) * 2).astype(np.int32) + 256
         return self._nearest[place + 512 * table]
 
 
 class Lattice(NamedTuple):
-    """Where each weight of a matrix may lie, if it stays: arrays (rows, cols)."""
+    """The possible values of each remaining weight of a matrix: arrays (rows, cols)."""
 
     scale: Array  # float32, that of the weight's block
     table: Array  # int32
 
 
 def lattices(weights: Sequence[Array], importance: Sequence[Array], grid: Grid) -> list[Lattice]:
-    """Of the matrices of one tensor, whose blocks run through all of them.
+    """The lattices of the matrices of one tensor, whose blocks span matrices.
 
-    weights: float32 (rows, cols). importance: float32 (cols,), how much the square of an error counts.
+    weights: float32 (rows, cols). importance: float32 (cols,), weights of squared errors.
     """
     xp = array_backend.module_of(weights[0])
     kept = [w != 0 for w in weights]
@@ -80,10 +80,9 @@ def lattices(weights: Sequence[Array], importance: Sequence[Array], grid: Grid) 
 
 
 def search_scales(x: Array, counts: Array, grid: Grid) -> Lattice:
-    """Scales (blocks,), numbers of F16 and not zero, and tables of x, float32 (blocks, BLOCK), with about the least sum
-    of counts * error^2. Zeros of x and counts are padding.
-
-    As the search for Q4_NL in codecs/packed.py: each scale that is tried is replaced twice by the best for its numbers.
+    """Scales (blocks,), which are F16 numbers except 0, and tables for x, float32 (blocks, BLOCK), with nearly the
+    least sum of counts * error^2. Zeros of x and counts are padding. Each tried scale is twice replaced by the best
+    scale for its numbers.
     """
     xp = array_backend.module_of(x)
     largest = xp.abs(x).max(axis=1) / grid.largest
@@ -102,9 +101,7 @@ def search_scales(x: Array, counts: Array, grid: Grid) -> Lattice:
 
 
 def _as_scales(d: Array, last_bit: Array | None) -> Array:
-    """The nearest numbers of F16 that are not zero, with this last bit, as float32. Infinite ones are left to the
-    caller.
-    """
+    """The nearest F16 numbers except 0 with this last bit, as float32. The caller handles infinite numbers."""
     xp = array_backend.module_of(d)
     with np.errstate(over="ignore"):
         found = d.astype(np.float16).view(np.uint16)
@@ -117,7 +114,7 @@ def _as_scales(d: Array, last_bit: Array | None) -> Array:
 
 
 def nearest_weights(w: Array, lattice: Lattice, grid: Grid) -> Array:
-    """Each weight at its nearest place; zeros stay zero."""
+    """The nearest value to each weight; zeros stay zero."""
     xp = array_backend.module_of(w)
     return xp.where(w != 0, lattice.scale * grid.nearest(w / lattice.scale, lattice.table), 0)
 
@@ -130,15 +127,15 @@ def fit(
     advance: Callable[[float], object] = lambda passes: None,
     n_passes: int = PASSES,
 ) -> Array:
-    """Weights on a lattice, float32 (rows, cols), of which none can be moved alone so that the error becomes less, or
-    next to none. w: where to start; its zeros stay zero. advance: called with 1 after each pass.
+    """Weights on a lattice, float32 (rows, cols), at which nearly no change of a single weight reduces the error. w:
+    the start; its zeros stay zero. advance: called with 1 after each pass.
     """
     xp = array_backend.module_of(w)
     kept = w != 0
     w = nearest_weights(w, lattice, grid)
     step = 1 / problem.hessian.diagonal()
     for _ in range(n_passes):
-        slope = w @ problem.hessian - problem.target  # half the gradient; columns that are done are not kept up
+        slope = w @ problem.hessian - problem.target  # half the gradient; finished columns are not updated
         for begin in range(0, w.shape[1], _BLOCK_COLS):
             cols = slice(begin, begin + _BLOCK_COLS)
             hessian = problem.hessian[cols, cols]

@@ -1,7 +1,7 @@
-"""SparseGPT: zeroes weights of one matrix and changes the others so that its outputs stay close.
+"""SparseGPT: zeroes weights of one matrix and changes the others to preserve its outputs.
 
 Frantar and Alistarh, "SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot" (arXiv 2301.00774),
-section 3, algorithm 1. Works on arrays and reads no files; the arrays may lie on a GPU (array_backend.py).
+section 3, algorithm 1. This module reads no files; its arrays may be on a GPU (array_backend.py).
 
 The Hessian of a matrix W (rows, cols) is H = sum of x x^T over the inputs x, (cols, cols). Replacing W by W' changes
 the outputs by an error of tr(D H D^T), where D = W - W'. Columns are treated from left to right. Let U be upper
@@ -10,7 +10,7 @@ triangular with H^-1 = U^T U. Zeroing w_ij and then changing the weights right o
     costs    w_ij^2 / U_jj^2
     subtracts (w_ij / U_jj) * U_j,k from w_ik     for every k > j
 
-so that the rows of U hold all that the columns still to be treated need of H.
+so the rows of U contain everything about H that the remaining columns need.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..pruning.array_backend import Array
 from ..pruning.options import DAMPING
 
 BLOCK_COLS = 128
-"""Columns within which the weights to zero are chosen: the paper's mask selection blocksize."""
+"""Columns per selection of weights: the mask selection blocksize of the paper."""
 
 
 def damped_diagonal(hessian: Array, damping: float) -> Array:
-    """The diagonal of H + damping * mean(diag H) * I, float64 (cols,). hessian: H, float32 (cols, cols). A zero of its
-    diagonal, of an input that is always zero, counts as 1.
+    """The diagonal of H + damping * mean(diag H) * I, float64 (cols,). hessian: H, float32 (cols, cols). A zero on the
+    diagonal (an input that is always zero) counts as 1.
     """
     diagonal = hessian.diagonal().astype(np.float64)
     diagonal[diagonal == 0] = 1
@@ -40,8 +40,8 @@ def damped_diagonal(hessian: Array, damping: float) -> Array:
 def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
     """U, float32 (cols, cols), upper triangular, with U^T U = (H + damping * mean(diag H) * I)^-1.
 
-    hessian: H, float32 (cols, cols), symmetric; it is not changed. A zero on its diagonal, of an input that is always
-    zero, counts as 1. Raises numpy.linalg.LinAlgError if the damped matrix is not positive definite.
+    hessian: H, float32 (cols, cols), symmetric; not modified. A zero on the diagonal (an input that is always zero)
+    counts as 1. Raises numpy.linalg.LinAlgError if the damped matrix is not positive definite.
     """
     xp = array_backend.module_of(hessian)
     h = hessian.astype(np.float64)
@@ -55,12 +55,12 @@ def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
 
 
 _TRIANGLE = 256
-"""Rows of a triangular matrix up to which a general inverse is as fast."""
+"""Largest triangular matrix for which a general inverse is as fast."""
 
 
 def _invert_triangular(lower: Array) -> Array:
-    """The inverse of a lower triangular matrix, by halves: a quarter of the operations of a general inverse, nearly all
-    of them in matrix products.
+    """The inverse of a lower triangular matrix, by halves. It takes a quarter of the operations of a general inverse,
+    nearly all of them in matrix products.
     """
     xp = array_backend.module_of(lower)
     n = len(lower)
@@ -82,10 +82,9 @@ def prune_matrix(
 ) -> None:
     """Prunes w, float32 (rows, cols), in place: n_zeros of its weights become 0.
 
-    factor: inverse_factor of the Hessian of its inputs. Each block of BLOCK_COLS columns gets its share of n_zeros,
-    chosen from all rows together. Weights that are zero already stay zero and count; where a block has more of them
-    than its share, it loses no others.
-    advance: called with the number of columns that are done since the last call.
+    factor: inverse_factor of the Hessian of the inputs. Each block of BLOCK_COLS columns gets its share of n_zeros,
+    selected from all rows together. Existing zeros stay zero and count; a block with more of them than its share loses
+    no other weight. advance: called with the number of finished columns since the last call.
     """
     xp = array_backend.module_of(w)
     rows, cols = w.shape
@@ -98,7 +97,7 @@ def prune_matrix(
         scaled_errors = xp.empty_like(block)  # w_ij / U_jj of the weights that are zeroed
         mask = choose(block, u, zero[begin:end], n)
         for j in range(end - begin):
-            column = block[j] - u[:j, j] @ scaled_errors[:j]  # with the changes that the columns before it made
+            column = block[j] - u[:j, j] @ scaled_errors[:j]  # with the changes from previous columns
             scaled_errors[j] = xp.where(mask[j], column, 0) / u[j, j]
             block[j] = xp.where(mask[j], 0, column)
         w[:, begin:end] = block.T
@@ -108,7 +107,7 @@ def prune_matrix(
 
 
 def choose(block: Array, u: Array, zero: Array, n: int) -> Array:
-    """Marks the n weights of a block that cost least, among them as many as possible that are zero already.
+    """Marks all existing zeros of a block, and other weights with the least costs up to n marks in total.
 
     block: (block cols, rows). u: the factor's diagonal block. zero: mask of the weights that are zero, of the shape of
     block, as is the result.
@@ -119,7 +118,7 @@ def choose(block: Array, u: Array, zero: Array, n: int) -> Array:
 
 
 def costs_of(block: Array, u: Array, zero: Array) -> masks.FloatArray:
-    """w_ij^2 / U_jj^2, and 0 for weights that are zero, in host memory: ties are resolved there, in one way."""
+    """w_ij^2 / U_jj^2, and 0 for zeros, in host memory, so that ties are always resolved in the same way."""
     xp = array_backend.module_of(block)
     costs = xp.square(block / u.diagonal()[:, None])
     costs[zero] = 0
@@ -127,5 +126,5 @@ def costs_of(block: Array, u: Array, zero: Array) -> masks.FloatArray:
 
 
 def energy(w: Array, hessian: Array) -> float:
-    """tr(W H W^T), the sum of squares of the outputs of w (rows, cols); for a difference of weights, the error."""
+    """tr(W H W^T), the sum of squares of the outputs of w (rows, cols), or the error for a difference of weights."""
     return float(((w @ hessian).astype(np.float64) * w).sum())

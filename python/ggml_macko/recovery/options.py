@@ -93,7 +93,7 @@ class RecoverOptions:
             check_choice("--quant-values", self.quant_values, VALUES)
         refuse_if(
             self.quant_values is not None and self.keep_mantissa,
-            "--keep-mantissa: --quant-values says which values weights have",
+            "--keep-mantissa does not go with --quant-values",
         )
         refuse_if(self.n_ctx < likelihood.MIN_CTX, f"-c {self.n_ctx}: at least {likelihood.MIN_CTX}")
         refuse_if(self.n_chunks == 0, "--chunks 0 trains nothing")

@@ -8,6 +8,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <mutex>
+#include <type_traits>
 
 namespace macko::cuda {
 
@@ -35,6 +36,12 @@ namespace macko::cuda {
             return cuda_try_error;                 \
         }                                          \
     } while (0)
+
+// Returns f(std::integral_constant<int, N>()) for the N that n equals; `otherwise` if it equals none.
+template <int... N, typename R, typename F> R with_constant(int64_t n, R otherwise, F && f) {
+    (void)((n == N && (otherwise = f(std::integral_constant<int, N>()), true)) || ...);
+    return otherwise;
+}
 
 // Properties of the current device for launches; queried once per device.
 struct cuda_device_info {

@@ -67,11 +67,6 @@ size_t partial_nbytes(const attention_params & p, int n_splits) {
                                static_cast<size_t>(p.v.ne[0] + 2) * sizeof(float);
 }
 
-bool can_read(tensor_type type) {
-    return type == TYPE_F32 || type == TYPE_F16 || type == TYPE_BF16 || type == TYPE_Q8_0 || type == TYPE_Q4_0 ||
-           type == TYPE_Q4_1 || type == TYPE_Q5_0 || type == TYPE_Q5_1 || type == TYPE_IQ4_NL;
-}
-
 op_tensor as_f16(const op_tensor & t, char * data) { // in cache order: the heads of a position are adjacent
     op_tensor f16 = t;
     f16.data = data, f16.type = TYPE_F16;
@@ -108,7 +103,7 @@ bool op_attention_supported(const attention_params & p) {
         return is_contiguous_rows(t) && t.ne[0] % std::max<int64_t>(8, type_block_size(t.type)) == 0 &&
                t.ne[0] <= MAX_HEAD_DIM && (!is_plain || aligned);
     };
-    const bool types_ok = q.type == TYPE_F32 && p.dst.type == TYPE_F32 && can_read(k.type) && k.type == v.type;
+    const bool types_ok = q.type == TYPE_F32 && p.dst.type == TYPE_F32 && type_can_store(k.type) && k.type == v.type;
     if (!types_ok || !is_rows(q) || !is_rows(k) || !is_rows(v) || !is_contiguous(p.dst)) {
         return false;
     }

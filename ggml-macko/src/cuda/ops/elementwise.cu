@@ -1,5 +1,5 @@
 // Elementwise operations: two tensors with broadcasting, one tensor, gated units, bias by expert. A block has one row
-// of dst (blockIdx.x), or one piece of a long row (blockIdx.y). No __restrict__, because dst is often one of the
+// of dst (blockIdx.x), or one chunk of a long row (blockIdx.y). No __restrict__, because dst is often one of the
 // sources.
 #include "cuda/ops/common.cuh"
 
@@ -8,16 +8,16 @@ namespace macko::cuda {
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int PIECE   = 4 * THREADS; // elements of a row per block
+constexpr int CHUNK   = 4 * THREADS; // elements of a row per block
 
 dim3 grid_of(const op_tensor & t) {
-    return dim3(static_cast<unsigned>(t.n_rows()), static_cast<unsigned>((t.ne[0] + PIECE - 1) / PIECE));
+    return dim3(static_cast<unsigned>(t.n_rows()), static_cast<unsigned>((t.ne[0] + CHUNK - 1) / CHUNK));
 }
 
 // Calls f(i, row) for the block's elements of a row of dst.
 template <typename F> __device__ __forceinline__ void for_row_elements(int64_t ne0, F && f) {
-    const int64_t end = min(ne0, static_cast<int64_t>(blockIdx.y + 1) * PIECE);
-    for (int64_t i = static_cast<int64_t>(blockIdx.y) * PIECE + threadIdx.x; i < end; i += blockDim.x) {
+    const int64_t end = min(ne0, static_cast<int64_t>(blockIdx.y + 1) * CHUNK);
+    for (int64_t i = static_cast<int64_t>(blockIdx.y) * CHUNK + threadIdx.x; i < end; i += blockDim.x) {
         f(i);
     }
 }
@@ -149,10 +149,6 @@ bool can_repeat(const op_tensor & b, const op_tensor & a) {
     return true;
 }
 
-template <typename F> cudaError_t with_float_type(tensor_type type, F && f) {
-    return type == TYPE_F16 ? f(value_type<TYPE_F16>{}) : f(value_type<TYPE_F32>{});
-}
-
 } // namespace
 
 bool op_binary_supported(binary_op, const op_tensor & a, const op_tensor & b, const op_tensor & dst) {
@@ -162,7 +158,7 @@ bool op_binary_supported(binary_op, const op_tensor & a, const op_tensor & b, co
 
 cudaError_t op_binary(const op_context & ctx, binary_op op, const op_tensor & a, const op_tensor & b,
                       const op_tensor & dst) {
-    return with_float_type(dst.type, [&](auto t) {
+    return with_type_of<TYPE_F32, TYPE_F16>(dst.type, [&](auto t) {
         return launch(ctx, binary_kernel<decltype(t)>, grid_of(dst), row_threads(dst.ne[0], THREADS), 0, op, a, b, dst);
     });
 }
@@ -173,7 +169,7 @@ bool op_unary_supported(unary_op, const op_tensor & x, const op_tensor & dst) {
 
 cudaError_t op_unary(const op_context & ctx, unary_op op, float p0, float p1, const op_tensor & x,
                      const op_tensor & dst) {
-    return with_float_type(dst.type, [&](auto t) {
+    return with_type_of<TYPE_F32, TYPE_F16>(dst.type, [&](auto t) {
         return launch(ctx, unary_kernel<decltype(t)>, grid_of(dst), row_threads(dst.ne[0], THREADS), 0, op, p0, p1, x,
                       dst);
     });
@@ -194,7 +190,7 @@ cudaError_t op_glu(const op_context & ctx, const glu_params & p, const op_tensor
     if (!up) {
         (p.swapped ? gate : other).data += dst.ne[0] * x.nb[0];
     }
-    return with_float_type(dst.type, [&](auto t) {
+    return with_type_of<TYPE_F32, TYPE_F16>(dst.type, [&](auto t) {
         return launch(ctx, glu_kernel<decltype(t)>, grid_of(dst), row_threads(dst.ne[0], THREADS), 0, p, gate, other,
                       dst);
     });

@@ -71,39 +71,26 @@ int64_t op_expert_rows_ld(int64_t width) { return (width + 7) / 8 * 8; }
 
 cudaError_t op_gather_expert_rows(const op_context & ctx, tensor_type type, const op_tensor & x, const op_tensor & ids,
                                   int64_t n_experts, const char * lists, int64_t max_f32, char * rows) {
-    const auto             n_rows = static_cast<unsigned>(ids.ne[0] * ids.ne[1]);
-    const int *            begin  = reinterpret_cast<const int *>(lists);
-    const expert_rows_args p      = { begin,
-                                      begin + n_experts + 1,
-                                      ids.data,
-                                      x.data,
-                                      rows,
-                                      ids.nb[0],
-                                      ids.nb[1],
-                                      x.nb[1],
-                                      x.nb[2],
-                                      static_cast<int>(n_experts),
-                                      static_cast<int>(ids.ne[0]),
-                                      static_cast<int>(x.ne[1]),
-                                      static_cast<int>(x.ne[0]),
-                                      static_cast<int>(op_expert_rows_ld(x.ne[0])),
-                                      static_cast<int>(max_f32) };
+    expert_rows_args p = {};
+    p.begin = reinterpret_cast<const int *>(lists), p.entries = p.begin + n_experts + 1;
+    p.ids = ids.data, p.ids_nb0 = ids.nb[0], p.ids_nb1 = ids.nb[1];
+    p.x = x.data, p.x_nb1 = x.nb[1], p.x_nb2 = x.nb[2];
+    p.rows      = rows;
+    p.n_experts = static_cast<int>(n_experts), p.n_used = static_cast<int>(ids.ne[0]);
+    p.x_ne1 = static_cast<int>(x.ne[1]), p.width = static_cast<int>(x.ne[0]);
+    p.ld = static_cast<int>(op_expert_rows_ld(x.ne[0])), p.max_f32 = static_cast<int>(max_f32);
     return launch(ctx, type == TYPE_F16 ? gather_expert_rows_kernel<__half> : gather_expert_rows_kernel<__nv_bfloat16>,
-                  n_rows, ROW_THREADS, 0, p);
+                  static_cast<unsigned>(ids.ne[0] * ids.ne[1]), ROW_THREADS, 0, p);
 }
 
 cudaError_t op_scatter_expert_rows(const op_context & ctx, const char * rows, const op_tensor & ids, int64_t n_experts,
                                    const char * lists, const op_tensor & dst) {
-    const int *               begin = reinterpret_cast<const int *>(lists);
-    const expert_results_args p     = { begin,
-                                        begin + n_experts + 1,
-                                        reinterpret_cast<const float *>(rows),
-                                        dst.data,
-                                        dst.nb[1],
-                                        dst.nb[2],
-                                        static_cast<int>(n_experts),
-                                        static_cast<int>(ids.ne[0]),
-                                        static_cast<int>(dst.ne[0]) };
+    expert_results_args p = {};
+    p.begin = reinterpret_cast<const int *>(lists), p.entries = p.begin + n_experts + 1;
+    p.rows = reinterpret_cast<const float *>(rows);
+    p.dst = dst.data, p.dst_nb1 = dst.nb[1], p.dst_nb2 = dst.nb[2];
+    p.n_experts = static_cast<int>(n_experts), p.n_used = static_cast<int>(ids.ne[0]);
+    p.width = static_cast<int>(dst.ne[0]);
     return launch(ctx, scatter_expert_rows_kernel, static_cast<unsigned>(ids.ne[0] * ids.ne[1]), ROW_THREADS, 0, p);
 }
 

@@ -7,15 +7,15 @@ namespace macko::cuda {
 
 // A row of N elements in LANES adjacent lanes of a warp: element(k, lane) is the first of the four in v[k].
 template <int N> struct hadamard_row {
-    static constexpr int LANES = N / 4 < WARP ? N / 4 : WARP, PIECES = N / 4 / LANES;
+    static constexpr int LANES = N / 4 < WARP ? N / 4 : WARP, VECTORS = N / 4 / LANES;
 
-    float v[PIECES][4];
+    float v[VECTORS][4];
 
     static __device__ __forceinline__ int element(int k, int lane) { return 4 * (k * LANES + lane); }
 
     __device__ __forceinline__ void load(const float * row, int lane) { // row aligned to 16 bytes
 #pragma unroll
-        for (int k = 0; k < PIECES; k++) {
+        for (int k = 0; k < VECTORS; k++) {
             const float4 four = *reinterpret_cast<const float4 *>(row + element(k, lane));
             v[k][0] = four.x, v[k][1] = four.y, v[k][2] = four.z, v[k][3] = four.w;
         }
@@ -25,7 +25,7 @@ template <int N> struct hadamard_row {
     // power of two, 4 to N. Called by whole warps.
     __device__ __forceinline__ void transform(int lane, int n = N) {
 #pragma unroll
-        for (int k = 0; k < PIECES; k++) {
+        for (int k = 0; k < VECTORS; k++) {
             add_and_subtract(v[k][0], v[k][1]), add_and_subtract(v[k][2], v[k][3]);
             add_and_subtract(v[k][0], v[k][2]), add_and_subtract(v[k][1], v[k][3]);
 #pragma unroll
@@ -41,9 +41,9 @@ template <int N> struct hadamard_row {
             }
         }
 #pragma unroll
-        for (int bit = 1; bit < PIECES; bit *= 2) {
+        for (int bit = 1; bit < VECTORS; bit *= 2) {
 #pragma unroll
-            for (int k = 0; k < PIECES; k++) {
+            for (int k = 0; k < VECTORS; k++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     if (!(k & bit) && 4 * LANES * bit < n) {
@@ -54,7 +54,7 @@ template <int N> struct hadamard_row {
         }
         const float scale = rsqrtf(static_cast<float>(n));
 #pragma unroll
-        for (int k = 0; k < PIECES; k++) {
+        for (int k = 0; k < VECTORS; k++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 v[k][i] *= scale;
@@ -64,7 +64,7 @@ template <int N> struct hadamard_row {
 
     __device__ __forceinline__ void store(float * row, int lane) const { // row aligned to 16 bytes
 #pragma unroll
-        for (int k = 0; k < PIECES; k++) {
+        for (int k = 0; k < VECTORS; k++) {
             *reinterpret_cast<float4 *>(row + element(k, lane)) = make_float4(v[k][0], v[k][1], v[k][2], v[k][3]);
         }
     }
@@ -79,13 +79,7 @@ private:
 
 // Calls f(size) with the size as a value of an empty type; returns `otherwise` for sizes without a kernel.
 template <typename R, typename F> R with_hadamard_size(int64_t n, R otherwise, F && f) {
-    switch (n) {
-        case 64:  return f(std::integral_constant<int, 64>());
-        case 128: return f(std::integral_constant<int, 128>());
-        case 256: return f(std::integral_constant<int, 256>());
-        case 512: return f(std::integral_constant<int, 512>());
-        default:  return otherwise;
-    }
+    return with_constant<64, 128, 256, 512>(n, otherwise, f);
 }
 
 } // namespace macko::cuda

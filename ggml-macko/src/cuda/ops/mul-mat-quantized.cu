@@ -11,19 +11,11 @@ namespace {
 
 constexpr int MAX_COLS = 8;
 
-template <tensor_type TYPE> using type_constant = std::integral_constant<tensor_type, TYPE>;
-
-// Returns f(type_constant<...>()) for types with a chunk_reader; `other` for other types.
+// Returns f(type as a constant) for types with a chunk_reader; `other` for other types.
 template <typename R, typename F> R with_reader(tensor_type type, R other, F && f) {
-    switch (type) {
-        case TYPE_Q4_0: return f(type_constant<TYPE_Q4_0>());
-        case TYPE_Q5_0: return f(type_constant<TYPE_Q5_0>());
-        case TYPE_Q8_0: return f(type_constant<TYPE_Q8_0>());
-        case TYPE_Q4_K: return f(type_constant<TYPE_Q4_K>());
-        case TYPE_Q5_K: return f(type_constant<TYPE_Q5_K>());
-        case TYPE_Q6_K: return f(type_constant<TYPE_Q6_K>());
-        default:        return other;
-    }
+    return with_constant<TYPE_Q4_0, TYPE_Q5_0, TYPE_Q8_0, TYPE_Q4_K, TYPE_Q5_K, TYPE_Q6_K>(type, other, [&](auto t) {
+        return f(std::integral_constant<tensor_type, static_cast<tensor_type>(decltype(t)::value)>());
+    });
 }
 
 template <tensor_type TYPE, int COLS> cudaError_t launch_quantized(const op_context & ctx, const quantized_args & p) {

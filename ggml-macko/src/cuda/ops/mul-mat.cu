@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP)
     for (int r = 0; r < OWN; r++) {
         w_row[r] = w + min(row + r, p.m - 1) * p.w_nb1;
     }
-    // multiply a piece of each row of w by the same piece of each column of x, and add
+    // multiply a chunk of each row of w by the same chunk of each column of x, and add
     float sum[OWN][COLS] = {};
     if constexpr (VECTOR) {
         const int step = ROW_WARPS * WARP * 8;
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP)
 constexpr int BLOCK_M = 128, BLOCK_N = 128, BLOCK_K = 32;
 constexpr int GEMM_THREADS = 256;         // 8 warps: 4 along m (32 rows each) x 2 along n (64 columns each)
 constexpr int TILE_LD      = BLOCK_K + 8; // 80-byte rows: the 8 rows of an ldmatrix fall into different banks
-// pieces of 8 elements per thread and tile (m and n tiles are equal)
+// chunks of 8 elements per thread and tile (m and n tiles are equal)
 constexpr int CHUNKS = BLOCK_M * BLOCK_K / 8 / GEMM_THREADS;
 static_assert(BLOCK_M == BLOCK_N && CHUNKS == 2, "one loading scheme for both tiles");
 
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
             return x + col * p.x_nb1;
         }
     };
-    // this thread's pieces: rows r and r + 64 of both tiles, elements 8 * (threadIdx.x % 4) ... + 7
+    // this thread's chunks: rows r and r + 64 of both tiles, elements 8 * (threadIdx.x % 4) ... + 7
     const int    r = static_cast<int>(threadIdx.x) / 4, c = static_cast<int>(threadIdx.x) % 4 * 8;
     const char * w_rows[CHUNKS];
     const char * x_rows[CHUNKS];
@@ -473,6 +473,16 @@ bool is_vector(const op_tensor & w, const op_tensor & x) {
     return w.ne[0] % 8 == 0 && is_aligned(x, 16) && (type_block_size(w.type) > 1 || is_aligned(w, 16));
 }
 
+// Returns f(true or false as a constant): whether kernels read 8 elements at once. Quantized rows allow nothing else.
+template <typename T, typename F> cudaError_t with_vector(bool vector, F && f) {
+    if constexpr (T::IS_PLAIN) {
+        if (!vector) {
+            return f(std::false_type());
+        }
+    }
+    return vector ? f(std::true_type()) : cudaErrorInvalidValue;
+}
+
 template <typename T, int COLS, int ROW_WARPS, int OWN, bool VECTOR, bool EXPERTS>
 cudaError_t launch_vec_rows(const op_context & ctx, const mul_mat_args & p, int n_batches) {
     constexpr int ROWS = VEC_WARPS / ROW_WARPS * OWN;
@@ -483,35 +493,31 @@ cudaError_t launch_vec_rows(const op_context & ctx, const mul_mat_args & p, int 
 
 template <typename T, int COLS, bool EXPERTS>
 cudaError_t launch_vec(const op_context & ctx, const mul_mat_args & p, bool vector, int n_batches) {
-    if (vector) {
-        const int64_t rows = static_cast<int64_t>(p.m) * n_batches;
-        if (rows < 8 * ctx.n_sm && p.k >= 1024) {
-            return launch_vec_rows<T, COLS, VEC_WARPS, 1, true, EXPERTS>(ctx, p, n_batches);
-        }
-        // two rows per warp: for the output matrix of a model, and if more of x than of w is read
-        if constexpr (COLS < VEC_MAX_COLS && !EXPERTS) {
-            if (rows < 128 * ctx.n_sm) {
-                return launch_vec_rows<T, COLS, 1, 1, true, EXPERTS>(ctx, p, n_batches);
+    return with_vector<T>(vector, [&](auto v) {
+        if constexpr (decltype(v)::value) {
+            const int64_t rows = static_cast<int64_t>(p.m) * n_batches;
+            if (rows < 8 * ctx.n_sm && p.k >= 1024) {
+                return launch_vec_rows<T, COLS, VEC_WARPS, 1, true, EXPERTS>(ctx, p, n_batches);
             }
+            // two rows per warp: for the output matrix of a model, and if more of x than of w is read
+            if constexpr (COLS < VEC_MAX_COLS && !EXPERTS) {
+                if (rows < 128 * ctx.n_sm) {
+                    return launch_vec_rows<T, COLS, 1, 1, true, EXPERTS>(ctx, p, n_batches);
+                }
+            }
+            return launch_vec_rows<T, COLS, 1, EXPERTS ? 1 : 2, true, EXPERTS>(ctx, p, n_batches);
+        } else {
+            return launch_vec_rows<T, COLS, 1, 1, false, EXPERTS>(ctx, p, n_batches);
         }
-        return launch_vec_rows<T, COLS, 1, EXPERTS ? 1 : 2, true, EXPERTS>(ctx, p, n_batches);
-    }
-    if constexpr (T::IS_PLAIN) {
-        return launch_vec_rows<T, COLS, 1, 1, false, EXPERTS>(ctx, p, n_batches);
-    } else {
-        return cudaErrorInvalidValue;
-    }
+    });
 }
 
 template <typename T>
 cudaError_t mul_mat_vec(const op_context & ctx, const mul_mat_args & p, bool vector, int n_batches) {
-    switch (p.n) {
-        case 1:  return launch_vec<T, 1, false>(ctx, p, vector, n_batches);
-        case 2:  return launch_vec<T, 2, false>(ctx, p, vector, n_batches);
-        case 3:
-        case 4:  return launch_vec<T, 4, false>(ctx, p, vector, n_batches);
-        default: return launch_vec<T, 8, false>(ctx, p, vector, n_batches);
-    }
+    return p.n == 1   ? launch_vec<T, 1, false>(ctx, p, vector, n_batches)
+           : p.n == 2 ? launch_vec<T, 2, false>(ctx, p, vector, n_batches)
+           : p.n <= 4 ? launch_vec<T, 4, false>(ctx, p, vector, n_batches)
+                      : launch_vec<T, VEC_MAX_COLS, false>(ctx, p, vector, n_batches);
 }
 
 // The 16-bit type for products with weights of type T. Weights other than F16 use BF16, for the range of x.
@@ -522,41 +528,26 @@ template <typename T> bool                  has_units(const op_context & ctx) {
     return op_mul_mat_has_units(ctx, type_of_half<half_of<T>>);
 }
 
+dim3 gemm_grid(int64_t m, int64_t n, int64_t n_batches) {
+    return dim3(static_cast<unsigned>((m + BLOCK_M - 1) / BLOCK_M), static_cast<unsigned>((n + BLOCK_N - 1) / BLOCK_N),
+                static_cast<unsigned>(n_batches));
+}
+
 template <typename T, bool EXPERTS>
 cudaError_t launch_gemm(const op_context & ctx, const mul_mat_args & p, bool vector, dim3 grid) {
-    using H = half_of<T>;
-    if (vector) {
-        return launch(ctx, gemm_kernel<T, H, true, EXPERTS>, grid, GEMM_THREADS, 0, p);
-    }
-    if constexpr (T::IS_PLAIN) {
-        return launch(ctx, gemm_kernel<T, H, false, EXPERTS>, grid, GEMM_THREADS, 0, p);
-    } else {
-        return cudaErrorInvalidValue;
-    }
+    return with_vector<T>(vector, [&](auto v) {
+        return launch(ctx, gemm_kernel<T, half_of<T>, decltype(v)::value, EXPERTS>, grid, GEMM_THREADS, 0, p);
+    });
 }
 
 template <typename T, typename H>
 cudaError_t convert_rows(const op_context & ctx, const char * src, int64_t src_nb1, int64_t rows, int64_t k,
                          bool vector, H * dst, int64_t ld) {
     const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(align_up(k, 8 * 256) / (8 * 256)));
-    if (vector) {
-        return launch(ctx, convert_rows_kernel<T, H, true>, grid, 256, 0, src, src_nb1, dst, ld, static_cast<int>(k));
-    }
-    if constexpr (T::IS_PLAIN) {
-        return launch(ctx, convert_rows_kernel<T, H, false>, grid, 256, 0, src, src_nb1, dst, ld, static_cast<int>(k));
-    } else {
-        return cudaErrorInvalidValue;
-    }
-}
-
-// Rows of a panel of at most nbytes, but at least BLOCK_M; all panels of a matrix have equal size.
-int64_t panel_rows(int64_t rows, int64_t ld, int64_t nbytes) {
-    const int64_t most = nbytes / (ld * 2) / BLOCK_M * BLOCK_M;
-    if (rows <= std::max<int64_t>(most, nbytes / (ld * 2))) {
-        return rows;
-    }
-    const int64_t panels = most ? (rows + most - 1) / most : 1;
-    return most ? align_up((rows + panels - 1) / panels, BLOCK_M) : BLOCK_M;
+    return with_vector<T>(vector, [&](auto v) {
+        return launch(ctx, convert_rows_kernel<T, H, decltype(v)::value>, grid, 256, 0, src, src_nb1, dst, ld,
+                      static_cast<int>(k));
+    });
 }
 
 template <typename T>
@@ -593,11 +584,10 @@ cudaError_t mul_mat_16(const op_context & ctx, const void * w, int64_t ldw, int6
     op_tensor rows = {
         static_cast<char *>(const_cast<void *>(w)), type, { x.ne[0], m, 1, 1 }, { 2, ldw * 2, ldw * 2 * m, ldw * 2 * m }
     };
-    op_tensor part       = dst;
-    part.data            = reinterpret_cast<char *>(y);
-    const mul_mat_args p = make_args(rows, x, part);
-    const dim3         grid(static_cast<unsigned>((p.m + BLOCK_M - 1) / BLOCK_M),
-                            static_cast<unsigned>((p.n + BLOCK_N - 1) / BLOCK_N));
+    op_tensor part          = dst;
+    part.data               = reinterpret_cast<char *>(y);
+    const mul_mat_args p    = make_args(rows, x, part);
+    const dim3         grid = gemm_grid(p.m, p.n, 1);
     if (x.type == type) {
         return launch(ctx, gemm_kernel<value_type<type>, H, true, false, value_type<type>>, grid, GEMM_THREADS, 0, p);
     }
@@ -628,7 +618,7 @@ int * w_exponents(const op_tensor & x, char * scratch) {
 template <typename T, typename H>
 cudaError_t mul_mat_panels(const op_context & ctx, const op_tensor & w, const op_tensor & x, const char * x16,
                            const op_tensor & dst, bool vector, char * scratch) {
-    const int64_t ld = align_up(x.ne[0], 8), rows = panel_rows(w.ne[1], ld, PANEL_NBYTES);
+    const int64_t ld = x16_ld(x), rows = op_mul_mat_panel_rows(w.ne[1], w.ne[0], PANEL_NBYTES);
     char *        panel = scratch + op_mul_mat_16_scratch_nbytes(w, x);
     for (int64_t row = 0; row < w.ne[1]; row += rows) {
         const int64_t some = std::min(rows, w.ne[1] - row);
@@ -655,12 +645,11 @@ cudaError_t mul_mat_converted(const op_context & ctx, const op_tensor & w, const
     return mul_mat_panels<T, H>(ctx, w, x, x16, dst, vector, scratch);
 }
 
-bool is_16_bits(tensor_type type) { return type == TYPE_F16 || type == TYPE_BF16; }
-
 // Whether the product has fewer columns than GEMM_MIN_N and cuBLAS supports its type and shape.
 bool is_narrow_16(const op_tensor & w, const op_tensor & x) {
     const int64_t size = w.ne[0] * w.ne[1], least = size >= LARGE_MATRIX ? CUBLAS_MIN_N_16 : CUBLAS_MIN_N_MIDDLE;
-    return is_16_bits(w.type) && size >= MIDDLE_MATRIX && x.ne[1] >= least && x.ne[1] < GEMM_MIN_N;
+    return (w.type == TYPE_F16 || w.type == TYPE_BF16) && size >= MIDDLE_MATRIX && x.ne[1] >= least &&
+           x.ne[1] < GEMM_MIN_N;
 }
 
 // Whether cuBLAS is faster: only for a product of one large matrix, and for few columns only if w needs no conversion.
@@ -709,9 +698,8 @@ size_t op_mul_mat_scratch_nbytes(const op_tensor & w, const op_tensor & x) {
     if (x.ne[1] < GEMM_MIN_N) {
         return is_narrow_16(w, x) && x.ne[2] * x.ne[3] == 1 ? op_mul_mat_x16_nbytes(x) : 0;
     }
-    const int64_t ld = align_up(w.ne[0], 8);
-    return op_mul_mat_16_scratch_nbytes(w, x) +
-           static_cast<size_t>(align_up(panel_rows(w.ne[1], ld, PANEL_NBYTES) * ld * 2, 256));
+    const int64_t rows = op_mul_mat_panel_rows(w.ne[1], w.ne[0], PANEL_NBYTES);
+    return op_mul_mat_16_scratch_nbytes(w, x) + static_cast<size_t>(align_up(rows * x16_ld(x) * 2, 256));
 }
 
 tensor_type op_mul_mat_16_type(tensor_type weights) { return weights == TYPE_F16 ? TYPE_F16 : TYPE_BF16; }
@@ -734,7 +722,12 @@ cudaError_t op_mul_mat_16(const op_context & ctx, tensor_type type, char * w, in
 }
 
 int64_t op_mul_mat_panel_rows(int64_t rows, int64_t cols, int64_t panel_nbytes) {
-    return panel_rows(rows, align_up(cols, 8), panel_nbytes);
+    const int64_t fits = panel_nbytes / (align_up(cols, 8) * 2), whole_blocks = fits / BLOCK_M * BLOCK_M;
+    if (rows <= fits) {
+        return rows;
+    }
+    const int64_t panels = whole_blocks ? (rows + whole_blocks - 1) / whole_blocks : 1;
+    return whole_blocks ? align_up((rows + panels - 1) / panels, BLOCK_M) : BLOCK_M;
 }
 
 bool op_mul_mat_wants_x16(const op_context & ctx, const op_tensor & w, const op_tensor & x) {
@@ -756,9 +749,7 @@ cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_ten
                 return mul_mat_converted<T, half_of<T>>(ctx, w, x, x16, dst, vector, scratch);
             }
             if (p.n >= GEMM_MIN_N && has_units<T>(ctx)) {
-                const dim3 grid(static_cast<unsigned>((p.m + BLOCK_M - 1) / BLOCK_M),
-                                static_cast<unsigned>((p.n + BLOCK_N - 1) / BLOCK_N), static_cast<unsigned>(n_batches));
-                return launch_gemm<T, false>(ctx, p, vector, grid);
+                return launch_gemm<T, false>(ctx, p, vector, gemm_grid(p.m, p.n, n_batches));
             }
         }
         return mul_mat_vec<T>(ctx, p, vector, n_batches);
@@ -780,27 +771,27 @@ size_t op_mul_mat_id_scratch_nbytes(const op_tensor & w, const op_tensor &, cons
     return static_cast<size_t>(align_up((w.ne[2] + 1 + ids.ne[0] * ids.ne[1]) * 4, 256));
 }
 
+static void set_ids(mul_mat_args & p, const op_tensor & ids, int64_t n_experts) {
+    p.ids       = ids.data;
+    p.ids_nb0   = ids.nb[0];
+    p.ids_nb1   = ids.nb[1];
+    p.n_used    = static_cast<int>(ids.ne[0]);
+    p.n_experts = static_cast<int>(n_experts);
+}
+
 // w: all n_experts experts, or some of them.
 static mul_mat_args make_expert_args(const op_tensor & w, const op_tensor & x, const op_tensor & ids,
                                      const op_tensor & dst, int64_t n_experts) {
     mul_mat_args p = make_args(w, x, dst);
-    p.ids          = ids.data;
-    p.ids_nb0      = ids.nb[0];
-    p.ids_nb1      = ids.nb[1];
-    p.n_used       = static_cast<int>(ids.ne[0]);
-    p.n_experts    = static_cast<int>(n_experts);
-    p.x_ne1        = static_cast<int>(x.ne[1]);
+    set_ids(p, ids, n_experts);
+    p.x_ne1 = static_cast<int>(x.ne[1]);
     return p;
 }
 
 cudaError_t op_mul_mat_id_sort(const op_context & ctx, int64_t n_experts, const op_tensor & ids, char * scratch) {
     mul_mat_args p = {};
-    p.ids          = ids.data;
-    p.ids_nb0      = ids.nb[0];
-    p.ids_nb1      = ids.nb[1];
-    p.n_used       = static_cast<int>(ids.ne[0]);
-    p.n_experts    = static_cast<int>(n_experts);
-    int * begin    = reinterpret_cast<int *>(scratch);
+    set_ids(p, ids, n_experts);
+    int * begin = reinterpret_cast<int *>(scratch);
     return launch(ctx, sort_experts_kernel, 1, SORT_THREADS, 0, p, static_cast<int>(ids.ne[1]), begin,
                   begin + n_experts + 1);
 }
@@ -813,10 +804,7 @@ static cudaError_t mul_mat_sorted(const op_context & ctx, mul_mat_args p, bool v
     p.expert_begin    = begin + first_expert;
     p.expert_entries  = begin + p.n_experts + 1;
     // the host cannot tell how many tokens an expert has, so blocks without work return
-    const int64_t n_most = n_tokens * p.n_used;
-    const dim3    grid(static_cast<unsigned>((p.m + BLOCK_M - 1) / BLOCK_M),
-                       static_cast<unsigned>((n_most + BLOCK_N - 1) / BLOCK_N), static_cast<unsigned>(some_experts));
-    return launch_gemm<T, true>(ctx, p, vector, grid);
+    return launch_gemm<T, true>(ctx, p, vector, gemm_grid(p.m, n_tokens * p.n_used, some_experts));
 }
 
 cudaError_t op_mul_mat_id_16(const op_context & ctx, const op_tensor & w, int64_t first_expert, int64_t n_experts,
@@ -825,10 +813,9 @@ cudaError_t op_mul_mat_id_16(const op_context & ctx, const op_tensor & w, int64_
     op_tensor part = dst;
     part.data += first_row * 4;
     const mul_mat_args p = make_expert_args(w, x, ids, part, n_experts);
-    return w.type == TYPE_F16 ? mul_mat_sorted<value_type<TYPE_F16>>(ctx, p, is_vector(w, x), first_expert, w.ne[2],
-                                                                     ids.ne[1], scratch)
-                              : mul_mat_sorted<value_type<TYPE_BF16>>(ctx, p, is_vector(w, x), first_expert, w.ne[2],
-                                                                      ids.ne[1], scratch);
+    return with_type_of<TYPE_F16, TYPE_BF16>(w.type, [&](auto t) {
+        return mul_mat_sorted<decltype(t)>(ctx, p, is_vector(w, x), first_expert, w.ne[2], ids.ne[1], scratch);
+    });
 }
 
 cudaError_t op_mul_mat_id(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & ids,

@@ -16,12 +16,12 @@ constexpr int THREADS = 256;
 template <int N> struct lane_rotation {
     using hadamard = hadamard_row<N>;
 
-    rotation by[hadamard::PIECES][4];      // element * cosine + partner * sine
-    int      partner[hadamard::PIECES][4]; // < 0: the element is not rotated
+    rotation by[hadamard::VECTORS][4];      // element * cosine + partner * sine
+    int      partner[hadamard::VECTORS][4]; // < 0: the element is not rotated
 
     __device__ __forceinline__ void find(const rope_args & a, int64_t token, int lane) {
 #pragma unroll
-        for (int k = 0; k < hadamard::PIECES; k++) {
+        for (int k = 0; k < hadamard::VECTORS; k++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int  place = hadamard::element(k, lane) + i - a.p.offset, half = a.p.n_dims / 2;
@@ -38,7 +38,7 @@ template <int N> struct lane_rotation {
 
     __device__ __forceinline__ void apply(hadamard & r, const float * row) const {
 #pragma unroll
-        for (int k = 0; k < hadamard::PIECES; k++) {
+        for (int k = 0; k < hadamard::VECTORS; k++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 if (partner[k][i] >= 0) {
@@ -64,11 +64,6 @@ __device__ __forceinline__ void store_in_cache(tensor_type type, char * row, int
         case TYPE_IQ4_NL: return store(value_type<TYPE_IQ4_NL>());
         default:          return store(value_type<TYPE_Q8_0>());
     }
-}
-
-bool is_stored_in_cache(tensor_type type) {
-    return type == TYPE_Q4_0 || type == TYPE_Q4_1 || type == TYPE_Q5_0 || type == TYPE_Q5_1 || type == TYPE_IQ4_NL ||
-           type == TYPE_Q8_0;
 }
 
 // Blocks along x: tokens; along y: groups of heads (of q, then k, then v), by turns. v_size: size of v's matrix.
@@ -107,7 +102,7 @@ __global__ void __launch_bounds__(THREADS) rope_hadamard_cache_kernel(rope_args 
         const op_tensor & cache = i < n_rotated ? p.k_cache : p.v_cache;
         const int64_t     id    = existing_row((i < n_rotated ? p.k_ids : p.v_ids)[t], cache.ne[1]);
 #pragma unroll
-        for (int k = 0; k < hadamard::PIECES; k++) {
+        for (int k = 0; k < hadamard::VECTORS; k++) {
             store_in_cache(cache.type, cache.data + id * cache.nb[1], head * N + hadamard::element(k, lane), r.v[k]);
         }
     }
@@ -119,8 +114,8 @@ bool op_rope_hadamard_cache_supported(const rope_params & r, const op_tensor & p
                                       const rope_cache_params & p, int64_t v_size) {
     const int64_t n        = p.k.ne[0];
     const auto    is_cache = [](const op_tensor & c, const op_tensor & x) {
-        return is_stored_in_cache(c.type) && c.ne[0] == x.ne[0] * x.ne[1] && c.ne[2] == 1 && c.ne[3] == 1 &&
-               is_contiguous_rows(c);
+        return type_can_store(c.type) && type_block_size(c.type) > 1 && c.ne[0] == x.ne[0] * x.ne[1] && c.ne[2] == 1 &&
+               c.ne[3] == 1 && is_contiguous_rows(c);
     };
     const auto is_input = [&](const op_tensor & x) {
         return x.type == TYPE_F32 && x.ne[0] == n && x.ne[2] == p.q.ne[2] && x.ne[3] == 1 && is_contiguous_rows(x) &&

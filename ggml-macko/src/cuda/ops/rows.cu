@@ -1,4 +1,4 @@
-// Rows of tables, copies and casts. A thread has one piece: a value of a plain type, a block of a quantized source
+// Rows of tables, copies and casts. A thread has one chunk: a value of a plain type, a block of a quantized source
 // type, or an eighth of a block that it writes together with seven other threads. It reads the elements as floats and
 // writes them in the other type.
 #include "cuda/ops/common.cuh"
@@ -9,9 +9,9 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// Reads elements [i, i + n_per_piece) of a row.
+// Reads elements [i, i + n_per_chunk) of a row.
 template <typename T, int N>
-__device__ __forceinline__ void read_piece(const char * row, int64_t i, int64_t nb0, float * x) {
+__device__ __forceinline__ void read_chunk(const char * row, int64_t i, int64_t nb0, float * x) {
     if constexpr (T::IS_PLAIN) {
         for (int k = 0; k < N; k++) {
             x[k] = T::to_float(*reinterpret_cast<const typename T::block *>(row + (i + k) * nb0));
@@ -24,7 +24,7 @@ __device__ __forceinline__ void read_piece(const char * row, int64_t i, int64_t 
 }
 
 template <typename T, int N>
-__device__ __forceinline__ void write_piece(char * row, int64_t i, int64_t nb0, const float * x) {
+__device__ __forceinline__ void write_chunk(char * row, int64_t i, int64_t nb0, const float * x) {
     if constexpr (T::IS_PLAIN) {
         for (int k = 0; k < N; k++) {
             *reinterpret_cast<typename T::block *>(row + (i + k) * nb0) = T::from_float(x[k]);
@@ -34,7 +34,7 @@ __device__ __forceinline__ void write_piece(char * row, int64_t i, int64_t nb0, 
     }
 }
 
-template <typename S, typename D> constexpr int piece_size() { return D::IS_PLAIN ? S::BLOCK : D::BLOCK / 8; }
+template <typename S, typename D> constexpr int chunk_size() { return D::IS_PLAIN ? S::BLOCK : D::BLOCK / 8; }
 
 // Finds element e of a tensor with rows of ne0: returns the address of its row, and sets its index in the row.
 __device__ __forceinline__ char * find_row(const op_tensor & t, int64_t e, int64_t * i0) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ char * find_row(const op_tensor & t, int64_t e, int64
 
 template <typename S, typename D> __global__ void copy_kernel(op_tensor src, op_tensor dst, int64_t n) {
     wait_for_previous();
-    constexpr int N = piece_size<S, D>();
+    constexpr int N = chunk_size<S, D>();
     const int64_t e = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
     if (e >= n) {
         return;
@@ -56,12 +56,12 @@ template <typename S, typename D> __global__ void copy_kernel(op_tensor src, op_
     const char * s = find_row(src, e, &is);
     char *       d = find_row(dst, e, &id);
     float        x[N];
-    read_piece<S, N>(s, is, src.nb[0], x);
-    write_piece<D, N>(d, id, dst.nb[0], x);
+    read_chunk<S, N>(s, is, src.nb[0], x);
+    write_chunk<D, N>(d, id, dst.nb[0], x);
 }
 
-// For equal types: moves whole elements or blocks of NBYTES each between tensors with any strides.
-template <int NBYTES> __global__ void move_kernel(op_tensor src, op_tensor dst, int64_t n, int64_t block) {
+// For equal types: moves whole elements of type U, or blocks of bytes (U: char), between tensors with any strides.
+template <typename U> __global__ void move_kernel(op_tensor src, op_tensor dst, int64_t n, int64_t block) {
     wait_for_previous();
     const int64_t e = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * block;
     if (e >= n) {
@@ -72,12 +72,8 @@ template <int NBYTES> __global__ void move_kernel(op_tensor src, op_tensor dst, 
     char *       d = find_row(dst, e, &id);
     s += is / block * src.nb[0];
     d += id / block * dst.nb[0];
-    if constexpr (NBYTES == 8) {
-        *reinterpret_cast<uint64_t *>(d) = *reinterpret_cast<const uint64_t *>(s);
-    } else if constexpr (NBYTES == 4) {
-        *reinterpret_cast<uint32_t *>(d) = *reinterpret_cast<const uint32_t *>(s);
-    } else if constexpr (NBYTES == 2) {
-        *reinterpret_cast<uint16_t *>(d) = *reinterpret_cast<const uint16_t *>(s);
+    if constexpr (sizeof(U) > 1) {
+        *reinterpret_cast<U *>(d) = *reinterpret_cast<const U *>(s);
     } else {
         for (int64_t k = 0; k < src.nb[0]; k++) {
             d[k] = s[k];
@@ -120,7 +116,7 @@ template <typename T> __global__ void get_rows_kernel(op_tensor src, op_tensor i
     for (int64_t i = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * N; i < dst.ne[0];
          i += static_cast<int64_t>(gridDim.y) * blockDim.x * N) {
         float x[N];
-        read_piece<T, N>(s, i, src.nb[0], x);
+        read_chunk<T, N>(s, i, src.nb[0], x);
         for (int k = 0; k < N; k++) {
             d[i + k] = x[k];
         }
@@ -140,12 +136,12 @@ __global__ void get_rows_i32_kernel(op_tensor src, op_tensor ids, op_tensor dst)
     }
 }
 
-// dst[:, ids[i1], i2, i3] = src[:, i1, i2, i3], ids repeated over i2 and i3. One thread per piece over all rows,
+// dst[:, ids[i1], i2, i3] = src[:, i1, i2, i3], ids repeated over i2 and i3. One thread per chunk over all rows,
 // because rows of one element are common (transposed V cache).
 template <typename S, typename D, typename ID>
 __global__ void set_rows_kernel(op_tensor src, op_tensor ids, op_tensor dst, int64_t n) {
     wait_for_previous();
-    constexpr int N = piece_size<S, D>();
+    constexpr int N = chunk_size<S, D>();
     const int64_t e = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
     if (e >= n) {
         return;
@@ -157,26 +153,13 @@ __global__ void set_rows_kernel(op_tensor src, op_tensor ids, op_tensor dst, int
         ids.data + row.i1 * ids.nb[0] + row.i2 % ids.ne[1] * ids.nb[1] + row.i3 % ids.ne[2] * ids.nb[2];
     const int64_t id = existing_row(*reinterpret_cast<const ID *>(id_at), dst.ne[1]);
     float         x[N];
-    read_piece<S, N>(row_of(src, row), i0, src.nb[0], x);
-    write_piece<D, N>(dst.data + id * dst.nb[1] + row.i2 * dst.nb[2] + row.i3 * dst.nb[3], i0, dst.nb[0], x);
+    read_chunk<S, N>(row_of(src, row), i0, src.nb[0], x);
+    write_chunk<D, N>(dst.data + id * dst.nb[1] + row.i2 * dst.nb[2] + row.i3 * dst.nb[3], i0, dst.nb[0], x);
 }
 
-unsigned blocks_for(int64_t n_pieces) { return static_cast<unsigned>((n_pieces + THREADS - 1) / THREADS); }
+unsigned blocks_for(int64_t n_chunks) { return static_cast<unsigned>((n_chunks + THREADS - 1) / THREADS); }
 
 bool is_plain(tensor_type type) { return type == TYPE_F32 || type == TYPE_F16 || type == TYPE_BF16; }
-bool can_store(tensor_type type) {
-    return with_type(type, [](auto t) { return decltype(t)::CAN_STORE ? cudaSuccess : cudaErrorInvalidValue; }) ==
-           cudaSuccess;
-}
-
-template <typename F> cudaError_t with_plain_type(tensor_type type, F && f) {
-    switch (type) {
-        case TYPE_F32:  return f(value_type<TYPE_F32>{});
-        case TYPE_F16:  return f(value_type<TYPE_F16>{});
-        case TYPE_BF16: return f(value_type<TYPE_BF16>{});
-        default:        return cudaErrorInvalidValue;
-    }
-}
 
 } // namespace
 
@@ -185,23 +168,18 @@ bool op_copy_supported(const op_tensor & src, const op_tensor & dst) {
         type_block_nbytes(src.type) == 0 || type_block_nbytes(dst.type) == 0) {
         return false;
     }
-    if (src.type == dst.type) {
-        // whole blocks are moved, so the rows of both tensors must consist of whole blocks
-        return src.ne[0] % type_block_size(src.type) == 0 && dst.ne[0] % type_block_size(src.type) == 0;
+    // blocks are moved, written or read as a whole, so the rows of both tensors must consist of whole blocks
+    const auto has_blocks_of = [&](tensor_type type) {
+        return src.ne[0] % type_block_size(type) == 0 && dst.ne[0] % type_block_size(type) == 0;
+    };
+    if (src.type == dst.type || (dst.type == TYPE_F32 && type_is_weight(src.type))) {
+        return has_blocks_of(src.type);
     }
-    if ((src.type == TYPE_F32 && dst.type == TYPE_I32) || (src.type == TYPE_I32 && dst.type == TYPE_F32)) {
-        return true;
+    if (src.type == TYPE_F32 && type_can_store(dst.type)) {
+        return has_blocks_of(dst.type);
     }
-    if (is_plain(src.type) && is_plain(dst.type)) {
-        return true;
-    }
-    if (src.type == TYPE_F32 && can_store(dst.type)) { // quantize
-        return src.ne[0] % type_block_size(dst.type) == 0 && dst.ne[0] % type_block_size(dst.type) == 0;
-    }
-    if (dst.type == TYPE_F32 && type_is_weight(src.type)) { // dequantize
-        return src.ne[0] % type_block_size(src.type) == 0 && dst.ne[0] % type_block_size(src.type) == 0;
-    }
-    return false;
+    return (src.type == TYPE_F32 && dst.type == TYPE_I32) || (src.type == TYPE_I32 && dst.type == TYPE_F32) ||
+           (is_plain(src.type) && is_plain(dst.type));
 }
 
 cudaError_t op_copy(const op_context & ctx, const op_tensor & src, const op_tensor & dst) {
@@ -210,18 +188,18 @@ cudaError_t op_copy(const op_context & ctx, const op_tensor & src, const op_tens
         const int64_t block = type_block_size(src.type);
         const dim3    grid(blocks_for(n / block));
         switch (type_block_nbytes(src.type)) {
-            case 8:  return launch(ctx, move_kernel<8>, grid, THREADS, 0, src, dst, n, block);
-            case 4:  return launch(ctx, move_kernel<4>, grid, THREADS, 0, src, dst, n, block);
-            case 2:  return launch(ctx, move_kernel<2>, grid, THREADS, 0, src, dst, n, block);
-            default: return launch(ctx, move_kernel<1>, grid, THREADS, 0, src, dst, n, block);
+            case 8:  return launch(ctx, move_kernel<uint64_t>, grid, THREADS, 0, src, dst, n, block);
+            case 4:  return launch(ctx, move_kernel<uint32_t>, grid, THREADS, 0, src, dst, n, block);
+            case 2:  return launch(ctx, move_kernel<uint16_t>, grid, THREADS, 0, src, dst, n, block);
+            default: return launch(ctx, move_kernel<char>, grid, THREADS, 0, src, dst, n, block);
         }
     }
     if (src.type == TYPE_I32 || dst.type == TYPE_I32) {
         return launch(ctx, convert_int_kernel, blocks_for(n), THREADS, 0, src, dst, n, dst.type == TYPE_I32);
     }
     if (is_plain(src.type) && is_plain(dst.type)) {
-        return with_plain_type(src.type, [&](auto s) {
-            return with_plain_type(dst.type, [&](auto d) {
+        return with_type_of<TYPE_F32, TYPE_F16, TYPE_BF16>(src.type, [&](auto s) {
+            return with_type_of<TYPE_F32, TYPE_F16, TYPE_BF16>(dst.type, [&](auto d) {
                 return launch(ctx, copy_kernel<decltype(s), decltype(d)>, blocks_for(n), THREADS, 0, src, dst, n);
             });
         });
@@ -230,7 +208,7 @@ cudaError_t op_copy(const op_context & ctx, const op_tensor & src, const op_tens
     if (src.type == TYPE_F32) {
         return with_type(dst.type, [&](auto d) {
             if constexpr (decltype(d)::CAN_STORE) {
-                return launch(ctx, copy_kernel<f32, decltype(d)>, blocks_for(n / piece_size<f32, decltype(d)>()),
+                return launch(ctx, copy_kernel<f32, decltype(d)>, blocks_for(n / chunk_size<f32, decltype(d)>()),
                               THREADS, 0, src, dst, n);
             } else {
                 return cudaErrorInvalidValue;
@@ -272,7 +250,7 @@ bool op_set_rows_supported(const op_tensor & src, const op_tensor & ids, const o
     if (src.type == TYPE_F16 && dst.type == TYPE_F16) {
         return true;
     }
-    return src.type == TYPE_F32 && can_store(dst.type) && src.ne[0] % type_block_size(dst.type) == 0;
+    return src.type == TYPE_F32 && type_can_store(dst.type) && src.ne[0] % type_block_size(dst.type) == 0;
 }
 
 cudaError_t op_set_rows(const op_context & ctx, const op_tensor & src, const op_tensor & ids, const op_tensor & dst) {
@@ -280,19 +258,19 @@ cudaError_t op_set_rows(const op_context & ctx, const op_tensor & src, const op_
     return with_type(dst.type, [&](auto d) {
         using D = decltype(d);
         if constexpr (D::CAN_STORE) {
-            const unsigned blocks = blocks_for(n / piece_size<value_type<TYPE_F32>, D>());
+            const auto set = [&](auto from) {
+                using S               = decltype(from);
+                const unsigned blocks = blocks_for(n / chunk_size<S, D>());
+                return ids.type == TYPE_I64
+                           ? launch(ctx, set_rows_kernel<S, D, int64_t>, blocks, THREADS, 0, src, ids, dst, n)
+                           : launch(ctx, set_rows_kernel<S, D, int32_t>, blocks, THREADS, 0, src, ids, dst, n);
+            };
             if constexpr (D::IS_PLAIN) {
                 if (src.type == TYPE_F16) {
-                    using S = value_type<TYPE_F16>;
-                    return ids.type == TYPE_I64
-                               ? launch(ctx, set_rows_kernel<S, D, int64_t>, blocks, THREADS, 0, src, ids, dst, n)
-                               : launch(ctx, set_rows_kernel<S, D, int32_t>, blocks, THREADS, 0, src, ids, dst, n);
+                    return set(value_type<TYPE_F16>{});
                 }
             }
-            using S = value_type<TYPE_F32>;
-            return ids.type == TYPE_I64
-                       ? launch(ctx, set_rows_kernel<S, D, int64_t>, blocks, THREADS, 0, src, ids, dst, n)
-                       : launch(ctx, set_rows_kernel<S, D, int32_t>, blocks, THREADS, 0, src, ids, dst, n);
+            return set(value_type<TYPE_F32>{});
         } else {
             return cudaErrorInvalidValue;
         }

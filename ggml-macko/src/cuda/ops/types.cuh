@@ -1,12 +1,17 @@
-// The value types of dense tensors on the GPU. Each type defines its block and load8, which reads 8 adjacent elements
-// at a multiple of 8 as floats; every kernel that reads weights reads 8 elements at a time. Types for KV caches also
-// define store, with which eight lanes write a block together. Layouts are those of llama.cpp's ggml-common.h.
+// The value types of dense tensors on the GPU, value_type<TYPE>, in the layouts of llama.cpp's ggml-common.h:
+//
+//   block       a block of elements; for F32, F16 and BF16 (IS_PLAIN) a single value
+//   BLOCK       elements of a block
+//   load8       reads 8 adjacent elements at a multiple of 8 as floats: kernels read weights 8 elements at a time
+//   to_float, from_float    convert a value of a plain type
+//   CAN_STORE   the type is one for KV caches; a quantized one has store, with which eight lanes write a block together
 #pragma once
 
 #include "cuda/ops/ops.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <type_traits>
 
 namespace macko::cuda {
 
@@ -87,7 +92,16 @@ static __device__ __forceinline__ uint4 load_once(const uint4 * p) {
     return v;
 }
 
+// Sets out[k] = value(k) for 8 elements.
+template <typename F> static __device__ __forceinline__ void set8(float * out, F && value) {
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        out[k] = value(k);
+    }
+}
+
 // ---- plain types ----
+
 template <typename T> struct plain_type {
     using block                     = T;
     static constexpr int  BLOCK     = 1;
@@ -99,16 +113,10 @@ template <> struct value_type<TYPE_F32> : plain_type<float> {
     static __device__ float to_float(float x) { return x; }
     static __device__ float from_float(float x) { return x; }
     static __device__ void  load8(const char * row, int64_t i, float * out) { // row aligned to 16 bytes
-        const float4 a = reinterpret_cast<const float4 *>(row)[i / 4];
-        const float4 b = reinterpret_cast<const float4 *>(row)[i / 4 + 1];
-        out[0]         = a.x;
-        out[1]         = a.y;
-        out[2]         = a.z;
-        out[3]         = a.w;
-        out[4]         = b.x;
-        out[5]         = b.y;
-        out[6]         = b.z;
-        out[7]         = b.w;
+        const float4 * v = reinterpret_cast<const float4 *>(row);
+        const float4   a = v[i / 4], b = v[i / 4 + 1];
+        out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w;
+        out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
     }
 };
 
@@ -135,11 +143,8 @@ template <> struct value_type<TYPE_BF16> : plain_type<__nv_bfloat16> {
     static __device__ void          load8(const char * row, int64_t i, float * out) {
         const uint4    raw  = load_once(reinterpret_cast<const uint4 *>(row) + i / 8);
         const uint32_t w[4] = { raw.x, raw.y, raw.z, raw.w };
-#pragma unroll
-        for (int k = 0; k < 4; k++) { // bf16 is the upper half of a float
-            out[2 * k]     = __uint_as_float(w[k] << 16);
-            out[2 * k + 1] = __uint_as_float(w[k] & 0xffff0000u);
-        }
+        // a BF16 is the upper half of a float
+        set8(out, [&](int k) { return __uint_as_float(k % 2 ? w[k / 2] & 0xffff0000u : w[k / 2] << 16); });
     }
 };
 
@@ -209,12 +214,15 @@ struct block_lanes {
     }
 };
 
-// ---- blocks of 32: element j < 16 in the low nibble of byte j, element 16 + j in the high one ----
-template <typename B> struct block_type {
-    using block                          = B;
-    static constexpr bool       IS_PLAIN = false;
-    static __device__ const B & at(const char * row, int64_t i, int block_size) {
-        return reinterpret_cast<const B *>(row)[i / block_size];
+// ---- blocks of 32: element j < 16 in the low nibble of byte j, element 16 + j in the high nibble ----
+
+template <typename B, int SIZE> struct block_type {
+    using block                               = B;
+    static constexpr int            BLOCK     = SIZE;
+    static constexpr bool           IS_PLAIN  = false;
+    static constexpr bool           CAN_STORE = SIZE == 32;
+    static __device__ const block & at(const char * row, int64_t i) {
+        return reinterpret_cast<const B *>(row)[i / SIZE];
     }
 };
 
@@ -233,138 +241,69 @@ static __device__ __forceinline__ uint32_t load_u32(const uint8_t * p) { // p al
     return h[0] | (static_cast<uint32_t>(h[1]) << 16);
 }
 
-template <> struct value_type<TYPE_Q4_0> : block_type<block_q4_0> {
-    static constexpr int   BLOCK     = 32;
-    static constexpr bool  CAN_STORE = true;
+// Q4_0, Q5_0: d * (q - ZERO). Q4_1, Q5_1: d * q + m.
+template <typename B,   // block
+          int  BITS,    // of q: four in qs; the fifth in qh
+          bool HAS_MIN> // B has m
+struct nibble_type : block_type<B, 32> {
+    static constexpr int   MAX = (1 << BITS) - 1, ZERO = 1 << (BITS - 1);
     static __device__ void load8(const char * row, int64_t i, float * out) {
-        const block & b = at(row, i, BLOCK);
-        const float   d = __half2float(b.d);
-        int           q[8];
-        load_nibbles(b.qs, i, q);
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-            out[k] = d * (q[k] - 8);
+        const B &   b  = block_type<B, 32>::at(row, i);
+        const float d  = __half2float(b.d);
+        float       m  = 0;
+        uint32_t    qh = 0;
+        int         q[8];
+        if constexpr (HAS_MIN) {
+            m = __half2float(b.m);
         }
+        if constexpr (BITS == 5) {
+            qh = load_u32(b.qh) >> (i & 31);
+        }
+        load_nibbles(b.qs, i, q);
+        set8(out, [&](int k) {
+            const int v = static_cast<int>(q[k] | ((qh >> k) & 1) << 4);
+            return HAS_MIN ? d * v + m : d * (v - ZERO);
+        });
     }
-    static __device__ void store(block * b, const float * x, const block_lanes & lanes) {
-        const float d  = lanes.extreme_of(x) / -8;
+    static __device__ void store(B * b, const float * x, const block_lanes & lanes) {
+        float lo = 0, d;
+        if constexpr (HAS_MIN) {
+            lo = lanes.min_of(x);
+            d  = (lanes.max_of(x) - lo) / MAX;
+        } else {
+            d = lanes.extreme_of(x) / -ZERO;
+        }
         const float id = d != 0 ? 1 / d : 0;
         int         q[4];
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            q[k] = min(15, static_cast<int>(x[k] * id + 8.5f));
+            q[k] = min(MAX, static_cast<int>(HAS_MIN ? (x[k] - lo) * id + 0.5f : x[k] * id + (ZERO + 0.5f)));
         }
         lanes.store_nibbles(b->qs, q);
+        if constexpr (BITS == 5) {
+            lanes.store_fifth_bits(b->qh, q);
+        }
         if (lanes.lane == 0) {
             b->d = __float2half_rn(d);
+            if constexpr (HAS_MIN) {
+                b->m = __float2half_rn(lo);
+            }
         }
     }
 };
 
-template <> struct value_type<TYPE_Q4_1> : block_type<block_q4_1> {
-    static constexpr int   BLOCK     = 32;
-    static constexpr bool  CAN_STORE = true;
-    static __device__ void load8(const char * row, int64_t i, float * out) {
-        const block & b = at(row, i, BLOCK);
-        const float   d = __half2float(b.d), m = __half2float(b.m);
-        int           q[8];
-        load_nibbles(b.qs, i, q);
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-            out[k] = d * q[k] + m;
-        }
-    }
-    static __device__ void store(block * b, const float * x, const block_lanes & lanes) {
-        const float lo = lanes.min_of(x), d = (lanes.max_of(x) - lo) / 15;
-        const float id = d != 0 ? 1 / d : 0;
-        int         q[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            q[k] = min(15, static_cast<int>((x[k] - lo) * id + 0.5f));
-        }
-        lanes.store_nibbles(b->qs, q);
-        if (lanes.lane == 0) {
-            b->d = __float2half_rn(d);
-            b->m = __float2half_rn(lo);
-        }
-    }
-};
+template <> struct value_type<TYPE_Q4_0> : nibble_type<block_q4_0, 4, false> {};
+template <> struct value_type<TYPE_Q4_1> : nibble_type<block_q4_1, 4, true> {};
+template <> struct value_type<TYPE_Q5_0> : nibble_type<block_q5_0, 5, false> {};
+template <> struct value_type<TYPE_Q5_1> : nibble_type<block_q5_1, 5, true> {};
 
-template <> struct value_type<TYPE_Q5_0> : block_type<block_q5_0> {
-    static constexpr int   BLOCK     = 32;
-    static constexpr bool  CAN_STORE = true;
+template <> struct value_type<TYPE_Q8_0> : block_type<block_q8_0, 32> {
     static __device__ void load8(const char * row, int64_t i, float * out) {
-        const block &  b  = at(row, i, BLOCK);
-        const float    d  = __half2float(b.d);
-        const uint32_t qh = load_u32(b.qh) >> (i & 31);
-        int            q[8];
-        load_nibbles(b.qs, i, q);
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-            out[k] = d * (static_cast<int>(q[k] | ((qh >> k) & 1) << 4) - 16);
-        }
-    }
-    static __device__ void store(block * b, const float * x, const block_lanes & lanes) {
-        const float d  = lanes.extreme_of(x) / -16;
-        const float id = d != 0 ? 1 / d : 0;
-        int         q[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            q[k] = min(31, static_cast<int>(x[k] * id + 16.5f));
-        }
-        lanes.store_nibbles(b->qs, q);
-        lanes.store_fifth_bits(b->qh, q);
-        if (lanes.lane == 0) {
-            b->d = __float2half_rn(d);
-        }
-    }
-};
-
-template <> struct value_type<TYPE_Q5_1> : block_type<block_q5_1> {
-    static constexpr int   BLOCK     = 32;
-    static constexpr bool  CAN_STORE = true;
-    static __device__ void load8(const char * row, int64_t i, float * out) {
-        const block &  b = at(row, i, BLOCK);
-        const float    d = __half2float(b.d), m = __half2float(b.m);
-        const uint32_t qh = load_u32(b.qh) >> (i & 31);
-        int            q[8];
-        load_nibbles(b.qs, i, q);
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-            out[k] = d * static_cast<int>(q[k] | ((qh >> k) & 1) << 4) + m;
-        }
-    }
-    static __device__ void store(block * b, const float * x, const block_lanes & lanes) {
-        const float lo = lanes.min_of(x), d = (lanes.max_of(x) - lo) / 31;
-        const float id = d != 0 ? 1 / d : 0;
-        int         q[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            q[k] = min(31, static_cast<int>((x[k] - lo) * id + 0.5f));
-        }
-        lanes.store_nibbles(b->qs, q);
-        lanes.store_fifth_bits(b->qh, q);
-        if (lanes.lane == 0) {
-            b->d = __float2half_rn(d);
-            b->m = __float2half_rn(lo);
-        }
-    }
-};
-
-template <> struct value_type<TYPE_Q8_0> : block_type<block_q8_0> {
-    static constexpr int   BLOCK     = 32;
-    static constexpr bool  CAN_STORE = true;
-    static __device__ void load8(const char * row, int64_t i, float * out) {
-        const block & b = at(row, i, BLOCK);
+        const block & b = at(row, i);
         const float   d = __half2float(b.d);
         // blocks have 34 bytes, so only 2-byte loads are aligned
         const uint16_t * q = reinterpret_cast<const uint16_t *>(b.qs + (i & 31));
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const int two  = q[k];
-            out[2 * k]     = d * static_cast<int8_t>(two);
-            out[2 * k + 1] = d * static_cast<int8_t>(two >> 8);
-        }
+        set8(out, [&](int k) { return d * static_cast<int8_t>(q[k / 2] >> k % 2 * 8); });
     }
     static __device__ void store(block * b, const float * x, const block_lanes & lanes) {
         const float d  = fabsf(lanes.extreme_of(x)) / 127;
@@ -381,18 +320,13 @@ template <> struct value_type<TYPE_Q8_0> : block_type<block_q8_0> {
     }
 };
 
-template <> struct value_type<TYPE_IQ4_NL> : block_type<block_q4_0> {
-    static constexpr int   BLOCK     = 32;
-    static constexpr bool  CAN_STORE = true;
+template <> struct value_type<TYPE_IQ4_NL> : block_type<block_q4_0, 32> {
     static __device__ void load8(const char * row, int64_t i, float * out) {
-        const block & b = at(row, i, BLOCK);
+        const block & b = at(row, i);
         const float   d = __half2float(b.d);
         int           q[8];
         load_nibbles(b.qs, i, q);
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-            out[k] = d * iq4_nl_values[q[k]];
-        }
+        set8(out, [&](int k) { return d * iq4_nl_values[q[k]]; });
     }
     static __device__ int nearest(float x) {
         int best = 0;
@@ -423,45 +357,35 @@ template <> struct value_type<TYPE_IQ4_NL> : block_type<block_q4_0> {
     }
 };
 
-template <> struct value_type<TYPE_MXFP4> : block_type<block_mxfp4> {
-    static constexpr int   BLOCK     = 32;
+template <> struct value_type<TYPE_MXFP4> : block_type<block_mxfp4, 32> {
     static constexpr bool  CAN_STORE = false;
     static __device__ void load8(const char * row, int64_t i, float * out) {
-        const block & b = at(row, i, BLOCK);
+        const block & b = at(row, i);
         // half of 2^(e - 127), since mxfp4_values are doubled; e < 2 gives a subnormal
         const float d = __uint_as_float(b.e < 2 ? 0x00200000u << b.e : static_cast<uint32_t>(b.e - 1) << 23);
         int         q[8];
         load_nibbles(b.qs, i, q);
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-            out[k] = d * mxfp4_values[q[k]];
-        }
+        set8(out, [&](int k) { return d * mxfp4_values[q[k]]; });
     }
 };
 
-// ---- super-blocks of 256 ----
-template <> struct value_type<TYPE_Q2_K> : block_type<block_q2_k> {
-    static constexpr int   BLOCK     = 256;
-    static constexpr bool  CAN_STORE = false;
+// ---- super-blocks of 256; e: the first of the 8 elements in its block ----
+
+template <> struct value_type<TYPE_Q2_K> : block_type<block_q2_k, 256> {
     static __device__ void load8(const char * row, int64_t i, float * out) {
-        const block &   b  = at(row, i, BLOCK);
+        const block &   b  = at(row, i);
         const int       e  = static_cast<int>(i) & 255;
         const int       sc = b.scales[e / 16];
         const float     d = __half2float(b.d) * (sc & 15), m = __half2float(b.dmin) * (sc >> 4);
         const int       shift = (e % 128) / 32 * 2;
         const uint8_t * q     = b.qs + e / 128 * 32 + e % 32;
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-            out[k] = d * ((q[k] >> shift) & 3) - m;
-        }
+        set8(out, [&](int k) { return d * ((q[k] >> shift) & 3) - m; });
     }
 };
 
-template <> struct value_type<TYPE_Q3_K> : block_type<block_q3_k> {
-    static constexpr int   BLOCK     = 256;
-    static constexpr bool  CAN_STORE = false;
+template <> struct value_type<TYPE_Q3_K> : block_type<block_q3_k, 256> {
     static __device__ void load8(const char * row, int64_t i, float * out) {
-        const block & b = at(row, i, BLOCK);
+        const block & b = at(row, i);
         const int     e = static_cast<int>(i) & 255;
         // scales: low nibbles in bytes 0-7 (even half: low, then high), two upper bits in bytes 8-11
         const int       s     = e / 16;
@@ -472,98 +396,69 @@ template <> struct value_type<TYPE_Q3_K> : block_type<block_q3_k> {
         const int       high  = e / 32; // bit of hmask
         const uint8_t * q     = b.qs + e / 128 * 32 + e % 32;
         const uint8_t * h     = b.hmask + e % 32;
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-            out[k] = d * (((q[k] >> shift) & 3) - ((h[k] >> high) & 1 ? 0 : 4));
-        }
+        set8(out, [&](int k) { return d * (((q[k] >> shift) & 3) - ((h[k] >> high) & 1 ? 0 : 4)); });
     }
 };
 
-// 6-bit scale and minimum of sub-block j (32 elements) of Q4_K and Q5_K
-static __device__ __forceinline__ void load_scale_min(const uint8_t * s, int j, int * scale, int * minimum) {
-    if (j < 4) {
-        *scale   = s[j] & 63;
-        *minimum = s[j + 4] & 63;
-    } else {
-        *scale   = (s[j + 4] & 15) | (s[j - 4] >> 6) << 4;
-        *minimum = (s[j + 4] >> 4) | (s[j] >> 6) << 4;
+// Q4_K and, if B has qh, Q5_K.
+template <typename B> struct scale_min_type : block_type<B, 256> {
+    // 6-bit scale and minimum of sub-block j (32 elements)
+    static __device__ __forceinline__ void load_scale_min(const uint8_t * s, int j, int * scale, int * minimum) {
+        if (j < 4) {
+            *scale   = s[j] & 63;
+            *minimum = s[j + 4] & 63;
+        } else {
+            *scale   = (s[j + 4] & 15) | (s[j - 4] >> 6) << 4;
+            *minimum = (s[j + 4] >> 4) | (s[j] >> 6) << 4;
+        }
     }
+    static __device__ void load8(const char * row, int64_t i, float * out) {
+        const B & b = block_type<B, 256>::at(row, i);
+        const int e = static_cast<int>(i) & 255;
+        int       scale, minimum;
+        load_scale_min(b.scales, e / 32, &scale, &minimum);
+        const float     d = __half2float(b.d) * scale, m = __half2float(b.dmin) * minimum;
+        const int       shift = (e & 32) >> 3;
+        const uint8_t * q     = b.qs + e / 64 * 32 + e % 32;
+        if constexpr (std::is_same_v<B, block_q5_k>) {
+            const uint8_t * h = b.qh + e % 32;
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                out[k] = d * (((q[k] >> shift) & 15) | ((h[k] >> (e / 32)) & 1) << 4) - m;
+            }
+        } else {
+            set8(out, [&](int k) { return d * ((q[k] >> shift) & 15) - m; });
+        }
+    }
+};
+template <> struct value_type<TYPE_Q4_K> : scale_min_type<block_q4_k> {};
+template <> struct value_type<TYPE_Q5_K> : scale_min_type<block_q5_k> {};
+
+template <> struct value_type<TYPE_Q6_K> : block_type<block_q6_k, 256> {
+    static __device__ void load8(const char * row, int64_t i, float * out) {
+        const block &   b       = at(row, i);
+        const int       e       = static_cast<int>(i) & 255;
+        const int       quarter = (e % 128) / 32; // of the half of 128: 0, 1 low nibbles of ql, 2, 3 high nibbles
+        const float     d       = __half2float(b.d) * b.scales[e / 16];
+        const uint8_t * ql      = b.ql + e / 128 * 64 + (quarter & 1) * 32 + e % 32;
+        const uint8_t * qh      = b.qh + e / 128 * 32 + e % 32;
+        set8(out, [&](int k) {
+            return d *
+                   (static_cast<int>(((ql[k] >> (quarter / 2 * 4)) & 15) | ((qh[k] >> (quarter * 2)) & 3) << 4) - 32);
+        });
+    }
+};
+
+// Returns f(value_type<...>{}) for one of TYPES that is known at run time; cudaErrorInvalidValue for other types.
+template <tensor_type... TYPES, typename F> cudaError_t with_type_of(tensor_type type, F && f) {
+    cudaError_t error = cudaErrorInvalidValue;
+    (void)((type == TYPES && (error = f(value_type<TYPES>{}), true)) || ...);
+    return error;
 }
-
-template <> struct value_type<TYPE_Q4_K> : block_type<block_q4_k> {
-    static constexpr int   BLOCK     = 256;
-    static constexpr bool  CAN_STORE = false;
-    static __device__ void load8(const char * row, int64_t i, float * out) {
-        const block & b = at(row, i, BLOCK);
-        const int     e = static_cast<int>(i) & 255;
-        int           scale, minimum;
-        load_scale_min(b.scales, e / 32, &scale, &minimum);
-        const float     d = __half2float(b.d) * scale, m = __half2float(b.dmin) * minimum;
-        const int       shift = (e & 32) >> 3;
-        const uint8_t * q     = b.qs + e / 64 * 32 + e % 32;
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-            out[k] = d * ((q[k] >> shift) & 15) - m;
-        }
-    }
-};
-
-template <> struct value_type<TYPE_Q5_K> : block_type<block_q5_k> {
-    static constexpr int   BLOCK     = 256;
-    static constexpr bool  CAN_STORE = false;
-    static __device__ void load8(const char * row, int64_t i, float * out) {
-        const block & b = at(row, i, BLOCK);
-        const int     e = static_cast<int>(i) & 255;
-        int           scale, minimum;
-        load_scale_min(b.scales, e / 32, &scale, &minimum);
-        const float     d = __half2float(b.d) * scale, m = __half2float(b.dmin) * minimum;
-        const int       shift = (e & 32) >> 3;
-        const uint8_t * q     = b.qs + e / 64 * 32 + e % 32;
-        const uint8_t * h     = b.qh + e % 32;
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-            out[k] = d * (((q[k] >> shift) & 15) | ((h[k] >> (e / 32)) & 1) << 4) - m;
-        }
-    }
-};
-
-template <> struct value_type<TYPE_Q6_K> : block_type<block_q6_k> {
-    static constexpr int   BLOCK     = 256;
-    static constexpr bool  CAN_STORE = false;
-    static __device__ void load8(const char * row, int64_t i, float * out) {
-        const block &   b    = at(row, i, BLOCK);
-        const int       e    = static_cast<int>(i) & 255;
-        const int       part = (e % 128) / 32; // quarter of the half of 128: 0, 1 low nibbles of ql, 2, 3 high nibbles
-        const float     d    = __half2float(b.d) * b.scales[e / 16];
-        const uint8_t * ql   = b.ql + e / 128 * 64 + (part & 1) * 32 + e % 32;
-        const uint8_t * qh   = b.qh + e / 128 * 32 + e % 32;
-#pragma unroll
-        for (int k = 0; k < 8; k++) {
-            out[k] = d * (static_cast<int>(((ql[k] >> (part / 2 * 4)) & 15) | ((qh[k] >> (part * 2)) & 3) << 4) - 32);
-        }
-    }
-};
-
-// Returns f(value_type<...>{}) for a type known at run time; cudaErrorInvalidValue for types without kernels.
+// The same for all types that have kernels.
 template <typename F> cudaError_t with_type(tensor_type type, F && f) {
-    switch (type) {
-        case TYPE_F32:    return f(value_type<TYPE_F32>{});
-        case TYPE_F16:    return f(value_type<TYPE_F16>{});
-        case TYPE_BF16:   return f(value_type<TYPE_BF16>{});
-        case TYPE_Q4_0:   return f(value_type<TYPE_Q4_0>{});
-        case TYPE_Q4_1:   return f(value_type<TYPE_Q4_1>{});
-        case TYPE_Q5_0:   return f(value_type<TYPE_Q5_0>{});
-        case TYPE_Q5_1:   return f(value_type<TYPE_Q5_1>{});
-        case TYPE_Q8_0:   return f(value_type<TYPE_Q8_0>{});
-        case TYPE_Q2_K:   return f(value_type<TYPE_Q2_K>{});
-        case TYPE_Q3_K:   return f(value_type<TYPE_Q3_K>{});
-        case TYPE_Q4_K:   return f(value_type<TYPE_Q4_K>{});
-        case TYPE_Q5_K:   return f(value_type<TYPE_Q5_K>{});
-        case TYPE_Q6_K:   return f(value_type<TYPE_Q6_K>{});
-        case TYPE_IQ4_NL: return f(value_type<TYPE_IQ4_NL>{});
-        case TYPE_MXFP4:  return f(value_type<TYPE_MXFP4>{});
-        default:          return cudaErrorInvalidValue;
-    }
+    return with_type_of<TYPE_F32, TYPE_F16, TYPE_BF16, TYPE_Q4_0, TYPE_Q4_1, TYPE_Q5_0, TYPE_Q5_1, TYPE_Q8_0, TYPE_Q2_K,
+                        TYPE_Q3_K, TYPE_Q4_K, TYPE_Q5_K, TYPE_Q6_K, TYPE_IQ4_NL, TYPE_MXFP4>(type, f);
 }
 
 } // namespace macko::cuda

@@ -44,10 +44,10 @@ bool gpu_memory::commit(const void * at, size_t n) {
     if (lost_ || (range_->end_of_run(offset, offset + n, &has) == offset + n && has)) {
         return !lost_;
     }
-    gpu &                             device = server_.device;
-    std::vector<address_range::piece> fresh;
+    gpu &                               device = server_.device;
+    std::vector<address_range::segment> fresh;
     lost_ = !device.select() || !device.check_memory(range_->commit(offset, n, &fresh), "memory for an RPC client");
-    for (const address_range::piece & p : fresh) {
+    for (const address_range::segment & p : fresh) {
         lost_ = lost_ || !device.check(cudaMemsetAsync(p.at, value_, p.nbytes, device.stream), "cudaMemset");
     }
     return !lost_;
@@ -93,7 +93,7 @@ void gpu_memory::copy(void * at, rpc_memory & from, const void * source, size_t 
 void gpu_memory::clear(uint8_t value) {
     value_ = value;
     lost_  = false;
-    for (const address_range::piece & p : range_->committed()) {
+    for (const address_range::segment & p : range_->committed()) {
         server_.device.fill(p.at, value, p.nbytes);
     }
 }
@@ -132,17 +132,17 @@ gpu_memory::placed_weight::~placed_weight() {
 
 // Reserves addresses and memory for a weight, which belongs to the arena from now on.
 int gpu_memory::take(const sparse_tensor_info & matrix, size_t nbytes, std::unique_ptr<placed_weight> * out) {
-    gpu &                             device = server_.device;
-    arena &                           a      = weights_;
-    std::vector<address_range::piece> fresh; // the upload writes all bytes that are read
-    const auto                        checked = [&](cudaError_t error) -> int {
+    gpu &                               device = server_.device;
+    arena &                             a      = weights_;
+    std::vector<address_range::segment> fresh; // the upload writes all bytes that are read
+    const auto                          checked = [&](cudaError_t error) -> int {
         if (error == cudaSuccess) {
             return GGML_MACKO_STATUS_OK;
         }
         const char * why = cudaGetErrorString(error);
         const double mib = static_cast<double>(nbytes) / MIB;
         return fail(GGML_MACKO_STATUS_OUT_OF_MEMORY, "%s: no room for %.2f MiB on %s: %s", matrix.name.c_str(), mib,
-                                           device.name.c_str(), why);
+                                             device.name.c_str(), why);
     };
     if (!a.range) { // a layout may need more than the dense elements; addresses cost nothing
         const size_t room = 4 * nbytes_ + (size_t(64) << 20);

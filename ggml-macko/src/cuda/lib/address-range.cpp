@@ -97,7 +97,7 @@ cudaError_t address_range::reserve(int device, size_t nbytes, std::unique_ptr<ad
 }
 
 address_range::~address_range() {
-    for (const piece & p : mapped_) {
+    for (const segment & p : mapped_) {
         driver().unmap(pointer_of(p.at), p.nbytes); // an error concerns the GPU; the next use of the GPU reports it
     }
     if (base_) {
@@ -133,7 +133,7 @@ cudaError_t address_range::map(size_t first, size_t end) {
     return cudaSuccess;
 }
 
-cudaError_t address_range::commit(size_t offset, size_t n, std::vector<piece> * fresh) {
+cudaError_t address_range::commit(size_t offset, size_t n, std::vector<segment> * fresh) {
     const size_t end = (offset + n + granule_ - 1) / granule_;
     for (size_t first = offset / granule_; first < end; first++) {
         if (has_[first]) {

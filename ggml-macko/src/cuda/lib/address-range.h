@@ -20,7 +20,7 @@ public:
     address_range(const address_range &)             = delete;
     address_range & operator=(const address_range &) = delete;
 
-    struct piece {
+    struct segment {
         char * at;
         size_t nbytes;
     };
@@ -28,18 +28,18 @@ public:
     char * base() const { return base_; }
     // Allocates memory for the granules of n bytes from `offset` on that have none. *fresh: the new granules, with
     // undefined content. After an error, some of them may have memory.
-    [[nodiscard]] cudaError_t commit(size_t offset, size_t n, std::vector<piece> * fresh);
+    [[nodiscard]] cudaError_t commit(size_t offset, size_t n, std::vector<segment> * fresh);
     // End of the run of bytes in [offset, end) that, like the first byte, have memory (*has) or have none.
-    size_t                     end_of_run(size_t offset, size_t end, bool * has) const;
-    const std::vector<piece> & committed() const { return mapped_; }
+    size_t                       end_of_run(size_t offset, size_t end, bool * has) const;
+    const std::vector<segment> & committed() const { return mapped_; }
 
 private:
-    int                device_  = 0;
-    char *             base_    = nullptr;
-    size_t             nbytes_  = 0; // a multiple of granule_
-    size_t             granule_ = 0;
-    std::vector<bool>  has_;    // indexed by granule
-    std::vector<piece> mapped_; // one element per allocation; each must be freed as a whole
+    int                  device_  = 0;
+    char *               base_    = nullptr;
+    size_t               nbytes_  = 0; // a multiple of granule_
+    size_t               granule_ = 0;
+    std::vector<bool>    has_;    // indexed by granule
+    std::vector<segment> mapped_; // one element per allocation; each must be freed as a whole
 
     address_range() = default;
     cudaError_t map(size_t first, size_t end);

@@ -13,11 +13,11 @@ namespace {
 
 // Bytes that one thread fills at a time: large enough that the calls take less time than the copy, and small enough
 // that all threads have work in a small matrix.
-constexpr int64_t PIECE_NBYTES = int64_t(1) << 20;
+constexpr int64_t CHUNK_NBYTES = int64_t(1) << 20;
 
-int64_t rows_of_piece(const staged_rows & r) {
+int64_t rows_of_chunk(const staged_rows & r) {
     const int64_t most = std::max<int64_t>(1, host_staging::SLOT_NBYTES / r.row_nbytes);
-    const int64_t some = std::max<int64_t>(1, PIECE_NBYTES / r.row_nbytes);
+    const int64_t some = std::max<int64_t>(1, CHUNK_NBYTES / r.row_nbytes);
     return std::min(most, (some + r.step - 1) / r.step * r.step);
 }
 
@@ -72,7 +72,7 @@ cudaError_t host_staging::copy(const staged_rows & rows, int n_threads, cudaStre
     std::atomic<cudaError_t> error{ cudaSuccess };
     int                      next_slot[N_SLOTS]; // next slot of each thread, whose slots are its number + i * n
     std::fill(next_slot, next_slot + N_SLOTS, -1);
-    parallel_parts(n, rows.n, rows_of_piece(rows), [&](int64_t begin, int64_t end, int thread) {
+    parallel_parts(n, rows.n, rows_of_chunk(rows), [&](int64_t begin, int64_t end, int thread) {
         int & at        = next_slot[thread];
         at              = at < 0 || at + n >= N_SLOTS ? thread : at + n;
         const slot & s  = slots_[at];

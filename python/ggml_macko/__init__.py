@@ -5,11 +5,10 @@
     convert("pruned.gguf", "sparse.gguf")
     llama = Llama("sparse.gguf")
 
-`Llama` opens sparse models; `plan`, `prune`, `recover`, `convert`, `restore`, `verify`, `inspect`, `calibrate`,
-`perplexity` and `kl_divergence` are the subcommands of `macko` as functions; `SparseMatrix` is one matrix on NumPy
-arrays.
+`Llama` opens sparse models. `plan`, `prune`, `recover`, `convert`, `restore`, `verify`, `inspect`, `calibrate`,
+`perplexity` and `kl_divergence` are the subcommands of `macko` as functions. `SparseMatrix` holds one matrix.
 
-Importing the package is cheap: the C library and llama_cpp are loaded with the first name that needs them.
+Importing the package is fast: the first name that needs the C library and llama_cpp loads them.
 """
 
 from __future__ import annotations
@@ -39,88 +38,43 @@ if TYPE_CHECKING:
     from .recovery.recover import RecoverReport, recover
     from .sparse_matrix import SparseMatrix
 
-_HOME = {
-    "Llama": "llama",
-    "register": "native.llama_hook",
-    "SparseMatrix": "sparse_matrix",
-    "plan": "conversion.estimate",
-    "ModelPlan": "conversion.estimate",
-    "convert": "conversion.convert",
-    "ConversionReport": "conversion.convert",
-    "ConvertOptions": "conversion.convert",
-    "restore": "conversion.restore",
-    "RestorationReport": "conversion.restore",
-    "verify": "conversion.verify",
-    "Verification": "conversion.verify",
-    "inspect": "conversion.inspect",
-    "ModelReport": "conversion.inspect",
-    "prune": "pruning.prune",
-    "PruneReport": "pruning.prune",
-    "PruneOptions": "pruning.options",
-    "recover": "recovery.recover",
-    "RecoverReport": "recovery.recover",
-    "RecoverOptions": "recovery.options",
-    "decompress": "huggingface.decompress",
-    "Decompression": "huggingface.decompress",
-    "calibrate": "evaluation.calibrate",
-    "Calibration": "evaluation.calibrate",
-    "calibrate_activations": "evaluation.calibrate_activations",
-    "ActivationCalibration": "evaluation.calibrate_activations",
-    "SkipOptions": "evaluation.skipping",
-    "perplexity": "evaluation.perplexity",
-    "Estimate": "evaluation.likelihood",
-    "skipped_perplexity": "evaluation.perplexity",
-    "SkippedPerplexity": "evaluation.perplexity",
-    "kl_divergence": "evaluation.perplexity",
-    "Divergence": "evaluation.kl_divergence",
-    "MackoError": "errors",
-    "FileFormatError": "errors",
-    "VersionMismatchError": "errors",
+_MODULES = {
+    "llama": "Llama",
+    "native.llama_hook": "register",
+    "sparse_matrix": "SparseMatrix",
+    "conversion.estimate": "plan ModelPlan",
+    "conversion.convert": "convert ConversionReport ConvertOptions",
+    "conversion.restore": "restore RestorationReport",
+    "conversion.verify": "verify Verification",
+    "conversion.inspect": "inspect ModelReport",
+    "pruning.prune": "prune PruneReport",
+    "pruning.options": "PruneOptions",
+    "recovery.recover": "recover RecoverReport",
+    "recovery.options": "RecoverOptions",
+    "huggingface.decompress": "decompress Decompression",
+    "evaluation.calibrate": "calibrate Calibration",
+    "evaluation.calibrate_activations": "calibrate_activations ActivationCalibration",
+    "evaluation.skipping": "SkipOptions",
+    "evaluation.perplexity": "perplexity skipped_perplexity SkippedPerplexity kl_divergence",
+    "evaluation.likelihood": "Estimate",
+    "evaluation.kl_divergence": "Divergence",
+    "errors": "MackoError FileFormatError VersionMismatchError",
 }
-"""The module of each public name."""
+"""Module -> its public names."""
+
+_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
-    "ActivationCalibration",
-    "Calibration",
-    "ConversionReport",
-    "ConvertOptions",
-    "Decompression",
-    "Divergence",
-    "Estimate",
-    "FileFormatError",
-    "Llama",
-    "MackoError",
-    "ModelPlan",
-    "ModelReport",
-    "PruneOptions",
-    "PruneReport",
-    "RecoverOptions",
-    "RecoverReport",
-    "RestorationReport",
-    "SkipOptions",
-    "SkippedPerplexity",
-    "SparseMatrix",
-    "Verification",
-    "VersionMismatchError",
-    "calibrate",
-    "calibrate_activations",
-    "convert",
-    "decompress",
-    "inspect",
-    "kl_divergence",
-    "perplexity",
-    "plan",
-    "prune",
-    "recover",
-    "register",
-    "restore",
-    "skipped_perplexity",
-    "verify",
-]
+    "ActivationCalibration", "Calibration", "ConversionReport", "ConvertOptions", "Decompression", "Divergence",
+    "Estimate", "FileFormatError", "Llama", "MackoError", "ModelPlan", "ModelReport", "PruneOptions", "PruneReport",
+    "RecoverOptions", "RecoverReport", "RestorationReport", "SkipOptions", "SkippedPerplexity", "SparseMatrix",
+    "Verification", "VersionMismatchError", "calibrate", "calibrate_activations", "convert", "decompress", "inspect",
+    "kl_divergence", "perplexity", "plan", "prune", "recover", "register", "restore", "skipped_perplexity", "verify",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
-    if name == "__version__":  # one place for the number: the C library's
+    if name == "__version__":  # the C library has the number
         from .native import bindings
 
         return bindings.version()

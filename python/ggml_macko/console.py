@@ -1,7 +1,7 @@
-"""How the tools talk: logs and progress on stderr, results on stdout.
+"""The output of the tools: logs and progress on stderr, results on stdout.
 
-Library functions log lines in the style of llama-quantize (`log`, `tensor_line`) and show how far they are on a
-terminal (`progress`); they print nothing else. `quiet()` silences them, `brief()` leaves out details.
+Library functions log lines in the style of llama-quantize (`log`, `tensor_line`) and show progress on a terminal
+(`progress`); they print nothing else. `quiet()` silences them, and `brief()` omits details.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 _is_quiet = contextvars.ContextVar("is_quiet", default=False)
 _is_brief = contextvars.ContextVar("is_brief", default=False)
-_bars: list[Tqdm[Any]] = []  # those that are on the terminal, the outermost first
+_bars: list[Tqdm[Any]] = []  # the bars on the terminal, outermost first
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Progress and warnings of library functions that are called inside are not shown."""
+    """Hides progress and warnings of library functions inside the block."""
     token = _is_quiet.set(True)
     try:
         yield
@@ -41,7 +41,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def brief() -> Iterator[None]:
-    """Details, such as a line for each tensor, are not shown: for what is one step of a longer task."""
+    """Hides details, such as a line per tensor, in a step of a longer task."""
     token = _is_brief.set(True)
     try:
         yield
@@ -57,13 +57,13 @@ def log(text: str, end: str = "\n") -> None:
 
 
 def detail(text: str) -> None:
-    """Logs what brief() leaves out."""
+    """Logs a line that brief() omits."""
     if not _is_brief.get():
         log(text)
 
 
 def tensor_line(i: int, n: int, name: str, ne: Sequence[int], type_name: str, what: str) -> None:
-    """Tensor i of n is done. ne: its shape, ggml order."""
+    """Logs that tensor i of n is finished. ne: its shape in ggml order."""
     shape = ", ".join(f"{x:5d}" for x in (*ne, 1, 1, 1, 1)[:4])
     detail(f"[{i:4d}/{n:4d}] {name:36s} - [{shape}], type = {type_name:>6s}, {what}")
 
@@ -73,11 +73,11 @@ def tensor_line(i: int, n: int, name: str, ne: Sequence[int], type_name: str, wh
 
 @contextlib.contextmanager
 def progress(what: str, total: float, unit: str = "", initial: float = 0) -> Iterator[Callable[[float], object]]:
-    """Shows at the bottom of a terminal how far a task is and how long the rest will take; gives a function that says
-    how many more units are done.
+    """Shows the progress and the remaining time of a task at the bottom of a terminal. Yields a function that adds
+    finished units.
 
-    total: in units; "B" and "weights" are shown in thousands and millions. initial: what was done before. Nothing is
-    shown where stderr is no terminal, nor within quiet().
+    total: in units; "B" and "weights" have prefixes for thousands and millions. initial: units finished before. Nothing
+    is shown if stderr is not a terminal, or inside quiet().
     """
     if not shows_progress():
         yield lambda n: None
@@ -103,8 +103,8 @@ def progress(what: str, total: float, unit: str = "", initial: float = 0) -> Ite
 def tracked(
     items: Sequence[T], what: str, size: Callable[[T], float] = lambda item: 1, unit: str = "", initial: float = 0
 ) -> Iterator[T]:
-    """The items, one after another, with progress(): an item is done when the next one is asked for. size: of an item,
-    in units.
+    """Iterates over the items with progress(). An item is finished when the next one is requested. size: units of an
+    item.
     """
     with progress(what, sum(map(size, items)) + initial, unit, initial) as advance:
         for item in items:
@@ -113,19 +113,19 @@ def tracked(
 
 
 def shows_progress() -> bool:
-    """Whether progress() shows anything now."""
+    """Whether progress() is visible."""
     return not _is_quiet.get() and sys.stderr.isatty()
 
 
 def note(text: str) -> None:
-    """Says something behind the progress that is shown, such as the result so far."""
+    """Shows a text, such as the present result, after the progress."""
     if _bars:
         _bars[-1].set_postfix_str(text)
 
 
 @functools.cache
 def _bar_class() -> type[Tqdm[Any]]:
-    """tqdm without its watching thread and without locks between processes: a child of fork() must not wait for one."""
+    """tqdm without its monitor thread and without locks between processes, which a child of fork() would wait for."""
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg]  # it takes parameters in its stubs only
@@ -137,7 +137,7 @@ def _bar_class() -> type[Tqdm[Any]]:
 
 @contextlib.contextmanager
 def _bars_cleared() -> Iterator[None]:
-    """Takes the bars away while a line is printed."""
+    """Hides the bars while a line is printed."""
     for bar in _bars:
         bar.clear()
     yield
@@ -149,7 +149,7 @@ def _bars_cleared() -> Iterator[None]:
 
 
 def eta(done: int, total: int, seconds: float, n: int) -> str:
-    """Of a run whose last `n` of `done` chunks took `seconds`; llama-imatrix's words."""
+    """The remaining time of a run whose last `n` of `done` chunks took `seconds`, in the words of llama-imatrix."""
     hours, left = divmod(seconds / n * (total - done), 3600)
     each = seconds / n
     return f"[{done:4d}/{total:4d}] {each:.2f} seconds per pass - ETA {hours:.0f} hours {left / 60:.2f} minutes"
@@ -160,7 +160,7 @@ def size(nbytes: int) -> str:
 
 
 def size_column(nbytes: int) -> str:
-    """The same, so that lines below each other align."""
+    """size() in a column of fixed width."""
     return f"{size(nbytes):>12s}"
 
 

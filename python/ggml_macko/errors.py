@@ -1,7 +1,7 @@
-"""Every failure as an exception that carries the status code of the C library and its one line of text.
+"""Exceptions with a status code of the C library and one line of text.
 
-Errors that llama_cpp.Llama would raise as ValueError are ValueErrors here too, so that callers of the drop-in class
-need no change.
+Errors that llama_cpp.Llama raises as ValueError are also ValueErrors here, so callers of the drop-in class need no
+change.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from collections.abc import Iterable
 
 
 def printable(text: str) -> str:
-    """Text with control characters, and others that a terminal obeys or hides, as escapes: names and metadata are what
-    a stranger wrote.
-    """
+    """The text with escapes for control characters and invisible characters, since names and metadata are untrusted."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
@@ -32,7 +30,7 @@ class ArgumentError(MackoError, ValueError):
 
 
 class UsageError(ArgumentError):
-    """Options that are wrong by themselves, whatever the files hold: `macko` exits with 2."""
+    """Options that are wrong for any file. `macko` exits with 2."""
 
 
 class OutOfMemoryError(MackoError, MemoryError):
@@ -40,7 +38,7 @@ class OutOfMemoryError(MackoError, MemoryError):
 
 
 class VersionMismatchError(MackoError, ImportError):
-    """The installed llama-cpp-python is not the one that the plugin was built for."""
+    """The plugin does not support the installed llama-cpp-python."""
 
 
 class LoadError(MackoError, ValueError):
@@ -52,11 +50,11 @@ class FileAccessError(MackoError, ValueError):
 
 
 class FileFormatError(MackoError, ValueError):
-    """A GGUF file that breaks a rule of FORMAT.md; nothing of it was used."""
+    """A GGUF file that breaks a rule of FORMAT.md. No part of it was used."""
 
 
 class PayloadError(FileFormatError):
-    """The file's header is valid, but the arrays of a sparse matrix are not."""
+    """A file with a valid header, but with an invalid array of a sparse matrix."""
 
 
 # Values of enum ggml_macko_status that Python code raises or compares with; a test checks them against the header.
@@ -103,24 +101,24 @@ def error_class(code: int) -> type[MackoError]:
 
 
 def error(code: int, text: str) -> MackoError:
-    """The exception of a status code, to be raised by the caller."""
+    """The exception for a status code; the caller raises it."""
     return error_class(code)(code, text)
 
 
 def usage_error(text: str) -> UsageError:
-    """The exception of options that are wrong by themselves, to be raised by the caller."""
+    """The exception for wrong options; the caller raises it."""
     return UsageError(BAD_ARGUMENT, text)
 
 
 def did_you_mean(name: str, known: Iterable[str], n: int = 1) -> str:
-    """ "; did you mean ...?" with the known names nearest to one that is not known, or nothing if none is near."""
+    """ "; did you mean ...?" with the known names nearest to an unknown one, or an empty text."""
     nearest = difflib.get_close_matches(name, list(known), n, cutoff=0.6)
     names = " or ".join([", ".join(nearest[:-1]), nearest[-1]] if len(nearest) > 1 else nearest)
     return f"; did you mean {names}?" if nearest else ""
 
 
 def one_line(error: BaseException) -> str:
-    """What to tell the user of any exception."""
+    """The message for the user about any exception."""
     if isinstance(error, MackoError):
         text = str(error)
     elif isinstance(error, OSError) and error.strerror:

@@ -1,7 +1,7 @@
-"""Opening files to read, and errors that name the file.
+"""Opens files for reading, with errors that name the file.
 
-A path from a user may name a FIFO without a writer, a socket or a device. Opening one can block for ever, and reading a
-device can have effects of its own, so that whatever reads a file begins here.
+A path from a user may be a FIFO without a writer, a socket or a device. Opening it can block forever, and reading a
+device can have side effects, so all code opens files with these functions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KINDS = (
 def check_regular(path: str | os.PathLike[str], mode: int | None = None) -> None:
     """Raises FileAccessError unless path is a regular file or a link to one, OSError if there is no such file.
 
-    mode: st_mode of the file where it is known already.
+    mode: st_mode of the file, if known.
     """
     found = os.stat(path).st_mode if mode is None else mode
     if not stat.S_ISREG(found):
@@ -36,11 +36,11 @@ def check_regular(path: str | os.PathLike[str], mode: int | None = None) -> None
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
-    """Opens a regular file to read its bytes, unbuffered; never blocks. Raises what check_regular raises."""
+    """Opens a regular file for unbuffered reading without blocking. Raises the errors of check_regular."""
     check_regular(path)
     file = io.FileIO(os.fspath(path), opener=_open_without_waiting)
     try:
-        check_regular(path, os.fstat(file.fileno()).st_mode)  # it may have been replaced since
+        check_regular(path, os.fstat(file.fileno()).st_mode)  # the file may have been replaced meanwhile
     except BaseException:
         file.close()
         raise
@@ -52,7 +52,7 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
 
 def permissions(sources: Iterable[str | os.PathLike[str]]) -> int:
-    """The most that others may do with a file that is made of these files. One that does not exist does not count."""
+    """The permissions of a file that is made from these files: no more than any existing one has."""
     shared = 0o666
     for source in sources:
         with contextlib.suppress(OSError):
@@ -61,7 +61,7 @@ def permissions(sources: Iterable[str | os.PathLike[str]]) -> int:
 
 
 def new_file(path: str | os.PathLike[str], mode: str, sources: Iterable[str | os.PathLike[str]]) -> io.FileIO:
-    """Makes a file that does not exist yet, unbuffered, of these files. mode: x or x+. Raises OSError."""
+    """Creates an unbuffered file that is made from these files. mode: x or x+. Raises OSError."""
     return io.FileIO(os.fspath(path), mode, opener=functools.partial(os.open, mode=permissions(sources)))
 
 
@@ -72,7 +72,7 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 
 def read_at(file: io.FileIO, offset: int, out: memoryview) -> int:
-    """Fills `out` with the bytes from `offset` on. Returns how many there were: fewer only at the end of the file."""
+    """Fills `out` with the bytes from `offset` on. Returns their number, smaller only at the end of the file."""
     done = 0
     while done < len(out):
         n = os.preadv(file.fileno(), [out[done:]], offset + done)
@@ -92,7 +92,7 @@ def write_at(file: io.FileIO, offset: int, data: memoryview) -> None:
 
 @contextlib.contextmanager
 def named(path: str | os.PathLike[str], always: bool = False) -> Iterator[None]:
-    """An OSError that names no file, as that of a full disk, gets this name; always: also one that names another."""
+    """Adds this name to an OSError without a file name, as from a full disk; always: also replaces names."""
     try:
         yield
     except OSError as e:

@@ -1,4 +1,4 @@
-"""The parts of Linux that the package uses. Only this module names them: test_platform.py checks it."""
+"""The interfaces of Linux that the package uses. test_platform.py checks that no other module names them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PRELOAD = "libggml-macko-preload.so"
 PRELOAD_VARIABLE = "LD_PRELOAD"
 """The environment variable that names the libraries to preload."""
 PRELOAD_SEPARATORS = " :\t\n"
-"""The characters that end a path there."""
+"""The characters that end a path in this variable."""
 
 
 MAX_THREADS = 512
@@ -23,8 +23,8 @@ MAX_THREADS = 512
 
 
 def available_cores(root: Path = Path("/")) -> int:
-    """How many cores this process may use: those that it is tied to, and no more than the CPU quota of this container
-    pays for. root: where sys/ is mounted.
+    """The number of cores of this process: its affinity, limited by the CPU quota of the container. root: parent of
+    sys/.
     """
     group, n = root / "sys/fs/cgroup", len(os.sched_getaffinity(0))
     for paths in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):  # cgroup v2, v1
@@ -37,12 +37,12 @@ def available_cores(root: Path = Path("/")) -> int:
 class Memory(NamedTuple):
     """Bytes of memory."""
 
-    free: int  # without making anything else swap
+    free: int  # available without swapping
     total: int
 
 
 def memory(root: Path = Path("/")) -> Memory | None:
-    """Of this machine, None if the system does not tell. root: where proc/ is mounted."""
+    """The memory of this machine, or None if unknown. root: parent of proc/."""
     try:
         with open(root / "proc/meminfo", encoding="ascii") as f:
             numbers = {line.split(":")[0]: int(line.split()[1]) << 10 for line in f}
@@ -52,7 +52,7 @@ def memory(root: Path = Path("/")) -> Memory | None:
 
 
 def container_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that the limit of this container (cgroup v2) leaves, None without a limit. root: where sys/ is mounted."""
+    """Free bytes below the limit of this container (cgroup v2), or None without a limit. root: parent of sys/."""
     group = root / "sys/fs/cgroup"
     with contextlib.suppress(OSError, ValueError):  # no limit is "max"
         return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
@@ -60,7 +60,7 @@ def container_memory(root: Path = Path("/")) -> int | None:
 
 
 def peak_rss() -> int:
-    """Peak of this process's resident memory, in bytes."""
+    """Peak resident memory of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -68,15 +68,15 @@ def peak_rss() -> int:
 
 
 def ggml_library(name: str) -> ctypes.CDLL:
-    """The library of this name, such as "ggml-base", that libllama uses and importing llama_cpp has loaded.
+    """The library of this name, such as "ggml-base", which libllama uses and importing llama_cpp loads.
 
-    Not llama_cpp._ggml.libggml: that is a second copy of the library, with a registry that libllama never sees.
+    llama_cpp._ggml.libggml is a second copy with a registry that libllama does not use.
     """
     return ctypes.CDLL(f"lib{name}.so.0")
 
 
 def cuda_driver() -> ctypes.CDLL | None:
-    """The library of NVIDIA's driver, None without one."""
+    """The library of NVIDIA's driver, or None."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:

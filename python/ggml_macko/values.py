@@ -1,8 +1,8 @@
-"""ggml's type ids and the bit patterns of weights: what every package here needs to know about a value.
+"""ggml's type ids and the bit patterns of weights.
 
-Weights are handled as bit patterns (unsigned integers), never as floats, so that nothing can round them or lose the
-sign of a zero unasked. A zero is the pattern with all bits clear; to a codec -0.0 is a value like any other, and what
-converts drops it first, unless it is to be kept. The module imports nothing of the package.
+Weights are bit patterns (unsigned integers), never floats, so that no operation rounds them or loses the sign of a zero
+by accident. A zero is the pattern with all bits clear. Codecs treat -0.0 as a value; converters drop it first, unless
+asked to keep it. The module imports no other module of the package.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-"""A NumPy array whose dtype is stated in prose: unsigned bit patterns, bytes or numbers."""
+"""A NumPy array. The docstrings state its dtype: unsigned bit patterns, bytes or numbers."""
 
 # ids of enum ggml_type
 TYPE_F32 = 0
@@ -29,7 +29,7 @@ TYPE_NAMES = {TYPE_F32: "f32", TYPE_F16: "f16", TYPE_BF16: "bf16"}
 NEGATIVE_ZERO = {TYPE_F32: 0x80000000, TYPE_F16: 0x8000, TYPE_BF16: 0x8000}
 
 EXPONENT = {TYPE_F32: 0x7F800000, TYPE_F16: 0x7C00, TYPE_BF16: 0x7F80}
-"""Mask of the exponent bits; a value with all of them set is infinite or NaN."""
+"""Mask of the exponent bits. A value with all of them set is infinite or NaN."""
 
 SIGNIFICAND_BITS = {TYPE_F32: 24, TYPE_F16: 11, TYPE_BF16: 8}
 """Including the implicit leading bit."""
@@ -41,7 +41,7 @@ def value_bits(type_id: int) -> int:
 
 
 def bits_dtype(type_id: int) -> np.dtype[Any]:
-    """The unsigned integer that holds one value's bits."""
+    """The unsigned integer type for the bits of a value."""
     return np.dtype(np.uint32 if type_id == TYPE_F32 else np.uint16)
 
 
@@ -53,8 +53,8 @@ def to_float(bits: Array, type_id: int) -> npt.NDArray[np.float32]:
 
 
 def from_float(values: npt.NDArray[np.float32], type_id: int) -> Array:
-    """Bit patterns of finite float32 values, rounded to nearest, ties to even. A value beyond the largest finite value
-    of the type becomes that value.
+    """Bit patterns of finite float32 values, rounded to nearest, ties to even. Values beyond the largest finite value
+    of the type become that value.
     """
     if type_id == TYPE_F32:
         return values.view(np.uint32)

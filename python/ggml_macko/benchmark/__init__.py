@@ -1,3 +1,3 @@
-"""Measuring speed, and reports that put speed beside quality and size."""
+"""Measurements of speed, and reports of speed, quality and size."""
 
 from __future__ import annotations

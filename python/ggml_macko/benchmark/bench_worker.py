@@ -1,6 +1,6 @@
-"""One measurement of one model, in a process of its own: `python -m ggml_macko.benchmark.bench_worker REQUEST`.
+"""One measurement of one model in a separate process: `python -m ggml_macko.benchmark.bench_worker REQUEST`.
 
-models.py starts it. REQUEST is JSON with the arguments of `measure`; what is printed is JSON with the fields of Sample.
+models.py starts it. REQUEST is JSON with the arguments of `measure`; the output is JSON with the fields of Sample.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-DEPTH_BATCH = 512  # tokens of a batch in front of what is timed
+DEPTH_BATCH = 512  # tokens per batch before the timed tokens
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a model runs with; the defaults are llama_cpp.Llama's."""
+    """The context of a model. The defaults are those of llama_cpp.Llama."""
 
     gpu_layers: int = 0  # -1 is all
     flash_attn: bool = False
-    type_k: int | None = None  # of the cache of keys and values, ggml's numbers; None: F16
+    type_k: int | None = None  # ggml type ids of the KV cache; None: F16
     type_v: int | None = None
-    depth: int = 0  # tokens in front of those that are timed
+    depth: int = 0  # tokens before the timed ones
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Sample:
     """One run of one model."""
 
     load_s: float  # seconds
-    prompt_tps: float | None  # tokens per second; None if no prompt was asked for
+    prompt_tps: float | None  # tokens per second; None without a prompt
     gen_tps: float | None
-    rss: int  # peak of resident memory in bytes, pages of mapped files included
-    gpu_memory: int | None  # bytes that the run took on the GPUs; None without layers there, or without a GPU
+    rss: int  # peak resident memory in bytes, with the pages of mapped files
+    gpu_memory: int | None  # bytes of the run on the GPUs; None without layers on a GPU
 
 
 def measure(model: str, n_prompt: int, n_gen: int, threads: int, context: Context) -> Sample:
@@ -65,7 +65,7 @@ def measure(model: str, n_prompt: int, n_gen: int, threads: int, context: Contex
     )
     load_s = time.perf_counter() - begin
     vocabulary = llama.n_vocab()
-    # any tokens will do: time does not depend on them
+    # the time does not depend on the tokens
     tokens = [(7919 * i + 1009) % vocabulary for i in range(context.depth + n_prompt + n_gen)]
 
     def rate(batches: Sequence[Sequence[int]]) -> float:
@@ -74,7 +74,7 @@ def measure(model: str, n_prompt: int, n_gen: int, threads: int, context: Contex
             llama.eval(batch)
         return sum(map(len, batches)) / (time.perf_counter() - begin)
 
-    rate([tokens[: min(n_prompt, 8)], tokens[:1]])  # warms up: the first use of weights and threads
+    rate([tokens[: min(n_prompt, 8)], tokens[:1]])  # warm-up: the first use of weights and threads
     llama.reset()
     llama.eval(tokens[: context.depth])
     tokens = tokens[context.depth :]

@@ -1,7 +1,7 @@
-"""A README for a model hub, made of what a report measured and of the metadata of the files: `model_card(...)`.
+"""A README for a model hub, from the results of a report and the metadata of the files: `model_card(...)`.
 
-It says what was measured, on which text and machine, and what was not. Metadata come from the files, so what they say
-is quoted as plain text.
+The card lists the measurements with their text and machine, and missing measurements. Metadata of files are untrusted
+and quoted as plain text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..conversion.inspect import inspect
 from ..gguf.files import Model, shard_paths
 
 SIGNATURE = b"---\n"
-"""How the front matter begins, and with it the file."""
+"""The start of the front matter and of the file."""
 
 _HUB = re.compile(r"https?://huggingface\.co/([\w.-]+/[\w.-]+)/?")
 
@@ -34,8 +34,8 @@ class ModelFile:
     metadata: Mapping[str, Any]  # general.* and macko.prune.*
     is_sparse: bool
     n_parameters: int
-    density: float | None  # of the weights in blocks: non-zeros over weights
-    storage: Mapping[str, int]  # how tensors of blocks are stored -> how many
+    density: float | None  # non-zeros over weights, in blocks
+    storage: Mapping[str, int]  # storage of tensors in blocks -> number of tensors
 
     def get(self, name: str) -> Any:
         return self.metadata.get(name)
@@ -43,23 +43,23 @@ class ModelFile:
 
 @dataclass(frozen=True)
 class Measurement:
-    """How the figures of the card were taken."""
+    """The conditions of the measurements."""
 
     text: str  # name of the text
-    n_chunks: int  # of it; -1: all
+    n_chunks: int  # of the text; -1: all
     n_ctx: int  # tokens of a chunk
     n_prompt: int
     n_gen: int
     repetitions: int
     n_threads: int
-    gpus: tuple[str, ...]  # that took part
+    gpus: tuple[str, ...]  # the GPUs in use
     kernels: str  # of the CPU
     version: str  # of ggml-macko
     llama_cpp_python: str  # the installed version
 
 
 def read_model(path: str | os.PathLike[str], n_threads: int = 0) -> ModelFile:
-    """What a card says of a model file, dense or sparse. Raises MackoError or OSError."""
+    """The data of a model file, dense or sparse, for a card. Raises MackoError or OSError."""
     report = inspect(path, n_threads=n_threads)
     blocks = [t for t in report.tensors if t.name.startswith("blk.") and len(t.shape) > 1 and t.density is not None]
     n = sum(t.n_elements for t in blocks)
@@ -83,8 +83,8 @@ def read_model(path: str | os.PathLike[str], n_threads: int = 0) -> ModelFile:
 def model_card(
     dense: ModelFile, models: Sequence[ModelFile], results: Sequence[FormResult], how: Measurement, plot: str = ""
 ) -> str:
-    """The text of a README.md. dense: the model that the others are compared with; models: those that are published, of
-    which the first gives the name; results: of a report, the dense model first. plot: path of a picture, if any.
+    """The text of a README.md. dense: the baseline. models: the published models; the first one gives the name.
+    results: of a report, the dense model first. plot: path of a picture, if any.
     """
     first = models[0] if models else dense
     parts = [
@@ -127,7 +127,7 @@ def _name(model: ModelFile) -> str:
 
 
 def _front_matter(model: ModelFile) -> Iterator[str]:
-    """YAML; strings as JSON has them, which YAML reads."""
+    """YAML with JSON strings, which are valid YAML."""
     yield "---"
     licence = model.get("general.license")
     if isinstance(licence, str) and licence:
@@ -141,7 +141,7 @@ def _front_matter(model: ModelFile) -> Iterator[str]:
 
 
 def base_models(model: ModelFile) -> list[tuple[str, str]]:
-    """(name, USER/NAME on the hub or empty) of the models that a file names as those it was made from."""
+    """(name, USER/NAME on the hub or empty) of the base models in the metadata of a file."""
     count = model.get("general.base_model.count")
     out = []
     for i in range(min(count, 16) if isinstance(count, int) else 0):
@@ -277,22 +277,22 @@ def _not_measured(model: ModelFile, results: Sequence[FormResult], how: Measurem
         yield "KL divergence of the quantized forms from the dense model"
 
 
-# ---- text that comes from files ----
+# ---- text from files ----
 
 
 def _plain(text: str) -> str:
-    """One line in which nothing is markup."""
+    """One line without markup."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text[:500]).split())
     return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", line)
 
 
 def _code(text: str) -> str:
-    """For a span or a block of code."""
+    """Text for a span or a block of code."""
     return "".join(c if c.isprintable() and c != "`" else " " for c in text[:500])
 
 
 def _quoted(name: str) -> str:
-    """For a shell."""
+    """Text for a shell."""
     return name if re.fullmatch(r"[\w./+-]+", name) else "'" + name.replace("'", "'\\''") + "'"
 
 

@@ -1,6 +1,6 @@
-"""The forms of a model that a report compares: dense, quantized by llama.cpp, sparse, and sparse with quantized values.
+"""The forms of a model in a report: dense, quantized by llama.cpp, sparse, and sparse with quantized values.
 
-What does not exist yet is made in a temporary folder.
+Missing files are made in a temporary folder.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Form:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A way to make one model file from another: `make(source, output)`, which raises MackoError.
+    """A way to make a model file from another one. `make(source, output)` raises MackoError.
 
-    check(source) raises what can be seen of the inputs beforehand; of a conversion, source is the dense model, which
-    has the tensors of all that is converted.
+    check(source) raises errors of the inputs beforehand. For a conversion, source is the dense model, which has the
+    tensors of all converted files.
     """
 
     label: str
@@ -43,7 +43,7 @@ class Recipe:
 class Forms:
     """The forms of one dense model, in the order in which they are added; the dense model is the first.
 
-    folder: where files are made. conversions: how dense files with zeros become sparse; each gives a form.
+    folder: for new files. conversions: of dense files with zeros; each conversion gives a form.
     """
 
     def __init__(self, dense: Path, folder: Path, n_threads: int, conversions: Sequence[Recipe]) -> None:
@@ -57,7 +57,7 @@ class Forms:
         self.list = [Form(dense.stem, DENSE, dense)]
 
     def check(self, types: Sequence[str], prunings: Sequence[Recipe], models: Sequence[Path]) -> None:
-        """Raises MackoError or OSError for what could not be added later, before anything is made or measured."""
+        """Raises MackoError or OSError for forms that cannot be added, before any work."""
         for name in types:
             ftype(name)
         for recipe in (*prunings, *self._conversions):
@@ -73,7 +73,7 @@ class Forms:
         return f"{label} {conversion.label}" if len(self._conversions) > 1 else label
 
     def _is_sparse(self, path: Path) -> bool:
-        """Raises MackoError if the tensors of a variant are not those of the dense model."""
+        """Raises MackoError if a variant and the dense model have different tensors."""
         with Model(path) as model:
             if {t.name: t.ne for t in model.tensors} != self._shapes:
                 raise errors.error(
@@ -97,7 +97,7 @@ class Forms:
     def add_file(self, path: Path, label: str = "") -> None:
         """Adds a variant of the same model: a sparse file, or a dense file with zeros, which is converted first.
 
-        Raises MackoError if its tensors are not those of the dense model.
+        Raises MackoError if the file and the dense model have different tensors.
         """
         label = label or path.stem
         if self._is_sparse(path):
@@ -125,7 +125,7 @@ def _two_models(label: str) -> errors.MackoError:
 
 
 def sparse_kind(path: Path, source: Path) -> str:
-    """SPARSE, or SPARSE_QUANTIZED if a tensor is not stored bit for bit as its source has it."""
+    """SPARSE, or SPARSE_QUANTIZED if a tensor is not bit for bit equal to its source."""
     with Model(path) as model, Model(source) as dense:
         types = {t.name: t.type for t in dense.tensors}
         lossy = any(t.is_quantized or t.type != types[t.name] for t in model.tensors)
@@ -145,7 +145,7 @@ def ftype(name: str) -> int:
 
 
 def quantize(source: Path, output: Path, name: str, n_threads: int) -> None:
-    """What llama-quantize does, by way of libllama. name: for example Q4_K_M. Raises MackoError."""
+    """Quantizes a model with libllama, as llama-quantize does. name: for example Q4_K_M. Raises MackoError."""
     import llama_cpp.llama_cpp as api
     from llama_cpp._logger import set_verbose
     from llama_cpp._utils import suppress_stdout_stderr

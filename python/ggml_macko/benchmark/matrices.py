@@ -1,6 +1,6 @@
-"""Speed of matrix times vector on the CPU: our kernels against ggml's own on a dense matrix of the same shape.
+"""Speed of products of a matrix and a vector on the CPU: our kernels and ggml's on a dense matrix of the same shape.
 
-The things that are compared run in turn, round by round, and medians are reported.
+The compared functions run in turn, round by round. Results are medians.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ..sparse_matrix import SparseMatrix
 from ..values import TYPE_F32
 
 WORKING_SET = 256 << 20
-"""Dense bytes that a round reads at least: more than caches hold, so that weights come from memory."""
+"""Smallest number of dense bytes per round, larger than caches, so that weights come from memory."""
 
 DENSE_TYPES = {"F16": 1, "Q8_0": 8, "Q4_K": 12}
 """Names of the dense types to compare with -> ggml type ids."""
 
 K_QUANT_BLOCK = 256
-"""Columns that a row of a quantized dense type must be a multiple of here."""
+"""Rows of quantized dense types must have a multiple of this number of columns."""
 
 
 class _InitParams(ctypes.Structure):
@@ -39,9 +39,9 @@ class _InitParams(ctypes.Structure):
 
 
 class GgmlMatVec:
-    """ggml's own y = W x on the CPU, for n_copies dense random matrices of a ggml type.
+    """ggml's y = W x on the CPU, for n_copies dense random matrices of a ggml type.
 
-    Raises MackoError if ggml gets no memory.
+    Raises MackoError if ggml has no memory.
     """
 
     def __init__(self, type_id: int, rows: int, cols: int, n_copies: int) -> None:
@@ -57,7 +57,7 @@ class GgmlMatVec:
         rng = np.random.default_rng(1)
         values = rng.standard_normal(cols, dtype=np.float32)
         ctypes.memmove(base.ggml_get_data(x), values.ctypes.data, values.nbytes)
-        # a pattern of rows is repeated, because quantizing all rows takes long
+        # repeats a pattern of rows, because quantizing all rows is slow
         weights = rng.standard_normal((min(rows, 64), cols), dtype=np.float32).view(np.uint32)
         pattern = ggml_quants.quantize(weights, TYPE_F32, type_id).tobytes()
         self._graph = base.ggml_new_graph(self._context)
@@ -100,7 +100,7 @@ class MatrixResult:
     rows: int
     cols: int
     density: float
-    effective_density: float  # bytes in a file over those of the dense matrix
+    effective_density: float  # bytes in a file over bytes of the dense matrix
     delta_bits: int
     nbytes_memory: int  # of the CPU kernels' copy
     seconds: dict[str, float]  # "macko" or a key of DENSE_TYPES -> median time of one product
@@ -109,7 +109,7 @@ class MatrixResult:
 def bench_matrices(
     shapes: Sequence[tuple[int, int]], densities: Sequence[float], *, n_threads: int, repetitions: int
 ) -> list[MatrixResult]:
-    """One product y = W x of random F16 matrices, sparse and dense. shapes: (rows, cols). Logs its progress."""
+    """Times y = W x for random F16 matrices, sparse and dense. shapes: (rows, cols). Logs progress."""
     results = []
     for rows, cols in console.tracked(shapes, "measuring", lambda shape: shape[0] * shape[1], "weights"):
         console.log(f"{rows}x{cols} ...")
@@ -157,7 +157,7 @@ def _bench_shape(
 
 
 class _CpuMatrix(Protocol):
-    """A matrix repacked for the CPU kernels."""
+    """A matrix in a layout of the CPU kernels."""
 
     def mul_mat(self, x: npt.NDArray[np.float32], n_threads: int) -> object: ...
 
@@ -168,7 +168,7 @@ def _mul_mat(copies: Sequence[_CpuMatrix], x: npt.NDArray[np.float32], n_threads
 
 
 def median_seconds(runs: dict[str, Callable[[], None]], repetitions: int) -> dict[str, float]:
-    """Median time of each function, over rounds that call all of them in turn; one more round warms up."""
+    """Median time of each function over rounds that call all functions in turn, after a warm-up round."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repetitions + 1):
         for name, function in runs.items():

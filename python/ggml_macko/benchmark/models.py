@@ -1,6 +1,6 @@
 """Speed of whole models: load time, prompt and generation in tokens per second, peak memory.
 
-Each run is a process of its own (bench_worker.py). All models run once per round, in turn, and medians are reported.
+Each run has a separate process (bench_worker.py). All models run once per round, in turn. Results are medians.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class LabelledModel(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelResult:
-    """Medians over the runs of one model; None where nothing was measured (see Sample)."""
+    """Medians over the runs of one model; None without a measurement (see Sample)."""
 
     model: str  # its label
     nbytes: int  # of the file, or of all shards of a split model
     load_s: float
     prompt_tps: float | None
     gen_tps: float | None
-    rss: int | float  # a median of an even number of runs need not be whole
+    rss: int | float  # the median of an even number of runs may be a fraction
     gpu_memory: int | float | None
     samples: tuple[Sample, ...]
 
@@ -51,9 +51,9 @@ def bench_models(
     context: Context,
     repetitions: int,
 ) -> list[ModelResult]:
-    """Runs every model once per round. Logs its progress.
+    """Runs every model once per round, and logs progress.
 
-    Raises MackoError with the last line of a run that failed.
+    Raises MackoError with the last line of a failed run.
     """
     samples: dict[str, list[Sample]] = {m.label: [] for m in models}
     runs = [(i, m) for i in range(repetitions) for m in models]
@@ -104,14 +104,14 @@ def _summary(model: LabelledModel, samples: list[Sample]) -> ModelResult:
 
 
 def as_json(result: object) -> dict[str, object]:
-    """A result dataclass as JSON has it; samples are a list."""
+    """A result dataclass for JSON, with a list of samples."""
     assert dataclasses.is_dataclass(result) and not isinstance(result, type)
     return dataclasses.asdict(result)
 
 
 @contextlib.contextmanager
 def dense_twin(models: Sequence[LabelledModel]) -> Iterator[LabelledModel | None]:
-    """A dense twin of the first sparse model, in a temporary folder beside it; None if no model is sparse."""
+    """A dense copy of the first sparse model, in a temporary folder beside it; None if no model is sparse."""
     for label, path in models:
         with Model(path) as model:
             if not model.is_sparse:

@@ -1,6 +1,6 @@
-"""Plots: perplexity over size and speed, density of weights. The only module that uses matplotlib.
+"""Plots of perplexity over size and speed, and of the density of weights. No other module uses matplotlib.
 
-All have a white ground of their own, so that they can be read on light and dark pages alike.
+The background is white, so plots are readable on light and dark pages.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ..benchmark.forms import DENSE, QUANTIZED, SPARSE, SPARSE_QUANTIZED
 from ..gguf.outputs import AtomicOutput
 
 SIGNATURES = {".png": b"\x89PNG", ".svg": b"<?xm", ".pdf": b"%PDF"}
-"""Suffix of a plot's file -> the first four bytes of its format."""
+"""Suffix of a plot -> the first four bytes of its format."""
 
 REPORT_SUFFIXES = (".png", ".svg")
-"""What a report writes."""
+"""The files of a report."""
 
 _COLORS = {DENSE: "black", QUANTIZED: "tab:orange", SPARSE: "tab:blue", SPARSE_QUANTIZED: "tab:green"}
 _MARKERS = {DENSE: "s", QUANTIZED: "o", SPARSE: "D", SPARSE_QUANTIZED: "^"}
@@ -30,7 +30,7 @@ _NO_DATE: Mapping[str, dict[str, None]] = {".svg": {"Date": None}, ".pdf": {"Cre
 
 Figure = Any
 Axes = Any
-"""matplotlib is optional: its types are unknown where it is not installed."""
+"""Any, because matplotlib is optional."""
 
 
 class Point(NamedTuple):
@@ -69,7 +69,7 @@ def figure_class() -> type[Any]:
 
 
 def _without_formulas(draw: Callable[..., Figure]) -> Callable[..., Figure]:
-    """A dollar sign in a name begins no formula."""
+    """Turns off formulas, so that a dollar sign in a name is plain text."""
 
     @functools.wraps(draw)
     def wrapped(*args: Any) -> Figure:
@@ -92,7 +92,7 @@ def draw(panels: Sequence[Panel], title: str) -> Figure:
             points = [p for p in panel.points if p.kind == kind]
             if not points:
                 continue
-            # no error bars: all models read the same text, so their errors are correlated
+            # no error bars: errors on the same text are correlated
             axes.plot([p.x for p in points], [p.y for p in points], _MARKERS[kind], color=_COLORS[kind], label=kind)
         axes.axhline(panel.points[0].y, color="gray", linewidth=0.6, linestyle=":")
         axes.set(xscale="log", yscale="log")
@@ -106,14 +106,14 @@ def draw(panels: Sequence[Panel], title: str) -> Figure:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.suptitle(title, fontsize=10)
-    figure.draw_without_rendering()  # lays the figure out, so that places are known from here on
+    figure.draw_without_rendering()  # computes the layout, which the labels need
     for axes, panel in zip(all_axes, panels):
         _label_points(axes, panel.points)
     return figure
 
 
 def _label_points(axes: Axes, points: Sequence[Point]) -> None:
-    """Writes each label at the nearest place where neither it nor the line to its marker covers anything else."""
+    """Writes each label at the nearest place at which the label and the line to its marker cover no other element."""
     from matplotlib.path import Path as Line
     from matplotlib.transforms import Bbox
 
@@ -122,7 +122,7 @@ def _label_points(axes: Axes, points: Sequence[Point]) -> None:
         return Line([(x, y), (min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1))])
 
     def badness(box: Any, line: Any) -> float:
-        """Pixels outside of the axes and on other labels and markers first, then what the lines cross."""
+        """Pixels outside of the axes and on other labels and markers, or without any the number of crossed lines."""
         beyond = (axes.bbox.x0 - box.x0, box.x1 - axes.bbox.x1, axes.bbox.y0 - box.y0, box.y1 - axes.bbox.y1)
         overlaps = [Bbox.intersection(box, other) for other in taken]
         covered = sum(max(0.0, n + 3) for n in beyond) + sum(o.width * o.height + 1 for o in overlaps if o is not None)
@@ -206,15 +206,15 @@ Inputs = Sequence["str | os.PathLike[str]"]
 
 
 def check_output(path: str, force: bool, inputs: Inputs = ()) -> None:
-    """Refuses before anything is measured: no matplotlib, a file that exists, an unknown suffix. Raises MackoError."""
+    """Raises MackoError before any work: for missing matplotlib, an existing file or an unknown suffix."""
     figure_class()
     with output_of(path, force, inputs):
         pass
 
 
 def output_of(path: str, force: bool, inputs: Inputs = ()) -> AtomicOutput:
-    """The file of a plot. Raises MackoError if its suffix is none of SIGNATURES, if it exists without force, or if it
-    is one of the inputs.
+    """The file of a plot. Raises MackoError if its suffix is not in SIGNATURES, if it exists without force, or if it is
+    one of the inputs.
     """
     signature = SIGNATURES.get(Path(path).suffix.lower())
     if signature is None:
@@ -229,12 +229,12 @@ def save_as(figure: Figure, path: str, force: bool = False, inputs: Inputs = ())
 
 
 def save(figure: Figure, outputs: Mapping[str, AtomicOutput]) -> None:
-    """Writes the figure into open outputs, by suffix, and gives them their names."""
+    """Writes the figure into open outputs, by suffix, and commits them."""
     from matplotlib import rc_context
 
     for suffix, output in outputs.items():
         data = io.BytesIO()
-        # text stays text, and there are no dates and random ids: the same figures give the same file
+        # text stays text; without dates and random ids, the same figures give the same file
         with rc_context({"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "macko"}):
             figure.savefig(data, format=suffix[1:], dpi=110, metadata=_NO_DATE.get(suffix, {}))
         output.write(output.magic + data.getvalue()[4:])

@@ -1,8 +1,8 @@
-"""What a model costs and how good it is in each of its forms: `report(dense, text, models)`.
+"""Perplexity, size and speed of each form of a model: `report(dense, text, models)`.
 
-Perplexity, size and speed of the dense model, of llama.cpp's quantized types of it (made by libllama's own quantizer),
-and of sparse variants: files that are given, and ones that are pruned here. Everything that is made lies in a temporary
-folder and is gone at the end. Speeds are those of `macko bench`: each run in a process of its own, all models in turn.
+The forms are the dense model, its quantized types (made by libllama), and sparse variants: given files, and files that
+are pruned here. New files are in a temporary folder, which is removed at the end. Speeds are measured as by `macko
+bench`: each run in a separate process, all models in turn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..gguf.outputs import AtomicOutput, scratch_folder
 
 @dataclass(frozen=True)
 class FormResult:
-    """One row of a report. Speeds are medians, None where nothing was measured."""
+    """One row of a report. Speeds are medians, or None without a measurement."""
 
     model: str  # label
     nbytes: int  # of the whole file
@@ -37,7 +37,7 @@ class FormResult:
     kind: str  # dense, quantized, sparse or sparse quantized
     ppl: float
     ppl_error: float
-    tokens: int  # that were scored
+    tokens: int  # scored tokens
     prompt_tps: float | None
     gen_tps: float | None
     load_s: float
@@ -65,20 +65,20 @@ def report(
 ) -> list[FormResult]:
     """Measures the forms of a dense model; the dense model is the first result.
 
-    dense: F16, BF16 or F32 GGUF. text: UTF-8 file to measure perplexity on, in n_chunks chunks (-1: all) of n_ctx
-    tokens, spread evenly. models: variants of the model, sparse or dense with zeros. types: of llama-quantize, to make
-    and compare with. prunings: ways to prune the dense model. conversions: ways to convert dense files with zeros.
-    output: stem of the plot's files; force: replace them if they exist. n_prompt, n_gen: tokens that are timed, in each
-    of `repetitions` rounds. n_gpu_layers: -1 is all, where there is a GPU. n_threads: 0 is all cores.
+    dense: F16, BF16 or F32 GGUF. text: UTF-8 file for perplexity; n_chunks (-1: all) evenly spread chunks of n_ctx
+    tokens are used. models: variants of the model, sparse or dense with zeros. types: of llama-quantize, to make and
+    compare. prunings: ways to prune the dense model. conversions: ways to convert dense files with zeros. output: stem
+    of the plot's files; force: replace them if they exist. n_prompt, n_gen: timed tokens in each of `repetitions`
+    rounds. n_gpu_layers: -1: all, if there is a GPU. n_threads: 0: all cores.
 
-    Logs its progress. Raises MackoError or OSError.
+    Logs progress. Raises MackoError or OSError.
     """
     n_threads = n_threads or system.available_cores()
     dense, text = Path(dense), Path(text)
     with contextlib.ExitStack() as stack:
         outputs = {}
         if output is not None:
-            plot.figure_class()  # refuses a missing matplotlib before anything is measured
+            plot.figure_class()  # raises an error for missing matplotlib before any work
             inputs = [*(shard for model in (dense, *models) for shard in shard_paths(model)), text]
             for suffix in plot.REPORT_SUFFIXES:
                 signature = plot.SIGNATURES[suffix]
@@ -120,9 +120,9 @@ def perplexity_of(
     n_threads: int = 0,
     n_gpu_layers: int = -1,
 ) -> Estimate:
-    """Perplexity on n_chunks chunks that are spread evenly over a text (-1: all of it). Raises MackoError or OSError.
+    """Perplexity on n_chunks evenly spread chunks of a text (-1: all). Raises MackoError or OSError.
 
-    The figure of llama-perplexity would be that of the first chunks, which may be a single document.
+    llama-perplexity uses the first chunks, which may be a single document.
     """
     with TextModel.opened_with(path, text, n_ctx, -1, n_threads=n_threads, n_gpu_layers=n_gpu_layers) as (
         model,
@@ -157,7 +157,7 @@ def _result(forms: Forms, form: Form, estimate: Estimate, speed: ModelResult) ->
 
 
 def _panels(results: Sequence[FormResult], n_gen: int) -> list[plot.Panel]:
-    """Perplexity over size, and over speed of generation if that was measured."""
+    """Perplexity over size, and over the speed of generation, if measured."""
     size = [plot.Point(r.model, r.kind, r.bpw, r.ppl) for r in results]
     speed = [plot.Point(r.model, r.kind, r.gen_tps, r.ppl) for r in results if r.gen_tps]
     panels = [plot.Panel("bits per weight, whole file", size)]

@@ -1,8 +1,7 @@
-"""A way back for pruned models: training the weights that are left, with the dense model as the teacher (PyTorch).
+"""Recovery of pruned models: trains the remaining weights, with the dense model as the teacher (PyTorch).
 
-`recover.py` is the entry; `options.py` what it is asked to do; `transformer.py` the forward pass of llama-family
-models; `masked_adam.py` an optimizer that leaves zeros alone; `quantized_weights.py` the values that the model sees of
-weights where they are to be quantized; `distillation.py` and `blockwise.py` the two methods; `schedule.py` what a step
-reads; `checkpoint.py` the file from which a run that was interrupted goes on. The forward pass, the optimizer and the
-methods import PyTorch; the others do not.
+`recover.py` has the public function, `options.py` its options, `masked_adam.py` an optimizer that keeps zeros,
+`quantized_weights.py` the quantized values of weights during training, `distillation.py` and `blockwise.py` the two
+methods, `schedule.py` the tokens of a step, and `checkpoint.py` the file from which an interrupted run resumes. The
+forward pass is in `evaluation/transformer.py`. The optimizer and the methods import PyTorch; the other modules do not.
 """

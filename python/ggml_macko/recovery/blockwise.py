@@ -1,8 +1,8 @@
 """Recovery part by part: attention and feed-forward parts learn the hidden states of the dense model.
 
-For each part in turn, the input is what the recovered parts before it make of the text, the target what the dense model
-has there. Only one part is trained at a time, so that this needs little memory; all hidden states of the text are kept,
-twice.
+For each part in turn, the input is the output of the recovered parts before it, and the target is the hidden state of
+the dense model. Only one part is trained at a time, which needs little memory, but all hidden states of the text are
+stored twice.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Hidden = list[torch.Tensor]
 """Hidden states of each chunk (1, tokens, n_embd), in host memory."""
 
 _TENSORS = {"attention": ("attn_", "post_attention_"), "feed_forward": ("ffn_", "post_ffw_")}
-"""Part -> how the names of its tensors begin, after blk.N."""
+"""Part -> prefixes of its tensors' names after blk.N."""
 
 
 def fit_blocks(training: Training) -> None:
-    """Goes on from the checkpoint, if there is one. Raises MackoError if an error is not finite."""
+    """Resumes from the checkpoint, if there is one. Raises MackoError if an error is not finite."""
     student, teacher, trained, texts, options, arithmetic, checkpoint = training
     chunks = texts.train.copy()
     if texts.first_token is not None:
@@ -70,14 +70,14 @@ class States(NamedTuple):
     """Hidden states around a part."""
 
     inputs: Hidden  # of the student's
-    targets: Hidden  # what the dense part makes of its own inputs
+    targets: Hidden  # outputs of the dense part for dense_inputs
     dense_inputs: Hidden
 
 
 def _fit_part(
     training: Training, layer: int, part: str, trained: Mapping[str, torch.Tensor], states: States
 ) -> tuple[float, float]:
-    """The squared error of the part's outputs before and after training, over the energy of what the dense part adds
+    """The squared errors of the part's outputs before and after training, over the energy of the dense part's addition
     to the hidden states.
     """
     student, options, arithmetic = training.student, training.options, training.arithmetic
@@ -104,7 +104,7 @@ def _fit_part(
             loss.backward()
             optimizer.advance()
     after = error()
-    if not after < before:  # also where it is not a number
+    if not after < before:  # also for NaN
         optimizer.set_weights(start)
         after = before
     optimizer.close()

@@ -1,8 +1,7 @@
-"""Recovery from end to end: the pruned model learns the dense one's probabilities of the next token on a text.
+"""End-to-end recovery: the pruned model learns the dense model's probabilities of the next token on a text.
 
-The loss is the Kullback-Leibler divergence of the pruned model from the dense one, averaged over all positions; no
-labels are used. Every so often it is measured on a held-out text; the weights with which it was lowest there are the
-result.
+The loss is the Kullback-Leibler divergence of the pruned model from the dense one, averaged over all positions, without
+labels. It is measured on a held-out text at intervals; the result has the weights with the lowest loss there.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from ..recovery.options import RecoverOptions
 from ..recovery.schedule import Texts, from_step, learning_rate, steps_per_epoch
 
 _READ_EVERY = 16
-"""Steps between two looks at the loss: the host, which is ahead of a GPU, waits for it there."""
+"""Steps between two reads of the loss, at which the host waits for the GPU."""
 
 _SAVE_SECONDS = 120.0
-"""Between two checkpoints, at least; one is also written after each evaluation."""
+"""Smallest time between two checkpoints. Each evaluation is also followed by one."""
 
 
 class Arithmetic:
-    """Where and how precisely the models are evaluated."""
+    """The device and precision of evaluations."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def mixed_precision(self) -> AbstractContextManager[object]:
-        """Matrix products in bfloat16 on a GPU; on a CPU everything is float32."""
+        """Matrix products are bfloat16 on a GPU. On a CPU, all arithmetic is float32."""
         found: AbstractContextManager[object] = torch.autocast(
             "cuda", torch.bfloat16, enabled=self.device.type == "cuda"
         )
@@ -49,14 +48,14 @@ class Arithmetic:
 
 
 class Evaluation(NamedTuple):
-    """What was measured on the held-out text, over the second half of each chunk."""
+    """Results on the held-out text, over the second half of each chunk."""
 
     perplexity: float  # as llama-perplexity measures it
     divergence: float  # from the dense model, in nats per token
 
 
 def evaluate(student: Transformer, teacher: Transformer, chunks: Chunks, arithmetic: Arithmetic) -> Evaluation:
-    """Of the student; that of the teacher is evaluate(teacher, teacher, ...)."""
+    """Evaluates the student. evaluate(teacher, teacher, ...) evaluates the teacher."""
     first = chunks.shape[1] // 2
     sums = torch.zeros(2, dtype=torch.float64, device=arithmetic.device)
     with torch.no_grad(), arithmetic.mixed_precision():
@@ -69,19 +68,19 @@ def evaluate(student: Transformer, teacher: Transformer, chunks: Chunks, arithme
 
 
 class Best(NamedTuple):
-    """The weights with the lowest divergence on the held-out text so far."""
+    """The weights with the lowest divergence on the held-out text."""
 
     divergence: float
     weights: Mapping[str, torch.Tensor]
-    n_since: int  # evaluations without a better one, in the second half of the run
+    n_since: int  # later evaluations without improvement, in the second half of the run
 
 
 class Training(NamedTuple):
-    """What a method needs: it changes weights of the student in place."""
+    """The arguments of a method, which changes weights of the student in place."""
 
     student: Transformer
     teacher: Transformer
-    trained: Mapping[str, torch.Tensor]  # the student's weights that are trained, by name
+    trained: Mapping[str, torch.Tensor]  # trained weights of the student, by name
     texts: Texts
     options: RecoverOptions
     arithmetic: Arithmetic
@@ -89,7 +88,7 @@ class Training(NamedTuple):
 
 
 def distill(training: Training) -> None:
-    """Goes on from the checkpoint, if there is one. Raises MackoError if the loss is not finite."""
+    """Resumes from the checkpoint, if there is one. Raises MackoError if the loss is not finite."""
     student, teacher, trained, texts, options, arithmetic, checkpoint = training
     per_epoch = steps_per_epoch(len(texts.train), options.batch_size)
     n_steps = per_epoch * options.epochs
@@ -130,7 +129,7 @@ def distill(training: Training) -> None:
                 is_better = found.divergence < best.divergence
                 if is_better:
                     best = Best(found.divergence, _on_host(optimizer.weights()), 0)
-                elif 2 * optimizer.n_steps > n_steps:  # while the rate is high, the divergence may rise for long
+                elif 2 * optimizer.n_steps > n_steps:  # the divergence may rise while the learning rate is high
                     best = best._replace(n_since=best.n_since + 1)
                 if best.n_since >= options.patience:
                     break
@@ -150,7 +149,7 @@ def _save(checkpoint: Checkpoint, optimizer: MaskedAdam, best: Best) -> None:
 
 
 def _restored(saved: Saved, optimizer: MaskedAdam) -> Best:
-    """Brings the optimizer and its weights to where they were when _save() was called."""
+    """Restores the optimizer and the weights of _save()."""
     arrays = {name: torch.from_numpy(array) for name, array in saved.arrays.items()}
     optimizer.restore(arrays, saved.state["step"])
     weights = {name[len("best.") :]: array for name, array in arrays.items() if name.startswith("best.")}
@@ -158,7 +157,7 @@ def _restored(saved: Saved, optimizer: MaskedAdam) -> Best:
 
 
 def training_step(student: Transformer, teacher: Transformer, chunks: Chunks, arithmetic: Arithmetic) -> torch.Tensor:
-    """One forward and one backward pass, in which the optimizer changes the weights. Returns the loss."""
+    """One forward and one backward pass, in which the optimizer updates the weights. Returns the loss."""
     tokens = arithmetic.tokens(chunks)
     with arithmetic.mixed_precision():
         with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Adam for weights of which some are zero and stay zero: its states are of the others only.
+"""Adam for weights with zeros that stay zero. Only non-zeros have optimizer states.
 
-Each tensor is updated as soon as its gradient is complete, while the backward pass goes on, and the gradient is freed:
-the gradients of a model never exist all at once. Kingma and Ba, "Adam" (arXiv 1412.6980), algorithm 1.
+Each tensor is updated when its gradient is complete, during the backward pass, and the gradient is freed, so the
+gradients of a model never exist all at once. Kingma and Ba, "Adam" (arXiv 1412.6980), algorithm 1.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
 
 
 class MaskedAdam:
-    """The optimizer of some tensors, which it changes in place. Weights that are zero now stay zero.
+    """An optimizer that changes tensors in place. Zeros stay zero.
 
-    weights: float32 tensors, by name. From now on, every backward pass is a step of those that it reaches; set `rate`
-    before, and call advance() after it. quant_values: the quantized type whose values the matrices have from now on;
-    what is trained is kept apart.
+    weights: float32 tensors, by name. Every backward pass updates the tensors that it reaches; set `rate` before it,
+    and call advance() after it. quant_values: the quantized type of the matrices' values from now on; the trained
+    values are stored separately.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor], quant_values: str | None = None) -> None:
         self.rate = 0.0
-        self.n_steps = 0  # complete ones
+        self.n_steps = 0  # complete steps
         self._weights = dict(weights)
-        # None: all of a vector is trained, such as a norm or a bias
+        # None: a vector, such as a norm or a bias, which is trained completely
         self._kept = {name: None if w.dim() < 2 else w != 0 for name, w in self._weights.items()}
         self._n_kept = {name: w.numel() if w.dim() < 2 else int((w != 0).sum()) for name, w in self._weights.items()}
         self._first = {name: torch.zeros(self._n_kept[name], device=w.device) for name, w in self._weights.items()}
         self._second = {name: torch.zeros_like(m) for name, m in self._first.items()}
-        self._trained: dict[str, torch.Tensor] = {}  # of weights with quantized values, the elements that are trained
+        self._trained: dict[str, torch.Tensor] = {}  # trained elements of weights with quantized values
         self._blocks: dict[str, Blocks] = {}
         for name, w in self._weights.items():
             if quant_values is not None and self._n_kept[name] and w.dim() >= 2:
@@ -46,7 +46,7 @@ class MaskedAdam:
             self._hooks.append(w.register_post_accumulate_grad_hook(lambda w, name=name: self._update(name, w)))
 
     def close(self) -> None:
-        """The tensors are not trained any more."""
+        """Ends the training of the tensors."""
         for hook in self._hooks:
             hook.remove()
         for w in self._weights.values():
@@ -56,7 +56,7 @@ class MaskedAdam:
         self.n_steps += 1
 
     def arrays(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All that a checkpoint needs: the weights that are trained and their states, each under a name of its own."""
+        """The arrays of a checkpoint with their names: trained weights and states."""
         for name, w in self._weights.items():
             yield f"weight.{name}", self._trained.get(name, self._select(name, w.detach()))
             if name in self._blocks:
@@ -66,7 +66,7 @@ class MaskedAdam:
             yield f"second.{name}", self._second[name]
 
     def restore(self, arrays: Mapping[str, torch.Tensor], n_steps: int) -> None:
-        """Goes back to what arrays() gave after n_steps."""
+        """Restores the arrays() after n_steps."""
         self.n_steps = n_steps
         for name, w in self._weights.items():
             if name in self._blocks:
@@ -80,24 +80,24 @@ class MaskedAdam:
             self._second[name].copy_(arrays[f"second.{name}"])
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """A copy of the weights that are trained, with quantized values if they have them."""
+        """A copy of the trained weights, quantized if they have quantized values."""
         return {name: self._select(name, w.detach()).clone() for name, w in self._weights.items()}
 
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Goes back to what weights() gave, the states aside."""
+        """Restores weights(), but not the states."""
         for name, w in self._weights.items():
             self._assign(name, w, weights[name].to(w.device))
 
     def _select(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Of a tensor of the shape of a weight: the elements that are trained, flat.
+        """The trained elements, flat, of a tensor with the shape of a weight.
 
-        As tensor[kept], which would have the host wait for a GPU that counts them.
+        The result is tensor[kept], for which the host would wait until a GPU has counted the elements.
         """
         kept = self._kept[name]
         if kept is None:
             return tensor.reshape(-1)
         is_kept = kept.reshape(-1)
-        place = is_kept.cumsum(0).mul_(is_kept)  # from 1; what is not kept goes to 0
+        place = is_kept.cumsum(0).mul_(is_kept)  # from 1; other elements go to 0
         return tensor.new_empty(self._n_kept[name] + 1).scatter_(0, place, tensor.reshape(-1))[1:]
 
     def _assign(self, name: str, weight: torch.Tensor, values: torch.Tensor) -> None:

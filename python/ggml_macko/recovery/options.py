@@ -1,4 +1,4 @@
-"""What `recover` is asked to do: the options, checked. Errors name an option as the command line spells it."""
+"""The options of `recover` and their checks. Errors name the options of the command line."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ..pruning.options import VALUES, check_choice, refuse_if
 METHODS = ("distill", "blocks")
 
 RATE_TIMES_WIDTH = 0.256
-"""The highest learning rate of a run, times the length of the model's embeddings, where no rate is given: 1e-3 was the
-best of 3e-4, 1e-3 and 3e-3 at a length of 256, and the wider a model, the smaller its weights.
+"""Default of the highest learning rate times the length of the embeddings. At a length of 256, 1e-3 was the best of
+3e-4, 1e-3 and 3e-3; wider models have smaller weights.
 """
 
 EPOCHS = {"distill": 4, "blocks": 4}
-"""Method -> how often the text is read where nothing is said."""
+"""Method -> default number of passes over the text."""
 
 BATCH_SIZE = 2
-"""Chunks of a training step. With 8, and as often the same text, far less was recovered."""
+"""Chunks per training step. With 8 chunks and the same passes over the text, far less was recovered."""
 
 N_HELD_OUT = 32
-"""Chunks of the held-out text, at most."""
+"""Largest number of chunks of the held-out text."""
 
 N_EVALUATIONS = 10
 """Measurements on the held-out text during a run."""
 
 PATIENCE = 3
-"""Measurements in a row without a better one after which a run ends, in its second half."""
+"""Measurements without improvement after which a run ends, in its second half."""
 
 WARMUP = 0.05
 """Share of the steps in which the learning rate rises from 0; then it falls along half a cosine to FINAL_RATE."""
@@ -38,24 +38,24 @@ FINAL_RATE = 0.05
 """The last learning rate, as a share of the highest."""
 
 HELD_OUT_SHARE = 1 / 16
-"""Share of the text's chunks, from its end, that the result is chosen by where no held-out text is given."""
+"""Share of the text, at its end, that replaces a missing held-out text."""
 
 
 @dataclass(frozen=True)
 class RecoverOptions:
     """How to recover a model.
 
-    text: UTF-8, cut into chunks of n_ctx tokens; n_chunks: how many of them, -1 is all. method: "distill": the whole
-    model learns the dense one's probabilities of the next token; "blocks": each attention and feed-forward part in
-    turn learns the hidden states. held_out: the text that the best weights are chosen by, n_held_out chunks of it at
-    most; without it, the last sixteenth of the text. n_self_generated: so many chunks more to train on, which the dense
-    model writes: each goes on from a few tokens of the text. n_epochs: how often the text is read; 0: EPOCHS of the
-    method. batch_size: chunks of a step. learning_rate: the highest; 0: RATE_TIMES_WIDTH over the length of the
-    embeddings. n_evaluations: on the held-out text during a run; patience: how many without a better one end it, in its
-    second half. gradient_checkpointing: less memory for a third more time. quant_values: "q8_0", "q5_0", "q4_nl" or
-    "q4_0": matrices are trained with values of this type, which `convert` to its sparse type finds again.
-    keep_mantissa: without it, weights are rounded to the significant bits that they had. seed: of the order of the
-    text. device: "auto", a GPU where PyTorch finds one, or "cpu". n_threads: of the CPU; 0 is all.
+    text: UTF-8, split into chunks of n_ctx tokens; n_chunks: number of chunks (-1: all). method: "distill": the whole
+    model learns the dense model's probabilities of the next token; "blocks": each attention and feed-forward part in
+    turn learns the hidden states. held_out: text that selects the best weights, up to n_held_out chunks of it (default:
+    the last sixteenth of the text). n_self_generated: additional training chunks that the dense model writes, each
+    starting with a few tokens of the text. n_epochs: passes over the text; 0: EPOCHS of the method. batch_size: chunks
+    per step. learning_rate: the highest one; 0: RATE_TIMES_WIDTH over the length of the embeddings. n_evaluations: on
+    the held-out text during a run; patience: in the second half of the run, the number without improvement that ends
+    it. gradient_checkpointing: less memory for a third more time. quant_values: "q8_0", "q5_0", "q4_nl" or "q4_0":
+    train matrices with values of this type, which `convert` to its sparse type finds. keep_mantissa: give weights all
+    bits of their type (default: round them to their former significant bits). seed: of the order of the text. device:
+    "auto" for a GPU if PyTorch finds one, or "cpu". n_threads: of the CPU; 0: all cores.
     """
 
     text: str | os.PathLike[str]

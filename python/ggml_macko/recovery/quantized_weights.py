@@ -1,8 +1,8 @@
-"""Weights of which the model sees quantized values while they are trained: a straight-through estimator, for which the
-gradient of a quantized value is that of its weight.
+"""Weights with quantized values during training: a straight-through estimator, in which the gradient of a quantized
+value is the gradient of its weight.
 
-The weights that are kept, in the order of their rows, are the order of the type's blocks (FORMAT.md section 7), so that
-a flat tensor of them is cut into blocks as it is. Scales follow the weights: one step of least squares each time.
+The non-zeros in the order of their rows are in the order of the type's blocks (FORMAT.md section 7), so a flat tensor
+of them splits into blocks. One step of least squares updates the scales each time.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from ..codecs.value_types import BLOCK, nearest_numbers
 from ..pruning import quantized
 
-_PIECE = 1 << 14  # blocks whose scales are searched for at a time
+_PIECE = 1 << 14  # blocks per step of the search for scales
 
 
 class Blocks:
     """The blocks of one tensor.
 
-    kept: float32 (n,), its weights that are not zero. scale, table: float32 and int32 (blocks,), what is known of the
-    blocks; change them in place to go back.
+    kept: its non-zeros, float32 (n,). scale, table: scales and tables of the blocks, float32 and int32 (blocks,);
+    change them in place to restore a state.
     """
 
     def __init__(self, kept: torch.Tensor, name: str) -> None:
@@ -35,12 +35,12 @@ class Blocks:
         self.scale, self.table = (torch.from_numpy(a).to(kept.device) for a in (scale, table.astype(np.int32)))
 
     def values(self, kept: torch.Tensor) -> torch.Tensor:
-        """The quantized values of weights (n,), with the scales as they are."""
+        """The quantized values of weights (n,) with the present scales."""
         x = self._in_blocks(kept)
         return (self.scale[:, None] * self._numbers(x, self.scale)).reshape(-1)[: self._n]
 
     def follow(self, kept: torch.Tensor) -> None:
-        """Makes each scale the best for the numbers that its weights have with the one before."""
+        """Sets each scale to the best one for the numbers of its weights at the previous scale."""
         x = self._in_blocks(kept)
         q = self._numbers(x, self.scale)
         if self._n % BLOCK:

@@ -1,7 +1,7 @@
-"""Trains the weights that pruning left: `recover(pruned, output, RecoverOptions(text=...), dense=...)`.
+"""Trains the remaining weights of a pruned model: `recover(pruned, output, RecoverOptions(text=...), dense=...)`.
 
-The dense model is the teacher, a text the only data; zeros stay zeros. The forward pass is PyTorch's; it is compared
-with llama.cpp's before anything is trained.
+The dense model is the teacher, and a text is the only data; zeros stay zero. The forward pass runs in PyTorch and is
+compared with llama.cpp's before training.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecoverReport:
-    """What `recover` did. Perplexities and divergences (nats per token) are of the held-out chunks."""
+    """The result of `recover`. Perplexities and divergences (nats per token) are those of the held-out chunks."""
 
     perplexity_dense: float
     perplexity_before: float
-    perplexity_after: float  # of the weights that were written
+    perplexity_after: float  # of the written weights
     divergence_before: float  # from the dense model
     divergence_after: float
     n_trained: int  # weights
     n_tokens: int  # of the text, in one epoch
     learning_rate: float  # the highest
-    gpu_nbytes: int = field(default=0, compare=False)  # the most that PyTorch had on a GPU at a time
+    gpu_nbytes: int = field(default=0, compare=False)  # peak memory of PyTorch on a GPU
     seconds: float = field(default=0.0, compare=False)
 
 
@@ -70,19 +70,19 @@ def recover(
 
     Block matrices, norms and biases are trained; embeddings and head are not.
 
-    A run that was interrupted goes on from OUTPUT.checkpoint; on one CPU it then writes the same bytes. Raises
-    UsageError (an option out of range), MackoError (no PyTorch, other models or architectures, a bad text, not finite)
-    or OSError.
+    An interrupted run resumes from OUTPUT.checkpoint; on the same CPU, it writes the same bytes. Raises UsageError (an
+    option out of range), MackoError (no PyTorch, unsupported or different models, a bad text, values that are not
+    finite) or OSError.
     """
     options.check()
     return train_file(Task(check_pair, trained_tensors, provenance), source, output, dense, options, force)
 
 
 class Task(NamedTuple):
-    """What differs between training what pruning left and training a whole model."""
+    """The differences between recovery and training of a whole model."""
 
-    check: Callable[[Model, Model], None]  # of the model to train and the teacher; raises MackoError
-    tensors: Callable[[Model], list[Tensor]]  # that are trained
+    check: Callable[[Model, Model], None]  # checks the model to train and the teacher; raises MackoError
+    tensors: Callable[[Model], list[Tensor]]  # the trained tensors
     keys: Callable[[RecoverOptions, RecoverReport], list[Key]]  # metadata of the result
 
 
@@ -123,7 +123,7 @@ def train_file(
 
 
 def import_torch() -> Any:
-    """The module torch. Raises MackoError where it is not installed."""
+    """The module torch. Raises MackoError if it is not installed."""
     try:
         import torch
     except ImportError as e:
@@ -132,7 +132,7 @@ def import_torch() -> Any:
 
 
 def _run(pruned: Model, teacher: Model, options: RecoverOptions) -> dict[str, str]:
-    """What the result depends on."""
+    """The inputs that determine the result."""
     texts = {"text": options.text, "held-out text": options.held_out}
     return {
         "model": model_digest(pruned.path),
@@ -143,7 +143,7 @@ def _run(pruned: Model, teacher: Model, options: RecoverOptions) -> dict[str, st
 
 
 def check_pair(pruned: Model, teacher: Model) -> None:
-    """Raises MackoError unless the two are models of the same shape."""
+    """Raises MackoError unless the two models have the same shape."""
     shapes = [{t.name: t.ne for t in model.tensors} for model in (pruned, teacher)]
     for name in dict.fromkeys([*shapes[0], *shapes[1]]):
         found, wanted = (shape.get(name) for shape in shapes)
@@ -176,7 +176,7 @@ def _train(
     device: torch.device,
     checkpoint: Checkpoint,
 ) -> tuple[dict[str, Array], RecoverReport]:
-    """(bit patterns (rows, cols) of the tensors that were trained, what was done)."""
+    """(bit patterns (rows, cols) of the trained tensors, report)."""
     import torch
 
     from ..evaluation.transformer import Shape, Transformer, read_weights
@@ -189,7 +189,7 @@ def _train(
     arithmetic = Arithmetic(device)
     teacher = Transformer(shape_of_teacher, read_weights(dense, device))
     texts = _read_texts(dense.path, teacher, arithmetic, options)
-    if device.type == "cuda":  # the comparison with llama.cpp is done
+    if device.type == "cuda":  # after the comparison with llama.cpp
         teacher = Transformer(shape_of_teacher, read_weights(dense, device, torch.bfloat16))
     if options.n_self_generated:
         written = sample(teacher, texts.train, options.n_self_generated, texts.first_token, device, options.seed)
@@ -225,14 +225,14 @@ def _train(
 
 
 def _significant_bits(t: Tensor, options: RecoverOptions) -> int:
-    """As many as the tensor's weights have, so that `sparse-lossless` stays small; all of a vector's."""
+    """The significant bits of a matrix, for a small `sparse-lossless` file; all bits for a vector."""
     bits = read_finite(t)
     has_all = options.keep_mantissa or options.quant_values is not None
     return 24 if has_all or len(t.ne) == 1 else masks.significant_bits(bits, t.type)
 
 
 def _rounded(t: Tensor, values: Array, significant: int) -> Array:
-    """Bit patterns (rows, cols) of a tensor's type. Raises MackoError if a value is beyond it."""
+    """Bit patterns (rows, cols) of a tensor's type. Raises MackoError if a value is out of range."""
     bits = masks.from_float32(masks.with_significant_bits(values, significant), t.type).reshape(t.rows, t.cols)
     if not np.isfinite(masks.to_float32(bits, t.type)).all():
         raise errors.error(errors.NOT_FINITE, f"{t.name}: its new weights are not finite in its type")
@@ -241,7 +241,7 @@ def _rounded(t: Tensor, values: Array, significant: int) -> Array:
 
 
 def _read_texts(path: Path, teacher: Transformer, arithmetic: Arithmetic, options: RecoverOptions) -> Texts:
-    """The chunks to train on and to choose by. Raises MackoError if the dense model's logits are not llama.cpp's."""
+    """The training and held-out chunks. Raises MackoError if the dense model's logits are not llama.cpp's."""
     with TextModel.opened_with(
         path, options.text, options.n_ctx, options.n_chunks, n_batch=options.n_ctx, n_threads=options.n_threads
     ) as (llama, chunks):
@@ -275,7 +275,7 @@ def _check_forward_pass(
 
 
 def provenance(options: RecoverOptions, report: RecoverReport) -> list[Key]:
-    """The metadata that tell how a model was recovered."""
+    """The metadata about the recovery of a model."""
     return [
         make_key("macko.prune.recover.method", "str", options.method),
         make_key("macko.prune.recover.datasets", "[str", [Path(options.text).name]),
@@ -308,8 +308,8 @@ def _write(model: Model, new: Mapping[str, Array], keys: list[Key], output: Atom
 
 
 def check_written(model: Model, output: AtomicOutput, new: Mapping[str, Array]) -> None:
-    """Reads the sealed output back: what was trained is as it was written, with a zero wherever the pruned model has
-    one; the rest is equal. Raises MackoError (FILE_CHANGED).
+    """Reads the sealed output. Trained tensors must be equal to `new` and have the zeros of the pruned model; the
+    others must be unchanged. Raises MackoError (FILE_CHANGED).
     """
     with Model(output.partial) as written:
         for source, result in zip(model.tensors, written.tensors):

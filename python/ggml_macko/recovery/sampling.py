@@ -1,5 +1,5 @@
-"""Text that the dense model writes: each chunk begins with a few tokens of the user's text and goes on as the model
-would, token by token, drawn from its probabilities. It shows the pruned model what the dense one knows beyond the text.
+"""Text that the dense model writes. Each chunk begins with a few tokens of the user's text; the model's probabilities
+give the next tokens. The pruned model thus learns from the dense model beyond the text.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from ..evaluation.text_model import Chunks
 from ..evaluation.transformer import Transformer, as_tokens
 
 N_PROMPT = 8
-"""Tokens of the user's text at the beginning of a chunk, the one that the vocabulary puts in front aside."""
+"""Tokens of the user's text at the start of a chunk, after a token that the vocabulary adds."""
 
 _CPU_CACHE_NBYTES = 1 << 30
 _GPU_CACHE_SHARE = 1 / 4
-"""Memory for keys and values, about, and its share of a GPU's: decides how many chunks are written at a time. It is not
-a share of what is free, because the text depends on it.
+"""Approximate memory for keys and values, and its share of a GPU's memory. They limit the chunks per batch. The share
+is not that of the free memory, because the text depends on it.
 """
 
 
 class Writer(Transformer):
-    """A forward pass that keeps keys and values, so that each step reads one token of each chunk."""
+    """A forward pass with stored keys and values, so that each step reads one token per chunk."""
 
     def __init__(self, model: Transformer, n_chunks: int, n_ctx: int) -> None:
         super().__init__(model.shape, model.weights)
@@ -52,9 +52,9 @@ def _cache_nbytes(device: torch.device) -> int:
 def sample(
     teacher: Transformer, chunks: Chunks, n: int, first_token: int | None, device: torch.device, seed: int
 ) -> Chunks:
-    """n chunks of the length of `chunks`, the user's text, from anywhere in which their first tokens come.
+    """n chunks with the length of `chunks`, which is the user's text; their first tokens are from random places of it.
 
-    first_token: what the vocabulary puts in front of a sequence. The same for a seed on one device.
+    first_token: token that the vocabulary adds in front of a sequence. The result depends on seed and device only.
     """
     n_ctx, stream = chunks.shape[1], chunks.reshape(-1)
     rng = np.random.default_rng([seed, n])
@@ -76,7 +76,7 @@ def sample(
             written = [tokens]
             for _ in range(n_ctx - prompts.shape[1]):
                 shares = torch.softmax(writer.next_logits(tokens), dim=-1)
-                # as torch.multinomial draws one, which has the host wait for a GPU that checks the shares
+                # like torch.multinomial, for which the host would wait until a GPU has checked the shares
                 tokens = (shares / torch.empty_like(shares).exponential_(generator=generator)).argmax(-1, keepdim=True)
                 written.append(tokens)
                 advance(len(tokens))

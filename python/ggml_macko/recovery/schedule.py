@@ -1,4 +1,4 @@
-"""Which tokens each step of training reads, and how fast it learns."""
+"""The tokens and the learning rate of each training step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..recovery.options import FINAL_RATE, WARMUP, RecoverOptions
 
 
 class Texts(NamedTuple):
-    """Tokens (chunks, n_ctx), with what the vocabulary puts in front of a sequence."""
+    """Tokens (chunks, n_ctx), and the token that the vocabulary adds in front of a sequence."""
 
     train: Chunks
     held_out: Chunks
@@ -21,7 +21,7 @@ class Texts(NamedTuple):
 
 
 def learning_rate(step: int, n_steps: int, highest: float) -> float:
-    """Of one step of a run: rises during WARMUP, then falls along half a cosine."""
+    """The rate of a step. It rises during WARMUP and then falls along half a cosine."""
     warmup = max(1, round(WARMUP * n_steps))
     if step < warmup:
         return highest * (step + 1) / warmup
@@ -34,11 +34,11 @@ def steps_per_epoch(n_chunks: int, batch_size: int) -> int:
 
 
 def batches(texts: Texts, options: RecoverOptions, epoch: int) -> Iterator[Chunks]:
-    """The text once, in an order of its own for each epoch, cut anew at other places."""
+    """One pass over the text, with a different order and different splits in each epoch."""
     rng = np.random.default_rng([options.seed, epoch])
     stream, n_ctx = texts.train.reshape(-1), texts.train.shape[1]
     shift = int(rng.integers(n_ctx)) if epoch and len(texts.train) > 1 else 0
-    # the chunk that a shift cuts in two goes on at the beginning of the text
+    # the last chunk continues at the start of the text
     chunks = np.roll(stream, -shift).reshape(-1, n_ctx)
     if texts.first_token is not None:
         chunks[:, 0] = texts.first_token

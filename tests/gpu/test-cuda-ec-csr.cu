@@ -91,7 +91,7 @@ static void check_layout(const test_matrix & w, const std::string & name) {
     int64_t          n_twice = 0, n_slots_wrong = 0;
     for (int32_t s = 0; s < b.n_sets; s++) {
         const row_blocks_set & set = b.sets[s];
-        for (int64_t p = 0; p < set.n_pieces; p++) {
+        for (int64_t p = 0; p < set.n_segments; p++) {
             for (int64_t r = 0; r < set.granularity; r++) {
                 const int32_t row = set.rows[p * set.granularity + r], slot = set.slots[p * set.granularity + r];
                 n_slots_wrong +=
@@ -247,7 +247,7 @@ GPU_TEST(random_shapes) {
     CHECK(used[1] >= (n_cases + 2) / 3, "only %d matrices were kept in blocks", used[1]);
 }
 
-// Every possible number of rows of a piece, in one matrix; and four columns of x that do not fit in shared memory.
+// Every possible number of rows of a segment, in one matrix; and four columns of x that do not fit in shared memory.
 GPU_TEST(every_granularity_and_columns_that_do_not_fit) {
     if (few_cases()) {
         return;

@@ -33,7 +33,7 @@ gpu_device gpu_device_of(int64_t shared_nbytes) { return { shared_nbytes, !envir
 int64_t nbytes_of_rows(const gpu_matrix & matrix) {
     const int64_t as_in_file = bind_macko(matrix.desc, matrix.n_padded, nullptr).nbytes;
     if (matrix.desc.type == GGML_MACKO_TYPE_F32) {
-        return as_in_file; // the only layout that it has
+        return as_in_file; // the only layout for F32
     }
     const inline_delta_shape shape = { { 0, inline_delta_lanes(matrix.desc, matrix.n_padded), false } };
     return std::max(as_in_file, bind_inline_delta(matrix.desc, matrix.n_padded, shape, nullptr).nbytes);
@@ -64,7 +64,7 @@ struct chooser {
                     number(device.shared_nbytes));
     }
 
-    // Bytes for EXP_CODED where the header tells how many outliers there are and that it pays; else -1.
+    // Bytes for EXP_CODED if the header shows the number of outliers and the layout is smaller than others; else -1.
     int64_t nbytes_of_exp_coded() const {
         const int64_t x = 32 * bank_width_of(desc().cols) + EXP_CODED_ENTRIES;
         if (plan.matrix.max_outliers < 0 || desc().type == GGML_MACKO_TYPE_F32 || !is_wide() || !device.exp_coded ||
@@ -76,7 +76,7 @@ struct chooser {
         return exp_coded_pays(desc(), plan.matrix.n_padded, of_groups) ? nbytes : -1;
     }
 
-    // all: also what no header would choose
+    // all: also add candidates that choose() would not
     void add_exp_coded(int32_t lanes, int64_t nbytes_any, bool all) {
         const int32_t         bits  = exp_coded_delta_bits(desc());
         const exp_coded_shape shape = { { bits, lanes ? lanes : EXP_CODED_LANES, is_wide() && bits < 6 } };
@@ -98,9 +98,9 @@ struct chooser {
             }
         };
         if (plan.nbytes < nbytes_any) {
-            add_in(plan.nbytes, "the header tells that few values are outliers");
+            add_in(plan.nbytes, "the header shows that few values are outliers");
         }
-        add_in(nbytes_any, "where it takes fewer bytes than the layouts below");
+        add_in(nbytes_any, "if it takes fewer bytes than the layouts below");
         n_surveys++;
     }
 
@@ -115,7 +115,7 @@ struct chooser {
         }
         add(shape, nbytes, reason);
     }
-    // About as many bits as in the file, or, in wide matrices, 3 beside values of few exponents.
+    // Deltas have about as many bits as in the file, or, in wide matrices, 3 bits for values of few exponents.
     void add_inline_deltas(int32_t wish, int64_t nbytes, bool all) {
         const int32_t lanes = wish ? wish : inline_delta_lanes(desc(), plan.matrix.n_padded);
         if (desc().delta_bits == 8) {
@@ -158,7 +158,7 @@ gpu_plan choose(const gpu_matrix & matrix, const gpu_device & device) {
         c.add_exp_coded(0, any, false);
         c.add_inline_deltas(0, any, false);
     }
-    c.add(macko_shape{}, any, "any matrix can have it");
+    c.add(macko_shape{}, any, "suits any matrix");
     return c.plan;
 }
 
@@ -168,7 +168,7 @@ gpu_plan choose_only(const gpu_matrix & matrix, const gpu_device & device, const
     c.plan.forced     = true;
     const int64_t any = nbytes_of_rows(matrix);
     if (layout == layout_name(layout_shape{ macko_shape{} })) {
-        c.add(macko_shape{}, any, "asked for");
+        c.add(macko_shape{}, any, "requested");
     } else if (layout == layout_name(layout_shape{ exp_coded_shape{} })) {
         c.add_exp_coded(lanes, c.plan.nbytes, true);
     } else if (layout == layout_name(layout_shape{ inline_delta_shape{} })) {
@@ -186,8 +186,7 @@ gpu_plan choose_only(const gpu_matrix & matrix, const gpu_device & device, const
 
 namespace {
 
-// What keeps a candidate from being the layout: something that is not known yet, or a reason against it. Neither: it
-// fits.
+// Whether a candidate fits: the next step of the survey, or a reason against the candidate, or neither if it fits.
 struct judgement {
     survey_step needs   = survey_step::NOTHING;
     std::string against = {};
@@ -206,14 +205,14 @@ struct judge {
     const macko_desc & desc() const { return plan.matrix.desc; }
     bool               knows(survey_step step) const { return found.done >= step; }
 
-    // the last question: whether runs stay within what a block has of x
+    // The last check: whether runs stay within the x in shared memory.
     judgement reach(const row_split_shape & s, std::string fits) const {
         if (s.banked && !knows(survey_step::OVERSHOOT)) {
             return { survey_step::OVERSHOOT };
         }
         const int64_t words = 32 * bank_width_of(desc().cols) - 1;
         if (s.banked && found.overshoot > std::min(words, room_of_x(plan.device) - words)) {
-            return { {}, "a run passes through more of x than shared memory holds" };
+            return { {}, "a run needs more of x than shared memory holds" };
         }
         return { {}, {}, std::move(fits) };
     }
@@ -242,7 +241,7 @@ struct judge {
         const auto    pays  = [&](int64_t nbytes) {
             return plan.forced || exp_coded_pays(desc(), plan.matrix.n_padded, nbytes);
         };
-        // the least that it takes, to know without counting what is hopeless
+        // a lower bound, which excludes hopeless cases before groups are counted
         const int64_t least =
             (desc().nnz / EXP_CODED_ENTRIES + (desc().nnz - found.n_held) / OUTLIERS_OF_GROUP) * group;
         const std::string held =
@@ -285,7 +284,7 @@ struct judge {
     }
 };
 
-// The candidate behind this one that competes with it, by the number of groups; or null.
+// The next candidate, if it competes with this one by the number of groups; or null.
 const layout_candidate * rival_of(const gpu_plan & plan, size_t i) {
     const auto banked = [&](size_t k) {
         const auto * s =
@@ -295,7 +294,7 @@ const layout_candidate * rival_of(const gpu_plan & plan, size_t i) {
     return banked(i) && banked(i + 1) ? &plan.candidates[i + 1] : nullptr;
 }
 
-// the memory of QUANTIZED depends on its outliers
+// Sets the memory of QUANTIZED, which depends on the number of outliers.
 void complete(const gpu_plan & plan, const shape_survey & found, layout_verdict * v) {
     if (auto * s = std::get_if<quantized_shape>(&v->shape); s && v->nbytes == 0) {
         s->max_outliers = found.n_outliers;
@@ -326,7 +325,7 @@ layout_verdict settle(const gpu_plan & plan, const layout_survey & survey) {
             if (other.n_groups <= found.n_groups) {
                 continue;
             }
-            if (!j.against.empty()) { // the rival takes even more
+            if (!j.against.empty()) { // the rival takes more
                 i++;
             }
         }

@@ -13,7 +13,7 @@ int32_t exp_coded_delta_bits(const macko_desc & desc) {
     return nbytes(2) <= nbytes(4) ? 2 : nbytes(4) <= nbytes(6) ? 4 : 6;
 }
 
-// tails, bases and row_ptr, and what the last line may take beyond its groups
+// trailing, bases and row_ptr, and the part of the last line after its groups
 int64_t exp_coded_nbytes_of_rows(const macko_desc & desc) {
     return gpu_aligned(2 * desc.rows) + gpu_aligned(2 * desc.rows * EXP_CODED_LANES) +
            gpu_aligned(4 * (desc.rows + 1)) + GPU_ALIGNMENT;

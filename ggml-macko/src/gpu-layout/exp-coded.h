@@ -1,10 +1,10 @@
-// Layout EXP_CODED, of wide F16 and BF16 matrices: values that have 8 significant bits and one of three exponents, as
-// FORMAT.md section 8 codes them. Runs of a row as in row-split.h.
+// Layout EXP_CODED, for wide F16 and BF16 matrices: values with 8 significant bits and one of three exponents, coded as
+// in FORMAT.md section 8. Runs of a row are as in row-split.h.
 //
 // A group has 16 entries: 16 bytes of lower bits of codes and of mantissas, a word of signs and upper bits of codes,
 // and 1, 2 or 3 words of deltas of 2, 4 or 6 bits (6: columns ascend). 8 groups are a line: first the bytes of all,
 // then the words of all (4 bits: all deltas, then all signs and codes). Other values are outliers, in groups of four:
-// floats in place of the bytes, columns in place of deltas.
+// floats replace the bytes, columns replace the deltas.
 #pragma once
 
 #include "gpu-layout/row-split.h"
@@ -16,9 +16,9 @@ struct exp_coded_layout : row_split_layout {};
 
 constexpr int64_t EXP_CODED_ENTRIES   = 16; // of a group
 constexpr int     EXP_CODED_PART      = 8;  // entries after which a position in x is reduced
-constexpr int     EXP_CODED_EXPONENTS = 3;  // a value has one of these, in two bits
+constexpr int     EXP_CODED_EXPONENTS = 3;  // exponents of a value, coded in two bits
 constexpr int32_t EXP_CODED_LANES     = 16;
-// words of deltas, signs and codes beside the bytes of a group
+// Words of deltas, signs and codes of a group.
 constexpr int64_t exp_coded_words(int delta_bits) { return 1 + delta_bits / 2; }
 constexpr int64_t exp_coded_group_nbytes(int delta_bits) { return EXP_CODED_ENTRIES + 4 * exp_coded_words(delta_bits); }
 
@@ -26,17 +26,17 @@ constexpr lanes_range exp_coded_built_lanes(int32_t type, int32_t delta_bits, bo
     const bool f16 = type == GGML_MACKO_TYPE_F16, bf16 = type == GGML_MACKO_TYPE_BF16;
     return { EXP_CODED_LANES, (f16 || bf16) && (banked || delta_bits == 6) ? EXP_CODED_LANES : 0 };
 }
-// the width of deltas that takes the fewest bytes
+// The width of deltas that takes the fewest bytes.
 int32_t exp_coded_delta_bits(const macko_desc & desc);
-// Bytes of memory beside those of groups; the most bytes of groups that fit `nbytes` of memory; whether so many bytes
-// of groups are fewer than those of another layout.
+// Bytes of memory except for groups; the maximum bytes of groups that fit `nbytes` of memory; whether this layout with
+// `nbytes` bytes of groups would be smaller than every other.
 int64_t exp_coded_nbytes_of_rows(const macko_desc & desc);
 int64_t exp_coded_room(const macko_desc & desc, int64_t nbytes);
 bool    exp_coded_pays(const macko_desc & desc, int64_t n_padded, int64_t nbytes);
-// Bytes of memory where at most `outliers` values are outliers and zeros are at random places, with a margin; those of
-// the groups alone go to *of_groups.
+// Expected bytes of memory, with a margin, for at most `outliers` outliers and zeros at random places. *of_groups: the
+// expected bytes of the groups alone.
 int64_t exp_coded_expected_nbytes(const macko_desc & desc, int64_t outliers, int64_t * of_groups);
-// in all of `nbytes`
+// Binds the layout to all of `nbytes`.
 exp_coded_layout bind_exp_coded(const macko_desc & desc, const exp_coded_shape & shape, int64_t nbytes, void * memory);
 
 constexpr bool    has_whole_lines(const exp_coded_layout & m, const macko_desc &) { return m.cols >= WIDE_COLS; }
@@ -48,8 +48,7 @@ constexpr int entries_of_part(const exp_coded_layout &) { return EXP_CODED_PART;
 
 // ---- values ----
 
-// What a group has in place of the float f: its sign, two bits of code and seven of mantissa. -1: f is an outlier, as
-// -0 is.
+// The stored form of the float f: its sign, two bits of code and seven bits of mantissa. -1: f is an outlier, as is -0.
 constexpr int held_as(const exp_coded_layout & m, uint32_t f) {
     const int code = static_cast<int>(f >> 23 & 255) - m.exponent;
     if (f == 0) {
@@ -59,7 +58,7 @@ constexpr int held_as(const exp_coded_layout & m, uint32_t f) {
                ? static_cast<int>(f >> 31 << 9 | static_cast<uint32_t>(code) << 7 | (f >> 16 & 127))
                : -1;
 }
-// the exponents with which a group holds |f|
+// The exponents with which a group can hold |f|.
 constexpr exponent_range exponents_of(const exp_coded_layout &, uint32_t f) {
     const int e = static_cast<int>(f >> 23);
     return f != 0 && f % 0x10000 == 0 ? exponent_range{ e - EXP_CODED_EXPONENTS, e } : exponent_range{ 0, 0 };

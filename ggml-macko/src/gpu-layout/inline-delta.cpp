@@ -5,10 +5,9 @@
 
 namespace macko::cuda {
 
-// A base takes 16 bits per run and row: long rows have the bytes to spare, short ones would leave too few entries for
-// each of 32 lanes. Where rows are few, two rows per warp have more bytes in flight (measured, see the lab notes of the
-// GPU kernels). BF16 values are INLINE_DELTA only where EXP_CODED does not suit them, so fewer kernels are built for
-// them.
+// A base takes 16 bits per run and row, which matters only for short rows; short rows also have too few entries for 32
+// lanes. With few rows, two rows per warp have more bytes in flight (measured, see lab/kernels-gpu.md). BF16 values use
+// INLINE_DELTA only if EXP_CODED does not suit them, so fewer kernels are built for them.
 int32_t inline_delta_lanes(const macko_desc & desc, int64_t n_padded) {
     constexpr int64_t FEW_ROWS = 4224; // 16 warps with two rows each on each of 132 multiprocessors
     const bool        wide     = desc.cols >= WIDE_COLS;
@@ -20,7 +19,7 @@ int32_t inline_delta_lanes(const macko_desc & desc, int64_t n_padded) {
     }
     const int64_t per_row = n_padded / desc.rows;
     const int32_t lanes   = per_row >= (desc.rows <= FEW_ROWS ? 7000 : 2048) ? 32 : per_row >= 768 ? 16 : 8;
-    // a wide matrix with so narrow deltas has long rows
+    // a wide matrix with such narrow deltas has long rows
     return wide && desc.delta_bits <= 2 ? std::max(lanes, 16) : lanes;
 }
 
@@ -30,9 +29,8 @@ static bool begin_at_lines(const macko_desc & desc) {
 }
 bool has_whole_lines(const inline_delta_layout &, const macko_desc & desc) { return begin_at_lines(desc); }
 
-// As many bytes as values of 16 bits and deltas apart from them would take in groups of 8: what the deltas would take
-// is for outliers. Deltas of 8 bits become narrower and take more fillers, for which there is more, unless these are
-// very many.
+// Reserves the bytes of 16-bit values and separate deltas in groups of 8: the bytes of the deltas are for outliers.
+// Deltas of 8 bits become narrower and need more fillers, for which more is reserved, unless there are very many.
 int64_t inline_delta_max_groups(const macko_desc & desc, int64_t n_padded) {
     constexpr int64_t ENTRIES = 8;
     // the last group of a row is half full on average
@@ -46,7 +44,7 @@ int64_t inline_delta_max_groups(const macko_desc & desc, int64_t n_padded) {
     double           of_a_row =
         expected_groups_of_row(desc, inline_delta_entries(6), 6, OUTLIERS * static_cast<double>(desc.nnz));
     const bool lines = begin_at_lines(desc), equal = desc.nnz % desc.rows == 0;
-    if (equal) { // rows pruned to equal lengths all waste the same part of their last group or line
+    if (equal) { // rows pruned to equal lengths all leave the same part of their last group or line unused
         of_a_row = lines ? with_unused_groups(of_a_row) : std::ceil(of_a_row);
     } else if (lines) {
         of_a_row += (LINE_GROUPS - 1) / 2.0;

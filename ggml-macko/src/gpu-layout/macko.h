@@ -1,5 +1,5 @@
-// Layout MACKO: the arrays of the file as they are (FORMAT.md section 3). The slowest layout; any matrix can have it,
-// whatever its type, width and structure.
+// Layout MACKO: the arrays of the file without changes (FORMAT.md section 3). The slowest layout; it suits a matrix of
+// any type, width and structure.
 #pragma once
 
 #include "codec/macko/macko.h"
@@ -27,7 +27,7 @@ inline macko_layout bind_macko(const macko_desc & desc, int64_t n_padded, void *
     return m;
 }
 
-// delta of entry k of the file's array
+// The delta of entry k.
 constexpr int macko_delta(const uint8_t * deltas, int64_t k, int delta_bits) {
     const int64_t bit = k * delta_bits;
     return static_cast<int>(deltas[bit >> 3] >> (bit & 7) & ((1u << delta_bits) - 1));

@@ -5,7 +5,7 @@
 
 namespace macko::cuda {
 
-constexpr int64_t GPU_ALIGNMENT = 256; // bytes; of a matrix's memory, and of each part in it
+constexpr int64_t GPU_ALIGNMENT = 256; // bytes; alignment of a matrix's memory and of each part of it
 
 constexpr int64_t gpu_aligned(int64_t nbytes) { return (nbytes + GPU_ALIGNMENT - 1) & ~(GPU_ALIGNMENT - 1); }
 
@@ -23,7 +23,7 @@ private:
     uint8_t *begin_, *at_;
 };
 
-// what the structs of all layouts have in common
+// The members that the structs of all layouts share.
 struct layout_base {
     int64_t rows;
     int64_t cols;

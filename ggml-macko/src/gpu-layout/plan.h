@@ -1,5 +1,5 @@
-// How a GPU is to keep a sparse matrix: what the header decides, what a survey of the values has to find out, and the
-// reasons. Printable. Plain C++.
+// The plan for the layout of a sparse matrix on a GPU: decisions from the header, results of a survey of the values,
+// and reasons. Printable. Plain C++.
 #pragma once
 
 #include "gpu-layout/layouts.h"
@@ -12,9 +12,9 @@ namespace macko::cuda {
 
 struct layout_candidate {
     layout_shape shape;
-    int64_t      nbytes; // of the memory that it is made in: those of the plan, or more
-    size_t       survey; // its place in layout_survey
-    std::string  reason; // why it stands where it stands
+    int64_t      nbytes; // of its memory: nbytes of the plan, or more
+    size_t       survey; // index in layout_survey
+    std::string  reason; // the reason for its position in the list
 };
 
 // The decisions that need only the header of a matrix. The first candidate that settle() (choose.h) accepts becomes
@@ -22,30 +22,30 @@ struct layout_candidate {
 struct gpu_plan {
     gpu_matrix                    matrix;
     gpu_device                    device;
-    int64_t                       nbytes; // of a GPU's memory to reserve
-    bool                          forced; // the candidate was asked for: it need not be smaller than others
+    int64_t                       nbytes; // GPU memory to reserve
+    bool                          forced; // the caller chose the layout: it may be larger than others
     std::vector<layout_candidate> candidates;
-    std::vector<std::string>      left_out; // layouts that are no candidates, with reasons
+    std::vector<std::string>      left_out; // layouts that are not candidates, with reasons
 };
 
-// Whether the matrix is to come as a whole, in its own format, and not as MACKO rows.
+// Whether the matrix is uploaded as a whole, in its own format, and not as MACKO rows.
 inline bool arrives_whole(const gpu_plan & plan) {
     return plan.matrix.in_blocks ||
            (!plan.candidates.empty() && std::holds_alternative<quantized_shape>(plan.candidates[0].shape));
 }
 
-// What a survey of the values finds out about one candidate, in this order: row-split layouts need EXPONENT, then
-// GROUPS, then OVERSHOOT; QUANTIZED needs OUTLIERS; ROW_BLOCKS need NBYTES.
+// Steps of a survey of the values for one candidate, in this order: row-split layouts need EXPONENT, then GROUPS, then
+// OVERSHOOT; QUANTIZED needs OUTLIERS; ROW_BLOCKS needs NBYTES.
 enum class survey_step { NOTHING, EXPONENT, GROUPS, OVERSHOOT, OUTLIERS, NBYTES };
 
 struct shape_survey {
     survey_step done            = survey_step::NOTHING;
-    int32_t     exponent        = 0;     // EXPONENT: with which groups hold the most values
-    int64_t     n_held          = 0;     //           those values
-    int64_t     n_groups        = 0;     // GROUPS: all, with those of outliers
-    int64_t     n_unused_groups = 0;     //         of those, the ones between the end of a row and the next line
+    int32_t     exponent        = 0;     // EXPONENT: the exponent with which groups hold the most values
+    int64_t     n_held          = 0;     //           the number of these values
+    int64_t     n_groups        = 0;     // GROUPS: all groups, with those of outliers
+    int64_t     n_unused_groups = 0;     //         groups between the end of a row and the next line
     bool        impossible      = false; //     an outlier would lose bits, or a row has too many of them
-    int32_t     overshoot       = 0;     // OVERSHOOT: words behind x that a run reaches; INT32_MAX: further than x
+    int32_t     overshoot       = 0;     // OVERSHOOT: words after x that a run reaches; INT32_MAX: more than x
     int64_t     n_outliers      = 0;     // OUTLIERS
     int64_t     nbytes          = 0;     // NBYTES: of blocks
 };
@@ -53,24 +53,24 @@ struct layout_survey {
     std::array<shape_survey, 5> of; // by layout_candidate::survey
 };
 
-// What settle() makes of a plan and what is known so far.
+// The result of settle() for a plan and the survey so far.
 struct layout_verdict {
-    survey_step  needs;     // of the candidate; NOTHING: the matrix gets it
+    survey_step  needs;     // next step for the candidate; NOTHING: it is the layout
     size_t       candidate; // in gpu_plan::candidates
-    layout_shape shape;     // of the candidate, with what the survey found
-    int64_t      nbytes;    // of memory; more than plan.nbytes: memory of its own beside what is reserved
-    std::string  reason;    // why, and why the candidates in front of it were passed over
+    layout_shape shape;     // of the candidate, completed by the survey
+    int64_t      nbytes;    // of memory; more than plan.nbytes: separate memory
+    std::string  reason;    // for this candidate, and against those before it
 };
 
-// the numbers that layouts have; 0: this one has none
+// The numbers of a layout; 0: the layout has no such number.
 struct shape_numbers {
     int32_t delta_bits = 0, lanes = 0;
     bool    banked = false;
 };
 shape_numbers numbers_of(const layout_shape & shape);
-// such as "INLINE_DELTA: deltas of 3 bits, 16 lanes, in the order of banks"
+// For example "INLINE_DELTA: deltas of 3 bits, 16 lanes, in the order of banks"
 std::string text_of(const layout_shape & shape);
-// a line for each candidate and each layout that was left out
+// One line for each candidate and each layout that was left out.
 std::string text_of(const gpu_plan & plan);
 
 } // namespace macko::cuda

@@ -12,9 +12,9 @@ namespace macko::cuda {
 
 namespace {
 
-int32_t piece_rows(const ec_csr_range & s) { return std::min(s.granularity, ROW_BLOCKS_MAX_ROWS); }
+int32_t segment_rows(const ec_csr_range & s) { return std::min(s.granularity, ROW_BLOCKS_MAX_ROWS); }
 
-int32_t cuts(const ec_csr_range & s) { return s.granularity / piece_rows(s); }
+int32_t cuts(const ec_csr_range & s) { return s.granularity / segment_rows(s); }
 
 int64_t columns_of(const ec_csr_view & view, const ec_csr_range & s, int64_t block) {
     const int32_t * ptr = view.arrays().blk_ptr + s.blk_ptr + block;
@@ -38,20 +38,20 @@ row_blocks_layout bind_row_blocks(const ec_csr_view & view, void * memory) {
     int64_t      n_slots = 0;
     for (const ec_csr_range & s : view.sets()) {
         row_blocks_set & d = b.sets[b.n_sets++];
-        d.granularity      = piece_rows(s);
-        d.n_pieces         = s.n_blocks * cuts(s);
+        d.granularity      = segment_rows(s);
+        d.n_segments       = s.n_blocks * cuts(s);
         d.n_chunks         = 0;
         for (int64_t k = 0; k < s.n_blocks; k++) {
             d.n_chunks += chunks_of(columns_of(view, s, k)) * cuts(s);
         }
-        parts.take(&d.chunk_ptr, int64_t(d.n_pieces) + 1);
-        parts.take(&d.bases, int64_t(d.n_pieces) * EC_LANES);
-        parts.take(&d.rows, int64_t(d.n_pieces) * d.granularity);
-        parts.take(&d.slots, int64_t(d.n_pieces) * d.granularity);
+        parts.take(&d.chunk_ptr, int64_t(d.n_segments) + 1);
+        parts.take(&d.bases, int64_t(d.n_segments) * EC_LANES);
+        parts.take(&d.rows, int64_t(d.n_segments) * d.granularity);
+        parts.take(&d.slots, int64_t(d.n_segments) * d.granularity);
         parts.take(&d.deltas, d.n_chunks * ROW_BLOCKS_CHUNK * desc.delta_bits / 8);
         parts.take(&d.values, d.n_chunks * ROW_BLOCKS_CHUNK * d.granularity);
-        b.n_pieces += d.n_pieces;
-        n_slots += int64_t(d.n_pieces) * d.granularity;
+        b.n_segments += d.n_segments;
+        n_slots += int64_t(d.n_segments) * d.granularity;
     }
     b.n_slots = static_cast<int32_t>(n_slots); // at most the elements of X.rows
     parts.take(&b.slot_ptr, desc.rows + 1);
@@ -63,7 +63,7 @@ row_blocks_layout bind_row_blocks(const ec_csr_view & view, void * memory) {
 
 namespace {
 
-// what the pieces of a set share while they are filled
+// Fills the segments of a set.
 struct set_filler {
     const ec_csr_arrays &  a;
     const ec_csr_range &   s;
@@ -74,8 +74,8 @@ struct set_filler {
         d.deltas[bit >> 3] = static_cast<uint8_t>(d.deltas[bit >> 3] | delta << (bit & 7));
     }
 
-    // Values of column k of a lane in a chunk, for rows first ... first + granularity - 1 of the block. from: the
-    // values of this column in the file.
+    // Writes the values of column k of a lane in a chunk, for all rows of the segment. from: the values of this column
+    // in the file.
     void put_values(int64_t chunk, int64_t lane, int64_t k, const float * from) const {
         for (int64_t r = 0; r < d.granularity; r++) {
             const int64_t i = k * d.granularity + r; // in this lane's values of the chunk
@@ -89,23 +89,23 @@ struct set_filler {
         return static_cast<const uint16_t *>(a.bases)[(s.block + block) * EC_LANES + lane];
     }
 
-    // the rows from `first` on of a block with vectors of 4 columns: lanes stay as they are
-    void long_piece(int64_t block, int64_t piece, int64_t first) const {
+    // Copies the rows from `first` on of a block with vectors of 4 columns, lane by lane.
+    void long_segment(int64_t block, int64_t segment, int64_t first) const {
         const int64_t col = a.blk_ptr[s.blk_ptr + block], bits = a.desc.delta_bits;
-        const int64_t n = d.chunk_ptr[piece + 1] - d.chunk_ptr[piece];
-        memcpy(d.deltas + d.chunk_ptr[piece] * ROW_BLOCKS_CHUNK * bits / 8, a.deltas + (s.col + col) * bits / 8,
+        const int64_t n = d.chunk_ptr[segment + 1] - d.chunk_ptr[segment];
+        memcpy(d.deltas + d.chunk_ptr[segment] * ROW_BLOCKS_CHUNK * bits / 8, a.deltas + (s.col + col) * bits / 8,
                static_cast<size_t>(n * ROW_BLOCKS_CHUNK * bits / 8));
         for (int64_t lane = 0; lane < EC_LANES; lane++) {
-            d.bases[piece * EC_LANES + lane] = base(block, lane);
+            d.bases[segment * EC_LANES + lane] = base(block, lane);
         }
         for (int64_t e = 0; e < n * ROW_BLOCKS_CHUNK; e++) {
-            put_values(d.chunk_ptr[piece] + e / ROW_BLOCKS_CHUNK, e / EC_VECTOR % EC_LANES, e % EC_VECTOR,
+            put_values(d.chunk_ptr[segment] + e / ROW_BLOCKS_CHUNK, e / EC_VECTOR % EC_LANES, e % EC_VECTOR,
                        value((col + e) * s.granularity + first));
         }
     }
 
-    // a short block: its columns are dealt to the lanes again, four each
-    void short_piece(int64_t block, int64_t piece) const {
+    // Distributes the columns of a short block over the lanes again, four columns each.
+    void short_segment(int64_t block, int64_t segment) const {
         const int64_t col      = a.blk_ptr[s.blk_ptr + block],
                       per_lane = (a.blk_ptr[s.blk_ptr + block + 1] - col) / EC_LANES;
         int64_t before = 0, column = 0;
@@ -114,15 +114,15 @@ struct set_filler {
             column          = i % per_lane ? column + delta_code(a.deltas, s.col + col + e, a.desc.delta_bits)
                                            : base(block, i / per_lane);
             if (i % EC_VECTOR == 0) {
-                d.bases[piece * EC_LANES + i / EC_VECTOR] = static_cast<uint16_t>(column);
+                d.bases[segment * EC_LANES + i / EC_VECTOR] = static_cast<uint16_t>(column);
             } else {
-                put_delta(d.chunk_ptr[piece], i / EC_VECTOR, i % EC_VECTOR, static_cast<uint32_t>(column - before));
+                put_delta(d.chunk_ptr[segment], i / EC_VECTOR, i % EC_VECTOR, static_cast<uint32_t>(column - before));
             }
-            put_values(d.chunk_ptr[piece], i / EC_VECTOR, i % EC_VECTOR, value(col + e));
+            put_values(d.chunk_ptr[segment], i / EC_VECTOR, i % EC_VECTOR, value(col + e));
         }
-        // zeros, times an x that the row uses anyway
+        // zeros, multiplied by an x that the row also uses
         for (int64_t lane = (per_lane * EC_LANES + EC_VECTOR - 1) / EC_VECTOR; lane < EC_LANES; lane++) {
-            d.bases[piece * EC_LANES + lane] = static_cast<uint16_t>(column);
+            d.bases[segment * EC_LANES + lane] = static_cast<uint16_t>(column);
         }
     }
 };
@@ -145,12 +145,12 @@ void fill_row_blocks(const ec_csr_view & view, int n_threads, const row_blocks_l
             }
         }
         const set_filler filler = { a, s, d };
-        parallel_parts(n_threads, d.n_pieces, 16, [&](int64_t begin, int64_t end, int) {
+        parallel_parts(n_threads, d.n_segments, 16, [&](int64_t begin, int64_t end, int) {
             for (int64_t p = begin; p < end; p++) {
                 if (s.vector_size == 1) {
-                    filler.short_piece(p, p);
+                    filler.short_segment(p, p);
                 } else {
-                    filler.long_piece(p / n_cuts, p, p % n_cuts * d.granularity);
+                    filler.long_segment(p / n_cuts, p, p % n_cuts * d.granularity);
                 }
             }
         });
@@ -161,7 +161,7 @@ void fill_row_blocks(const ec_csr_view & view, int n_threads, const row_blocks_l
     std::vector<int32_t> next(b.slot_ptr, b.slot_ptr + b.rows);
     for (int32_t i = 0; i < b.n_sets; i++) {
         const row_blocks_set & d = b.sets[i];
-        for (int64_t k = 0; k < int64_t(d.n_pieces) * d.granularity; k++) {
+        for (int64_t k = 0; k < int64_t(d.n_segments) * d.granularity; k++) {
             d.slots[k] = next[static_cast<size_t>(d.rows[k])]++;
         }
     }

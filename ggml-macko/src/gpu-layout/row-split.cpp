@@ -27,7 +27,7 @@ void bind_row_split(const macko_desc & desc, const row_split_shape & shape, int6
                     row_split_layout * m) {
     memory_parts parts(memory);
     parts.take(&m->groups, nbytes_groups);
-    parts.take(&m->tails, desc.rows);
+    parts.take(&m->trailing, desc.rows);
     parts.take(&m->bases, desc.rows * shape.lanes);
     parts.take(&m->row_ptr, desc.rows + 1);
     static_cast<layout_base &>(*m) = { desc.rows, desc.cols, desc.type, parts.nbytes() };

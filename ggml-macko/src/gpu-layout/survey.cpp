@@ -29,9 +29,9 @@ template <typename M> struct row_split_survey {
     int                n_threads;
     M                  m; // sizes and numbers only
     bool               whole_lines;
-    // of each row, for its overshoot
+    // of each row, to compute the overshoot
     std::vector<int32_t>  row_ptr;
-    std::vector<uint16_t> tails;
+    std::vector<uint16_t> trailing;
 
     template <typename F> int for_each_row(F && f) const {
         return view.for_each_row(
@@ -58,9 +58,9 @@ template <typename M> struct row_split_survey {
         return status;
     }
 
-    // Calls entry(delta, x_slot of its first step) for the entries of a row, fillers included, in their order.
+    // Calls entry(delta, x_slot of its first step) for the entries of a row in order, including fillers.
     template <typename F> void for_each_entry(const row_order & order, const uint16_t * dense, F && entry) const {
-        int next = 0; // the x_slot behind the last entry
+        int next = 0; // the x_slot after the last entry
         for (int q = 0; q < order.x_slots; q++) {
             const int c = order.word(q);
             if (c >= m.cols || dense[c] == 0) {
@@ -77,7 +77,7 @@ template <typename M> struct row_split_survey {
 
     int groups(shape_survey * found) {
         row_ptr.assign(static_cast<size_t>(m.rows) + 1, 0);
-        tails.assign(static_cast<size_t>(m.rows), 0);
+        trailing.assign(static_cast<size_t>(m.rows), 0);
         std::mutex mutex;
         const int  status = for_each_row([&](int64_t row, const uint16_t * dense) {
             int  entries = 0, outliers = 0;
@@ -95,12 +95,12 @@ template <typename M> struct row_split_survey {
                       used                        = (entries + of_group - 1) / of_group + outlier_groups,
                       unused                      = whole_lines ? -used & (LINE_GROUPS - 1) : 0;
             row_ptr[static_cast<size_t>(row) + 1] = used + unused;
-            tails[static_cast<size_t>(row)] =
-                static_cast<uint16_t>(tail_of(std::min(outlier_groups, TAIL_MAX_OUTLIERS), unused));
+            trailing[static_cast<size_t>(row)] =
+                static_cast<uint16_t>(pack_trailing(std::min(outlier_groups, MAX_OUTLIER_GROUPS), unused));
             const std::lock_guard<std::mutex> lock(mutex);
             found->n_groups += used + unused;
             found->n_unused_groups += unused;
-            found->impossible = found->impossible || impossible || outlier_groups > TAIL_MAX_OUTLIERS;
+            found->impossible = found->impossible || impossible || outlier_groups > MAX_OUTLIER_GROUPS;
         });
         for (size_t r = 0; r < static_cast<size_t>(m.rows) && found->n_groups <= INT32_MAX; r++) {
             row_ptr[r + 1] += row_ptr[r];
@@ -117,7 +117,7 @@ template <typename M> struct row_split_survey {
             slots.push_back(slot);
         });
         const size_t   r = static_cast<size_t>(row);
-        const row_span span(row_ptr[r], row_ptr[r + 1], tails[r]);
+        const row_span span(row_ptr[r], row_ptr[r + 1], trailing[r]);
         const int      modulus = 32 * m.bank_width - 1, part = entries_of_part(m);
         deltas.resize(static_cast<size_t>(span.groups * entries_of_group(m)), 0);
         int most = 0;
@@ -166,7 +166,7 @@ struct surveyor {
             case survey_step::EXPONENT: return s.exponent(found);
             case survey_step::GROUPS:   return s.groups(found);
             default:
-                shape_survey again  = *found; // of which nothing is new but where rows begin
+                shape_survey again  = *found; // only the first groups of rows are needed
                 const int    status = s.groups(&again);
                 return status ? status : s.overshoot(found);
         }

@@ -71,12 +71,12 @@ private:
         const ggml_tensor * bias;
         const ggml_tensor * residual;
     };
-    const ggml_tensor * norm_                             = nullptr; // null: no norm
-    const ggml_tensor * norm_weight_                      = nullptr;
-    const ggml_tensor * x_                                = nullptr;
-    member              members_[CUDA_SPARSE_MAX_GROUPED] = {};
-    int                 n_                                = 0;
-    ggml_tensor *       glu_                              = nullptr;
+    const ggml_tensor * norm_                           = nullptr; // null: no norm
+    const ggml_tensor * norm_weight_                    = nullptr;
+    const ggml_tensor * x_                              = nullptr;
+    member              members_[CUDA_SPARSE_MAX_BATCH] = {};
+    int                 n_                              = 0;
+    ggml_tensor *       glu_                            = nullptr;
 
     bool     match_norm(const ggml_cgraph * graph, int i, int mul);
     bool     match_products(const op_context & ctx, const ggml_cgraph * graph, int first, const ggml_tensor * input);
@@ -134,7 +134,7 @@ bool fused_sparse_products::match_norm(const ggml_cgraph * graph, int i, int mul
 // Matches the products of `input` from node `first` on.
 bool fused_sparse_products::match_products(const op_context & ctx, const ggml_cgraph * graph, int first,
                                            const ggml_tensor * input) {
-    for (int k = first; k < graph->n_nodes && n_ < CUDA_SPARSE_MAX_GROUPED && can_join(ctx, graph->nodes[k], input);
+    for (int k = first; k < graph->n_nodes && n_ < CUDA_SPARSE_MAX_BATCH && can_join(ctx, graph->nodes[k], input);
          k     = next_node(graph, k)) {
         if (norm_ && !fuses(graph->nodes[k])) {
             return false;
@@ -259,7 +259,7 @@ bool fused_sparse_products::is_safe() const {
 }
 
 cudaError_t fused_sparse_products::enqueue(const op_context & ctx) const {
-    bool queued[CUDA_SPARSE_MAX_GROUPED] = {};
+    bool queued[CUDA_SPARSE_MAX_BATCH] = {};
     for (int first = 0; first < n_; first++) {
         if (!queued[first]) {
             CUDA_TRY(cuda_sparse_mul_mat(launch_params(ctx, first, queued), ctx.stream));

@@ -25,7 +25,7 @@ void move_up(ggml_cgraph * graph, int from, int to) {
 int gather_products(ggml_cgraph * graph, int i) {
     const ggml_tensor * first = graph->nodes[i];
     int                 end   = i + 1;
-    for (int k = end; k < std::min(graph->n_nodes, i + REACH) && end - i < CUDA_SPARSE_MAX_GROUPED; k++) {
+    for (int k = end; k < std::min(graph->n_nodes, i + REACH) && end - i < CUDA_SPARSE_MAX_BATCH; k++) {
         const ggml_tensor * node = graph->nodes[k];
         if (is_weight_product(node, first->src[1]) && !stored(node->src[0]) == !stored(first->src[0])) {
             move_up(graph, k, end++);

@@ -1,5 +1,5 @@
-// Sparse rows back to dense ones: for products with many columns (a panel of rows at a time, then a dense product) and
-// for get_tensor.
+// Makes sparse rows dense: for products with many columns (a panel of rows at a time, then a dense product), and for
+// get_tensor.
 #include "cuda/lib/common.cuh"
 #include "cuda/sparse/product.cuh"
 #include "cuda/sparse/row-split-groups.cuh"
@@ -16,8 +16,8 @@ struct densify_params {
     int64_t          row_end;
     uint16_t *       dst;
     int64_t          ld;
-    int32_t          rows;   // that a block has in shared memory at a time, at most 32 / lanes
-    int32_t          pitch;  // elements of a row there: those of dst, and behind them where fillers may land
+    int32_t          rows;   // rows of a block in shared memory at a time, at most 32 / lanes
+    int32_t          pitch;  // elements of a row in shared memory: those of dst, and space for fillers after them
     int32_t          vector; // 8 if rows of dst are aligned to 16 bytes and cols is a multiple of 8, else 1
     uint32_t         weight[16];
 };
@@ -30,12 +30,18 @@ template <int BITS, bool BANK_ORDER> constexpr uint32_t DENSIFY_SHIFT = !BANK_OR
 template <int BITS, bool BANK_ORDER>
 constexpr uint32_t DENSIFY_STEP = (BANK_ORDER ? 64u : 2u) << DENSIFY_SHIFT<BITS, BANK_ORDER>;
 
-// A block per row (with fewer than 32 runs, per several rows): zeros in shared memory, entries scattered to their
-// columns there, then one pass to dst. Each warp has a share of the groups of every run; the sum of the deltas in front
-// of them says where it starts. The groups of the next row are on their way while this one goes to dst.
-template <typename T, int BITS, bool BANK_ORDER>
+template <typename T,      // layout and type of the values: inline_delta<...> or exp_coded<...>
+          int  BITS,       // bits of a delta
+          bool BANK_ORDER> // entries are in the order of shared-memory banks, not of columns
 __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
-    densify_row_split_kernel(const __grid_constant__ densify_params p) {
+    densify_row_split_kernel(const __grid_constant__ densify_params p) { // matrix, rows, destination, dp4a weights
+    // One block per row, or per 32 / lanes rows:
+    //
+    //   run of a lane   | groups of warp 0 | groups of warp 1 | ... |
+    //   position        base + deltas of the warps before + deltas of this warp's groups so far
+    //
+    // Phases: clear the row in shared memory; add up the deltas of each warp's groups; scatter the values to their
+    // columns, then the outliers; request the groups of the next row; copy the row to dst.
     constexpr int DEPTH   = 4; // groups requested at a time
     constexpr int ENTRIES = group_bits<T, BITS>::ENTRIES, PARTS = group_bits<T, BITS>::PARTS,
                   PER_PART  = ENTRIES / PARTS;
@@ -47,19 +53,19 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
     const int                                warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const int                                lane = threadIdx.x % lanes, sub = threadIdx.x % 32 / lanes;
     const int                                pitch = p.pitch;
-    // minus the bytes of all positions of a row; only used if BANK_ORDER
+    // minus the bytes of all positions of a row; used only with BANK_ORDER
     const uint32_t negative = 2 - 64 * static_cast<uint32_t>(m.bank_width);
     const float    power    = __int_as_float((127 + m.exponent) << 23); // 2^exponent
     const bool     bf16     = is_exp_coded<T> ? is_bf16<T> : m.type == GGML_MACKO_TYPE_BF16;
-    char *         mine     = reinterpret_cast<char *>(dense + sub * pitch); // only touched if sub < rows
+    char *         mine     = reinterpret_cast<char *>(dense + sub * pitch); // accessed only if sub < rows
     cuda_wait_for_previous();
     cuda_allow_next();
 
-    // this thread's share of a row: groups from ... to-1 of its run
+    // this thread's share of a row: groups from ... to - 1 of its run
     row_span            span;
     int                 from, to, end = 0, end_of_outliers = 0;
     uint32_t            base;
-    group_bits<T, BITS> bits[DEPTH], outliers; // the run's first group of outliers, on its way as early as the others
+    group_bits<T, BITS> bits[DEPTH], outliers; // outliers: the run's first group of outliers, requested early
     const auto          load = [&](int first) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
@@ -71,7 +77,7 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
     const auto begin_rows = [&](int64_t row0) {
         const int64_t row  = row0 + sub;
         const bool    here = row < p.row_end && sub < rows;
-        span               = here ? row_span(m.row_ptr[row], m.row_ptr[row + 1], m.tails[row]) : row_span();
+        span               = here ? row_span(m.row_ptr[row], m.row_ptr[row + 1], m.trailing[row]) : row_span();
         base               = here ? m.bases[row * lanes + lane] : 0;
         const int first = span.first_step(lane), own = span.end_step(lane, lanes) - first;
         from = first + own * warp / warps;
@@ -143,8 +149,8 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
                             if (BANK_ORDER) {
                                 to = wrap(to, negative);
                             }
-                            // What is zero here may be an outlier, and fillers behind the last entry of a row would
-                            // hit the first ones.
+                            // An outlier may be zero here, and fillers after the last entry of a row would overwrite
+                            // its first entries.
                             if (value != 0) {
                                 *reinterpret_cast<uint16_t *>(mine + to) =
                                     is_exp_coded<T> ? value : from_inline_delta(value, power, bf16);
@@ -200,20 +206,16 @@ template <typename T, int BITS, bool BANK_ORDER>
 static cudaError_t launch_densify_row_split(densify_params & p, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
-    if (is_exp_coded<T>) {
-        set_exp_coded_weights(p.weight, BITS, DENSIFY_STEP<BITS, BANK_ORDER>);
-    } else {
-        set_inline_delta_weights(p.weight, BITS, DENSIFY_STEP<BITS, BANK_ORDER>);
-    }
+    set_weights<T>(p.weight, BITS, DENSIFY_STEP<BITS, BANK_ORDER>);
     const auto kernel = densify_row_split_kernel<T, BITS, BANK_ORDER>;
     p.pitch           = static_cast<int32_t>(
         (std::max<int64_t>(p.m.cols + group_bits<T, BITS>::ENTRIES, 32 * p.m.bank_width) + 7) & ~int64_t(7));
-    const int64_t pitch_nbytes = p.pitch * 2; // fits shared memory, since x, which is twice as large, does
+    const int64_t pitch_nbytes = p.pitch * 2; // fits shared memory, because x is twice as large and fits
     const int64_t room         = device.shared_nbytes - static_cast<int64_t>(MAX_DENSIFY_WARPS * 32 * sizeof(uint32_t));
     const int     rows         = static_cast<int>(std::min<int64_t>(32 / p.m.lanes, room / pitch_nbytes));
     const size_t  shared       = static_cast<size_t>(rows * pitch_nbytes);
-    // The fewer blocks there are on a multiprocessor, the more warps share their rows (measured). A warp has few of a
-    // run's groups then, too, and need not read them a second time after it has added up their deltas.
+    // With fewer blocks on a multiprocessor, more warps share a row (measured). A warp then has few groups of a run,
+    // and does not read them again after it has added up their deltas.
     const int64_t resident = room / (rows * pitch_nbytes + 2048);
     const int     warps    = resident >= 16 ? 3 : resident >= 8 ? 4 : MAX_DENSIFY_WARPS;
     p.rows                 = rows;
@@ -224,47 +226,32 @@ static cudaError_t launch_densify_row_split(densify_params & p, cudaStream_t str
     return cudaGetLastError();
 }
 
-template <typename X> static cudaError_t launch_densify_exp_coded(densify_params & p, cudaStream_t stream) {
-    switch (p.m.delta_bits) {
-        case 2:  return launch_densify_row_split<exp_coded<X>, 2, true>(p, stream);
-        case 4:  return launch_densify_row_split<exp_coded<X>, 4, true>(p, stream);
-        default: return launch_densify_row_split<exp_coded<X>, 6, false>(p, stream);
-    }
-}
-
-// F16 and BF16 matrices share kernels
-static cudaError_t launch_densify_inline_delta(densify_params & p, cudaStream_t stream) {
-    using T           = inline_delta<__half>;
-    const bool banked = p.m.bank_width != 0;
-    switch (p.m.delta_bits) {
-        case 2:
-            return banked ? launch_densify_row_split<T, 2, true>(p, stream)
-                          : launch_densify_row_split<T, 2, false>(p, stream);
-        case 3: return launch_densify_row_split<T, 3, true>(p, stream);
-        case 4:
-            return banked ? launch_densify_row_split<T, 4, true>(p, stream)
-                          : launch_densify_row_split<T, 4, false>(p, stream);
-        default: return launch_densify_row_split<T, 6, false>(p, stream);
-    }
-}
-
 static densify_params params_of(const row_split_layout & w, const dense_rows & to) {
     const bool aligned = reinterpret_cast<uintptr_t>(to.dst) % 16 == 0 && to.ld % 8 == 0 && w.cols % 8 == 0;
     return { w, to.row_begin, to.row_end, static_cast<uint16_t *>(to.dst), to.ld, 1, 0, aligned ? 8 : 1, {} };
 }
 cudaError_t densify(const inline_delta_layout & w, const dense_rows & to) {
+    using T          = inline_delta<__half>; // F16 and BF16 matrices share kernels
     densify_params p = params_of(w, to);
-    return launch_densify_inline_delta(p, to.stream);
+    return with_constant<2, 3, 4, 6>(w.delta_bits, cudaErrorNotSupported, [&](auto n) {
+        constexpr int BITS = decltype(n)::value;
+        return w.bank_width ? launch_densify_row_split<T, BITS, (BITS < 6)>(p, to.stream)
+                            : launch_densify_row_split<T, BITS, (BITS == 3)>(p, to.stream);
+    });
 }
 cudaError_t densify(const exp_coded_layout & w, const dense_rows & to) {
     densify_params p = params_of(w, to);
-    return w.type == GGML_MACKO_TYPE_F16 ? launch_densify_exp_coded<__half>(p, to.stream)
-                                         : launch_densify_exp_coded<__nv_bfloat16>(p, to.stream);
+    return with_constant<2, 4, 6>(w.delta_bits, cudaErrorNotSupported, [&](auto n) {
+        constexpr int BITS = decltype(n)::value;
+        return w.type == GGML_MACKO_TYPE_F16
+                   ? launch_densify_row_split<exp_coded<__half>, BITS, (BITS < 6)>(p, to.stream)
+                   : launch_densify_row_split<exp_coded<__nv_bfloat16>, BITS, (BITS < 6)>(p, to.stream);
+    });
 }
 
 // ---- MACKO ----
 
-// a block per row: zeros, then one warp writes the entries
+// One block per row: all warps write zeros, then one warp writes the entries.
 template <typename U>
 __global__ void __launch_bounds__(128)
     densify_macko_kernel(const macko_layout m, int64_t row_begin, int64_t row_end, U * dst, int64_t ld) {
@@ -304,7 +291,7 @@ cudaError_t densify(const macko_layout & w, const dense_rows & to) {
                                          : launch_densify_macko<uint16_t>(w, to);
 }
 
-// ---- any ----
+// ---- any layout ----
 
 cudaError_t cuda_sparse_densify(const gpu_layout & w, int64_t row_begin, int64_t row_end, void * dst, int64_t ld,
                                 cudaStream_t stream) {

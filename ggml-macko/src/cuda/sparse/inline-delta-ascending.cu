@@ -3,10 +3,7 @@
 
 namespace macko::cuda {
 
-cudaError_t launch_inline_delta_ascending(row_split_launch & p, const row_split_shape & s, int nx, int grid_y,
-                                          cudaStream_t stream) {
-    return s.delta_bits == 2 ? launch_inline_delta_bits<2, false>(p, s.lanes, nx, grid_y, stream)
-                             : launch_inline_delta_bits<4, false>(p, s.lanes, nx, grid_y, stream);
-}
+template cudaError_t launch_inline_delta<2, false>(row_split_launch &, int, int, int, cudaStream_t);
+template cudaError_t launch_inline_delta<4, false>(row_split_launch &, int, int, int, cudaStream_t);
 
 } // namespace macko::cuda

@@ -3,18 +3,11 @@
 
 namespace macko::cuda {
 
-cudaError_t launch_inline_delta_bf16(row_split_launch & p, const row_split_shape & s, int nx, int grid_y,
-                                     cudaStream_t stream) {
-    switch (s.delta_bits) {
-        case 2:
-            return s.banked ? launch_inline_delta_bf16_shape<2, true>(p, nx, grid_y, stream)
-                            : launch_inline_delta_bf16_shape<2, false>(p, nx, grid_y, stream);
-        case 3: return launch_inline_delta_bf16_shape<3, true>(p, nx, grid_y, stream);
-        case 4:
-            return s.banked ? launch_inline_delta_bf16_shape<4, true>(p, nx, grid_y, stream)
-                            : launch_inline_delta_bf16_shape<4, false>(p, nx, grid_y, stream);
-        default: return launch_inline_delta_bf16_shape<6, false>(p, nx, grid_y, stream);
-    }
-}
+template cudaError_t launch_inline_delta_bf16<2, false>(row_split_launch &, int, int, cudaStream_t);
+template cudaError_t launch_inline_delta_bf16<2, true>(row_split_launch &, int, int, cudaStream_t);
+template cudaError_t launch_inline_delta_bf16<3, true>(row_split_launch &, int, int, cudaStream_t);
+template cudaError_t launch_inline_delta_bf16<4, false>(row_split_launch &, int, int, cudaStream_t);
+template cudaError_t launch_inline_delta_bf16<4, true>(row_split_launch &, int, int, cudaStream_t);
+template cudaError_t launch_inline_delta_bf16<6, false>(row_split_launch &, int, int, cudaStream_t);
 
 } // namespace macko::cuda

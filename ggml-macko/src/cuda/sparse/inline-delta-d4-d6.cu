@@ -4,10 +4,7 @@
 
 namespace macko::cuda {
 
-cudaError_t launch_inline_delta_d4_d6(row_split_launch & p, const row_split_shape & s, int nx, int grid_y,
-                                      cudaStream_t stream) {
-    return s.delta_bits == 4 ? launch_inline_delta_bits<4, true>(p, s.lanes, nx, grid_y, stream)
-                             : launch_inline_delta_bits<6, false>(p, s.lanes, nx, grid_y, stream);
-}
+template cudaError_t launch_inline_delta<4, true>(row_split_launch &, int, int, int, cudaStream_t);
+template cudaError_t launch_inline_delta<6, false>(row_split_launch &, int, int, int, cudaStream_t);
 
 } // namespace macko::cuda

@@ -1,4 +1,4 @@
-// y = W x, W in the layout MACKO (gpu-layout/macko.h), of any type and width.
+// y = W x, with W in the layout MACKO (gpu-layout/macko.h), of any type and width.
 #include "cuda/sparse/product.cuh"
 #include "cuda/sparse/row-split-groups.cuh"
 
@@ -6,7 +6,7 @@
 
 namespace macko::cuda {
 
-// eight values from an aligned place on
+// Loads eight values from index k on, a multiple of 8.
 template <typename T> __device__ __forceinline__ void load_eight(float (&v)[8], const uint8_t * values, int64_t k) {
     const uint4 *  from = reinterpret_cast<const uint4 *>(values + k * static_cast<int64_t>(sizeof(T)));
     const uint4    a    = load_streaming(from);
@@ -27,7 +27,7 @@ template <typename T> __device__ __forceinline__ void load_eight(float (&v)[8], 
         }
     }
 }
-// the deltas of eight entries, of which the first one's bits come first
+// Loads the deltas of eight entries; the first delta is in the lowest bits.
 __device__ __forceinline__ uint64_t load_eight_deltas(const uint8_t * deltas, int64_t k, int delta_bits) {
     const uint8_t * from = deltas + k / 8 * delta_bits;
     switch (delta_bits) {
@@ -38,10 +38,16 @@ __device__ __forceinline__ uint64_t load_eight_deltas(const uint8_t * deltas, in
     }
 }
 
-// A warp per row. A lane has 8 consecutive entries, whose columns it finds by a prefix sum over the lanes. x stays in
-// global memory.
-template <typename T, int NX>
+template <typename T, // type of the values
+          int NX>     // columns of x: 1 or 4
 __global__ void __launch_bounds__(256) macko_kernel(const __grid_constant__ macko_launch p) {
+    // One warp per row; x stays in global memory:
+    //
+    //   entries of a row   | lane 0: 8 entries | lane 1: 8 entries | ... | lane 31 | lane 0: the next 8 | ...
+    //   column of entry k  the column of the last entry before + steps of the lanes below + own steps up to k
+    //
+    // Phases: compute the scale of the norm; for each row load values and deltas, add up the steps over the lanes,
+    // gather x and multiply, sum over the warp; store the result.
     __shared__ float partial[NX][8];
     const int        lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int        column     = blockIdx.y * NX;

@@ -30,9 +30,9 @@ cuda_sparse_mul_mat_params cuda_sparse_mul_mat_params::columns(int64_t j, int64_
     return part;
 }
 
-// Measured on an H200 at densities .1 ... .5: up to so many columns, tiles or two passes of eight columns take less
-// than writing the rows dense and a dense product; with deltas of 6 bits (few entries: dense rows are mostly zeros)
-// three passes do. In wide matrices fewer columns at a time fit shared memory.
+// Measured on an H200 at densities 0.1 to 0.5: up to this number of columns, tiles or two passes of eight columns are
+// faster than a dense product with densified rows; with deltas of 6 bits (few entries: dense rows are mostly zeros),
+// three passes are. For wide matrices, fewer columns at a time fit shared memory.
 int64_t cuda_sparse_mul_mat_max_n(const gpu_layout & layout, bool experts) {
     return std::visit(
         [&](const auto & w) -> int64_t {
@@ -47,8 +47,8 @@ int64_t cuda_sparse_mul_mat_max_n(const gpu_layout & layout, bool experts) {
         layout);
 }
 
-// The columns from which on tiles pay; with few entries two passes of up to eight columns take less (measured).
-// INT64_MAX: the product does not take tiles.
+// The smallest number of columns for which tiles are faster; with few entries, two passes of up to eight columns are
+// faster (measured). INT64_MAX: the product does not support tiles.
 template <typename W> static int64_t tiles_from(const W & w, const cuda_sparse_mul_mat_params & a) {
     if constexpr (std::is_base_of_v<row_split_layout, W>) {
         const int64_t least     = w.delta_bits == 6 ? 13 : 9;
@@ -62,7 +62,7 @@ template <typename W> static int64_t tiles_from(const W & w, const cuda_sparse_m
     return INT64_MAX;
 }
 
-// matrices that share a kernel
+// Multiplies matrices that share a kernel.
 template <typename W>
 static cudaError_t mul_mat(const W & w, const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
     constexpr int64_t MAX_GRID_Y = 65535;
@@ -94,7 +94,7 @@ static cudaError_t mul_mat(const W & w, const cuda_sparse_mul_mat_params & a, cu
 }
 
 cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
-    if (a.n_matrices < 1 || a.n_matrices > CUDA_SPARSE_MAX_GROUPED || (a.silu_mul && a.n_matrices != 2)) {
+    if (a.n_matrices < 1 || a.n_matrices > CUDA_SPARSE_MAX_BATCH || (a.silu_mul && a.n_matrices != 2)) {
         return cudaErrorInvalidValue;
     }
     bool alike = true, fuses = true;

@@ -1,4 +1,4 @@
-// Code that the kernels of all layouts share: the destinations of results, and the arguments of a launch. Internal to
+// Shared by the kernels of all layouts: the destinations of results, and the arguments of a launch. Internal to
 // cuda/sparse.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace macko::cuda {
 
-// where the results of one matrix go, and what is added to them
+// The destination of the results of one matrix, and the numbers added to them.
 struct result_operand {
     float *       y;
     const float * residual;
@@ -18,12 +18,12 @@ struct result_operand {
     int64_t       ldy;
     int32_t       row_begin;
     int32_t       n_rows;
-    int32_t       first_warp_rows; // warp_rows: the rows that a warp has at a time
+    int32_t       first_warp_rows; // warp_rows: the rows that a warp processes at a time
 };
 
-// The arguments of the kernels of all layouts. OPERAND: a result_operand with the arrays of one matrix in its layout
+// The arguments of a kernel. OPERAND: a result_operand with the arrays of one matrix in its layout
 template <typename OPERAND> struct product_launch {
-    OPERAND         m[CUDA_SPARSE_MAX_GROUPED];
+    OPERAND         m[CUDA_SPARSE_MAX_BATCH];
     const float *   x;
     const float *   norm_weight;
     const int32_t * expert_ids;
@@ -53,16 +53,16 @@ struct row_split_operand : result_operand {
     const uint8_t *  groups;
     const uint16_t * bases;
     const int32_t *  row_ptr;
-    const uint16_t * tails;
+    const uint16_t * trailing;
     float            power, inverse; // 2^exponent, 2^-exponent
     bool             bf16;           // the type of the values
 };
 struct row_split_launch : product_launch<row_split_operand> {
-    int32_t  modulus;   // words of x in shared memory before it repeats (with banks), else all
+    int32_t  modulus;   // words of x in shared memory before it repeats (bank order), or all words
     int32_t  overshoot; // words that repeat
-    uint32_t x_period;  // the distance after which x repeats, in the units of an address; set with weight
+    uint32_t x_period;  // distance after which x repeats, in units of an address; set together with weight
     bool     aligned;   // x and the norm's weights can be read in vectors of 16 bytes
-    // dp4a weights of the entries of a group. Constant memory: dp4a reads them there without a register.
+    // dp4a weights of the entries of a group; dp4a reads them from constant memory without a register
     uint32_t weight[16];
 };
 
@@ -85,11 +85,11 @@ struct quantized_launch : product_launch<quantized_operand> {
     uint32_t weight[8];   // dp4a weights, as in row_split_launch
 };
 
-// Fills all of p but what depends on the layout. operand(matrix i, its operand): the arrays. rows_of_warp_rows: rows
-// that a warp has at a time
+// Fills the members of p that do not depend on the layout. operand(matrix, its operand) fills in the arrays.
+// rows_of_warp_rows: rows that a warp processes at a time
 template <typename P, typename F>
 void set_product(P & p, const cuda_sparse_mul_mat_params & a, int rows_of_warp_rows, F && operand) {
-    for (int i = 0; i < CUDA_SPARSE_MAX_GROUPED; i++) {
+    for (int i = 0; i < CUDA_SPARSE_MAX_BATCH; i++) {
         auto & m = p.m[i];
         if (i >= a.n_matrices) {
             m.first_warp_rows = INT32_MAX;
@@ -123,10 +123,10 @@ void set_product(P & p, const cuda_sparse_mul_mat_params & a, int rows_of_warp_r
     p.silu_mul            = a.silu_mul;
     p.programmatic        = a.programmatic;
 }
-// columns of a grid: of experts one each
+// Columns of a grid: one per expert.
 inline int grid_columns(const cuda_sparse_mul_mat_params & a) { return a.expert_ids ? static_cast<int>(a.n) : 1; }
 
-// The same of a row-split layout M, with its arrays.
+// The arguments for a row-split layout M.
 template <typename M>
 row_split_launch row_split_product(const M & w, const cuda_sparse_mul_mat_params & a, int rows_of_warp_rows) {
     row_split_launch p = {};
@@ -135,7 +135,7 @@ row_split_launch row_split_product(const M & w, const cuda_sparse_mul_mat_params
         m.groups    = l.groups;
         m.bases     = l.bases;
         m.row_ptr   = l.row_ptr;
-        m.tails     = l.tails;
+        m.trailing  = l.trailing;
         m.power     = std::ldexp(1.0f, l.exponent);
         m.inverse   = std::ldexp(1.0f, -l.exponent);
         m.bf16      = l.type == GGML_MACKO_TYPE_BF16;
@@ -145,25 +145,25 @@ row_split_launch row_split_product(const M & w, const cuda_sparse_mul_mat_params
     return p;
 }
 
-// the row that a thread works on in its j-th turn
+// The row that a thread processes in one turn.
 struct sparse_task {
     int  matrix;
     int  row; // from row_begin
     bool valid;
 };
 
-// first: the index of the first warp_rows of the warp; stride: from there to its next; sub: which of the rows is the
-// thread's
-template <bool GROUPED, typename P>
+// The task of a thread in turn j. rows: rows of a warp_rows; first: the first warp_rows of the warp; stride: the
+// distance to its next; sub: the thread's row in a warp_rows
+template <bool BATCHED, typename P>
 __device__ __forceinline__ sparse_task task_at(const P & p, int rows, int first, int stride, int sub, int j) {
     sparse_task t         = { 0, 0, false };
-    const int   warp_rows = first + (GROUPED && p.silu_mul ? j / 2 : j) * stride;
-    int         before    = 0; // those of the matrices in front
-    if (GROUPED && p.silu_mul) {
+    const int   warp_rows = first + (BATCHED && p.silu_mul ? j / 2 : j) * stride;
+    int         before    = 0; // warp_rows of the preceding matrices
+    if (BATCHED && p.silu_mul) {
         t.matrix = j % 2;
-    } else if (GROUPED) {
+    } else if (BATCHED) {
 #pragma unroll
-        for (int i = 1; i < CUDA_SPARSE_MAX_GROUPED; i++) {
+        for (int i = 1; i < CUDA_SPARSE_MAX_BATCH; i++) {
             const bool behind = warp_rows >= p.m[i].first_warp_rows;
             t.matrix          = behind ? i : t.matrix;
             before            = behind ? p.m[i].first_warp_rows : before;
@@ -173,20 +173,19 @@ __device__ __forceinline__ sparse_task task_at(const P & p, int rows, int first,
     t.valid = warp_rows < p.n_warp_rows && (rows == 1 || t.row < p.m[t.matrix].n_rows);
     return t;
 }
-template <bool GROUPED, int ROWS, typename P>
+template <bool BATCHED, int ROWS, typename P>
 __device__ __forceinline__ sparse_task task_at(const P & p, int first, int stride, int sub, int j) {
-    return task_at<GROUPED>(p, ROWS, first, stride, sub, j);
+    return task_at<BATCHED>(p, ROWS, first, stride, sub, j);
 }
 
-// First row of the expert of a column; -1: there is no such expert. An earlier kernel writes the ids, so this waits for
-// it.
+// First row of the expert of a column; -1 for an invalid id. Waits for the previous kernel, which writes the ids.
 template <typename P> __device__ __forceinline__ int expert_row(const P & p, int column) {
     cuda_wait_for_previous();
     const int id = p.expert_ids[column * p.expert_ids_stride];
     return id >= 0 && id < p.n_experts ? static_cast<int>(id * p.expert_rows) : -1;
 }
 
-// at -= period if it has reached limit, in two instructions: in C++ the compiler takes one more.
+// Subtracts period from `at` if it has reached limit. Two instructions; C++ code compiles to three.
 __device__ __forceinline__ void reduce_once(uint32_t & at, uint32_t limit, uint32_t period) {
     asm("{\n.reg .pred again;\nsetp.ge.u32 again, %0, %1;\n@again sub.u32 %0, %0, %2;\n}"
         : "+r"(at)
@@ -195,7 +194,7 @@ __device__ __forceinline__ void reduce_once(uint32_t & at, uint32_t limit, uint3
 
 __device__ __forceinline__ float silu(float v) { return v / (1.0f + expf(-v)); }
 
-// Where an element of W x goes, and what is added to it. m: of gate and up the first matrix
+// The destination of an element of W x, and the number added to it. m: with silu_mul, the first matrix
 __device__ __forceinline__ float * result_at(const result_operand & m, int column, int row) {
     return m.y + (column * m.ldy + row);
 }
@@ -207,18 +206,17 @@ __device__ __forceinline__ float added_to_result(const P & p, const result_opera
     return p.adds ? residual_at(m, column, row) + (m.bias ? m.bias[row] : 0.0f) : 0.0f;
 }
 
-template <bool GROUPED, typename P>
+template <bool BATCHED, typename P>
 __device__ __forceinline__ float residual_at(const P & p, const sparse_task & t, int column) {
-    return residual_at(p.m[GROUPED && p.silu_mul ? 0 : t.matrix], column, t.row);
+    return residual_at(p.m[BATCHED && p.silu_mul ? 0 : t.matrix], column, t.row);
 }
 
-// The epilogue of one element of W x. gate: silu_mul: the result of the first matrix; residual: residual_at(), fetched
-// ahead
-template <bool GROUPED, typename P>
+// The epilogue of one element of W x. gate: with silu_mul, the result of the first matrix; residual: residual_at()
+template <bool BATCHED, typename P>
 __device__ __forceinline__ void store_result(const P & p, const sparse_task & t, int column, float y, float gate,
                                              float residual) {
-    const result_operand & m = p.m[GROUPED && p.silu_mul ? 0 : t.matrix];
-    if (GROUPED && p.silu_mul) {
+    const result_operand & m = p.m[BATCHED && p.silu_mul ? 0 : t.matrix];
+    if (BATCHED && p.silu_mul) {
         y *= silu(gate);
     }
     if (m.bias) {
@@ -229,13 +227,14 @@ __device__ __forceinline__ void store_result(const P & p, const sparse_task & t,
     }
     *result_at(m, column, t.row) = y;
 }
-template <bool GROUPED, typename P>
+template <bool BATCHED, typename P>
 __device__ __forceinline__ void store_result(const P & p, const sparse_task & t, int column, float y, float gate) {
-    store_result<GROUPED>(p, t, column, y, gate, residual_at<GROUPED>(p, t, column));
+    store_result<BATCHED>(p, t, column, y, gate, residual_at<BATCHED>(p, t, column));
 }
 
-// Warps per block, from `least` to `most`. Fewer warps are taken if they leave fewer idle in the last round over the
-// warp_rows of a block (39 are two rounds of 32 warps, or of 20), by more than the 4 % that fewer bytes in flight cost.
+// Warps per block, from `least` to `most`. Chooses fewer warps if fewer of them are then idle in the last round over
+// the warp_rows of a block (39 take two rounds of 32 warps or of 20), and this saves more than the 4 % that fewer bytes
+// in flight cost.
 inline int warps_for(int warp_rows, int least, int most) {
     int best = most;
     for (int w = most; w >= least; w--) {
@@ -246,7 +245,7 @@ inline int warps_for(int warp_rows, int least, int most) {
     return best;
 }
 
-// Launches with that much shared memory, as a programmatic dependent launch where that is asked for and known.
+// Launches a kernel. programmatic: as a programmatic dependent launch, if the GPU supports it
 template <typename P>
 cudaError_t launch_kernel(void (*kernel)(P), const P & p, dim3 grid, int threads, int64_t shared_nbytes,
                           bool programmatic, cudaStream_t stream) {
@@ -268,8 +267,8 @@ cudaError_t launch_sparse(void (*kernel)(P), const P & p, int threads, int64_t s
 // 4-byte words of shared memory per position of x in the row-split kernel: one column is float32, more are 16-bit
 constexpr int x_words(int nx) { return (nx + 1) / 2; }
 
-// Bytes of shared memory of the row-split kernel with nx columns of x: sums of squares, x, and, if x comes in
-// vectors, the weights of its norm
+// Bytes of shared memory of the row-split kernel with nx columns of x: sums of squares, x, and, if x is copied in
+// vectors, the weights of its norm.
 inline int64_t row_split_shared_nbytes(const row_split_launch & p, int nx) {
     const int64_t words = static_cast<int64_t>(p.modulus + p.overshoot) * x_words(nx);
     return (nx * 32 + (p.aligned && p.norm_weight ? ((words + 3) & ~int64_t(3)) + p.cols : words)) * 4;
@@ -290,24 +289,23 @@ inline int64_t quantized_shared_nbytes(const quantized_launch & p, int nx) {
     return quantized_shared_nbytes((p.modulus + 1) / 32, p.lanes, p.overshoot, nx);
 }
 
-// ---- what each layout has ----
-// One set of these functions per layout: mul-mat.cu and densify.cu call those of the matrix at hand.
+// ---- functions of each layout, which mul-mat.cu and densify.cu call ----
 
-// the most columns of x that one launch takes, but by tiles
+// The maximum number of columns of x of one launch, except for tiles.
 int columns_at_once(const macko_layout & w, const cuda_sparse_mul_mat_params & a, const cuda_device_info & device);
 int columns_at_once(const inline_delta_layout & w, const cuda_sparse_mul_mat_params & a,
                     const cuda_device_info & device);
 int columns_at_once(const exp_coded_layout & w, const cuda_sparse_mul_mat_params & a, const cuda_device_info & device);
 int columns_at_once(const quantized_layout & w, const cuda_sparse_mul_mat_params & a, const cuda_device_info & device);
 int columns_at_once(const row_blocks_layout & w, const cuda_sparse_mul_mat_params & a, const cuda_device_info & device);
-// One launch, with a kernel that is built for nx columns: 1, 2, 4 or 8, of which a has at most so many. w: a.w[0],
-// whose kernel suits all of a. With experts: all columns, one each.
+// One launch of the kernel for nx columns: 1, 2, 4 or 8, and at least a.n. w: a.w[0]; all matrices of a have the same
+// kernel. With experts: all columns, one per expert.
 cudaError_t multiply(const macko_layout & w, const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream);
 cudaError_t multiply(const inline_delta_layout & w, const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream);
 cudaError_t multiply(const exp_coded_layout & w, const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream);
 cudaError_t multiply(const quantized_layout & w, const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream);
 cudaError_t multiply(const row_blocks_layout & w, const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream);
-// One launch of 9 to CUDA_SPARSE_X16_COLUMNS columns by tiles (tiles.cuh), of the matrices that take them. x, ldx and
+// One launch of 9 to CUDA_SPARSE_X16_COLUMNS columns by tiles (tiles.cuh), for matrices that support them. x, ldx and
 // norm_weight are aligned to 16 bytes.
 bool        takes_tiles(const inline_delta_layout & w);
 bool        takes_tiles(const exp_coded_layout & w);
@@ -328,20 +326,16 @@ cudaError_t densify(const exp_coded_layout & w, const dense_rows & to);
 cudaError_t densify(const quantized_layout & w, const dense_rows & to);
 cudaError_t densify(const row_blocks_layout & w, const dense_rows & to);
 
-// ---- launches, one function per .cu file, so that they compile side by side ----
+// ---- launches: row-split.cuh and quantized.cuh define them, and several .cu files instantiate them ----
 
-// Row-split kernels, nx (1, 2, 4 or 8) columns of x in shared memory; experts: grid_y columns, one each. INLINE_DELTA
-// with deltas of 2 or 3 bits, of 4 or 6, and of 2 or 4 where columns ascend, one column of either type or several of
-// F16; several of BF16; EXP_CODED.
-cudaError_t launch_inline_delta_d2_d3(row_split_launch & p, const row_split_shape & s, int nx, int grid_y,
-                                      cudaStream_t stream);
-cudaError_t launch_inline_delta_d4_d6(row_split_launch & p, const row_split_shape & s, int nx, int grid_y,
-                                      cudaStream_t stream);
-cudaError_t launch_inline_delta_ascending(row_split_launch & p, const row_split_shape & s, int nx, int grid_y,
-                                          cudaStream_t stream);
-cudaError_t launch_inline_delta_bf16(row_split_launch & p, const row_split_shape & s, int nx, int grid_y,
-                                     cudaStream_t stream);
-cudaError_t launch_exp_coded(row_split_launch & p, const row_split_shape & s, int nx, int grid_y, cudaStream_t stream);
+// nx (1, 2, 4 or 8) columns of x in shared memory; experts: grid_y columns, one each. INLINE_DELTA: one column of
+// either type or several of F16; several of BF16. EXP_CODED, X: the type of the matrix.
+template <int BITS, bool BANK_ORDER>
+cudaError_t launch_inline_delta(row_split_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
+template <int BITS, bool BANK_ORDER>
+cudaError_t launch_inline_delta_bf16(row_split_launch & p, int nx, int grid_y, cudaStream_t stream);
+template <typename X, int BITS>
+cudaError_t launch_exp_coded(row_split_launch & p, int nx, int grid_y, cudaStream_t stream);
 // QUANTIZED, nx 1, 2 or 4
 cudaError_t launch_quantized_q8_0(quantized_launch & p, int delta_bits, int nx, int grid_y, cudaStream_t stream);
 cudaError_t launch_quantized_q4_0(quantized_launch & p, int delta_bits, int nx, int grid_y, cudaStream_t stream);

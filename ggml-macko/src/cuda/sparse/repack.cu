@@ -1,5 +1,5 @@
-// What a survey on the GPU finds out about row-split layouts (gpu-layout/row-split.h), and how they are made of MACKO's
-// arrays. The survey of gpu-layout/survey.cpp finds the same.
+// Surveys row-split layouts (gpu-layout/row-split.h) on the GPU, and makes them from MACKO's arrays. The survey of
+// gpu-layout/survey.cpp has the same results.
 #include "cuda/sparse/repack.cuh"
 #include "cuda/sparse/row-split-groups.cuh"
 
@@ -7,7 +7,7 @@
 
 namespace macko::cuda {
 
-// ---- one row, canonical, as dense values in shared memory ----
+// ---- one row as dense values in shared memory ----
 
 static __device__ void decode_row(const macko_layout & raw, int64_t row, uint16_t * dense, int n_dense) {
     const int        lane   = threadIdx.x % 32;
@@ -16,7 +16,7 @@ static __device__ void decode_row(const macko_layout & raw, int64_t row, uint16_
         dense[i] = 0;
     }
     __syncwarp();
-    constexpr int AHEAD  = 4; // loads on their way at a time
+    constexpr int AHEAD  = 4; // loads in flight
     int           column = -1;
     const int     end    = raw.row_ptr[row + 1];
     for (int e = raw.row_ptr[row]; e < end; e += 32 * AHEAD) {
@@ -42,8 +42,8 @@ static __device__ void decode_row(const macko_layout & raw, int64_t row, uint16_
     __syncwarp();
 }
 
-// Calls entry(index, slot before the step + 1, delta, value) for each entry of a row that decode_row() left in shared
-// memory, and returns the number of entries, on all lanes.
+// Calls entry(index, slot of its first step, delta, value) for each entry of a row, which decode_row() wrote to shared
+// memory. Returns the number of entries on all lanes.
 template <typename F>
 static __device__ int walk_row(const row_order & order, const uint16_t * dense, int delta_bits, F && entry) {
     const int lane = threadIdx.x % 32;
@@ -82,8 +82,8 @@ template <typename M> static __device__ __forceinline__ uint32_t widened(const M
     return widened(bits, m.type == GGML_MACKO_TYPE_BF16);
 }
 
-// Calls outlier(index, column, value) for each value of a row that a group cannot hold, and returns their
-// number, on all lanes.
+// Calls outlier(index, column, value) for each value of a row that a group cannot hold. Returns their number on all
+// lanes.
 template <typename M, typename F>
 static __device__ int walk_outliers(const M & m, const row_order & order, const uint16_t * dense, F && outlier) {
     const int lane = threadIdx.x % 32;
@@ -100,7 +100,7 @@ static __device__ int walk_outliers(const M & m, const row_order & order, const 
     return n;
 }
 
-// For each exponent how many more values groups hold with it than with the one before.
+// Counts, for each exponent, the values that groups hold with it, minus those that they hold with the exponent before.
 template <typename M> static __global__ void exponents_kernel(const macko_layout raw, const M m, int * changes) {
     __shared__ int mine[N_EXPONENTS + 1];
     for (int i = threadIdx.x; i <= N_EXPONENTS; i += blockDim.x) {
@@ -123,7 +123,7 @@ template <typename M> static __global__ void exponents_kernel(const macko_layout
     }
 }
 
-// the groups of each row, to row_ptr[row + 1]
+// Writes the number of groups of each row to row_ptr[row + 1].
 template <typename M>
 static __global__ void count_kernel(const macko_layout raw, const M m, bool whole_lines, repack_counts * counts) {
     extern __shared__ __align__(16) uint16_t dense[];
@@ -141,10 +141,10 @@ static __global__ void count_kernel(const macko_layout raw, const M m, bool whol
             const int outlier_groups = (outliers + OUTLIERS_OF_GROUP - 1) / OUTLIERS_OF_GROUP,
                       used           = (n + entries_of_group(m) - 1) / entries_of_group(m) + outlier_groups,
                       unused         = whole_lines ? -used & (LINE_GROUPS - 1) : 0;
-            if (outlier_groups > TAIL_MAX_OUTLIERS) {
+            if (outlier_groups > MAX_OUTLIER_GROUPS) {
                 counts->impossible = 1;
             }
-            m.tails[row] = static_cast<uint16_t>(tail_of(min(outlier_groups, TAIL_MAX_OUTLIERS), unused));
+            m.trailing[row] = static_cast<uint16_t>(pack_trailing(min(outlier_groups, MAX_OUTLIER_GROUPS), unused));
             atomicAdd(reinterpret_cast<unsigned long long *>(&counts->unused_groups),
                       static_cast<unsigned long long>(unused));
             m.row_ptr[row + 1] = used + unused;
@@ -153,7 +153,7 @@ static __global__ void count_kernel(const macko_layout raw, const M m, bool whol
     }
 }
 
-// Counts to offsets, in one block. *total may exceed 31 bits, and then row_ptr is not used.
+// Turns counts into offsets, in one block. If *total exceeds 31 bits, row_ptr is not used.
 static __global__ void scan_kernel(int32_t * row_ptr, int64_t rows, int64_t * total) {
     __shared__ int64_t warp_total[32];
     const int          lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -183,7 +183,7 @@ static __global__ void scan_kernel(int32_t * row_ptr, int64_t rows, int64_t * to
     }
 }
 
-// The entry at place k of the group in this slot, which is zero before; its delta; and the k-th outlier of a group.
+// Set entry k of the group in this slot, which is zero before; read its delta; set the k-th outlier of a group.
 static __device__ __forceinline__ void set_entry(const inline_delta_layout & m, int64_t slot, int k, uint32_t held,
                                                  unsigned delta) {
     unsigned * const words = reinterpret_cast<unsigned *>(m.groups);
@@ -217,7 +217,7 @@ static __device__ __forceinline__ void set_outlier(const exp_coded_layout & m, i
     atomicOr(words + exp_coded_word(slot, 4 + k / 2, m.delta_bits), static_cast<unsigned>(column) << k % 2 * 16);
 }
 
-// groups, which are zero before, and bases
+// Writes the groups, which are zero before, and the bases.
 template <typename M> static __global__ void repack_kernel(const macko_layout raw, const M m) {
     extern __shared__ __align__(16) uint16_t dense[];
     const int                                entries = entries_of_group(m);
@@ -225,7 +225,7 @@ template <typename M> static __global__ void repack_kernel(const macko_layout ra
     for (int64_t row = blockIdx.x; row < m.rows; row += gridDim.x) {
         decode_row(raw, row, dense, shape.x_slots);
         const row_order order(m, row);
-        const row_span  span(m.row_ptr[row], m.row_ptr[row + 1], m.tails[row]);
+        const row_span  span(m.row_ptr[row], m.row_ptr[row + 1], m.trailing[row]);
         walk_outliers(m, order, dense, [&](int index, int word, uint16_t value) {
             set_outlier(m, span.begin + span.groups + index / OUTLIERS_OF_GROUP, index % OUTLIERS_OF_GROUP, word,
                         value);
@@ -244,15 +244,15 @@ template <typename M> static __global__ void repack_kernel(const macko_layout ra
     }
 }
 
-// One thread per run follows the deltas as the product will, and finds how far past x they reach. INT32_MAX: further
-// than x repeats.
+// Finds the number of words after x that runs reach. One thread per run follows its deltas like a product. INT32_MAX: a
+// run passes the words that repeat.
 template <typename M> static __global__ void overshoot_kernel(const M m, int32_t * overshoot) {
     const int64_t run  = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
     int           most = 0;
     if (run < m.rows * m.lanes) {
         const int64_t  row  = run / m.lanes;
         const int      lane = static_cast<int>(run % m.lanes);
-        const row_span span(m.row_ptr[row], m.row_ptr[row + 1], m.tails[row]);
+        const row_span span(m.row_ptr[row], m.row_ptr[row + 1], m.trailing[row]);
         const int      modulus = 32 * m.bank_width - 1;
         int            at      = m.bases[run];
         for (int step = span.first_step(lane); step < span.end_step(lane, m.lanes); step++) {
@@ -292,7 +292,7 @@ template <typename M> int find_exponent(const repacker & r, const M & m, shape_s
     return GGML_MACKO_STATUS_OK;
 }
 
-// bytes of a dense row
+// Bytes of a dense row.
 template <typename M> static int      shared_nbytes_of(const M & m) { return static_cast<int>(x_words_of(m) * 2); }
 template <typename M> static unsigned blocks_of(const repacker & r, const M & m) {
     return static_cast<unsigned>(std::min<int64_t>(m.rows, r.device.multiprocessors * 32));

@@ -1,5 +1,5 @@
-// The survey of row-split layouts on the GPU, and their upload; see survey_step (gpu-layout/plan.h). Internal to
-// cuda/sparse. All functions synchronize with the stream and return a ggml_macko_status.
+// Surveys and makes row-split layouts on the GPU; see survey_step (gpu-layout/plan.h). Internal to cuda/sparse. All
+// functions synchronize with the stream and return a ggml_macko_status.
 #pragma once
 
 #include "cuda/lib/common.cuh"
@@ -7,17 +7,17 @@
 
 namespace macko::cuda {
 
-// what kernels count, in device memory
+// Results of the kernels, in device memory.
 struct repack_counts {
     int64_t groups;
     int64_t unused_groups;
-    int32_t impossible; // whether some row has outliers that cannot be kept
+    int32_t impossible; // whether some row has outliers that the layout cannot store
     int32_t overshoot;
     int32_t exponents[N_EXPONENTS + 1];
 };
 
 struct repacker {
-    macko_layout     raw;  // the matrix as in the file, in device memory
+    macko_layout     raw;  // the matrix of the file, in device memory
     macko_desc       desc; // of the file
     cuda_device_info device;
     repack_counts *  counts;
@@ -27,7 +27,7 @@ struct repacker {
 // Steps of the survey of a row-split layout M, inline_delta_layout or exp_coded_layout.
 // EXPONENT
 template <typename M> [[nodiscard]] int find_exponent(const repacker & r, const M & m, shape_survey * found);
-// GROUPS, with m.exponent. Writes m.row_ptr and m.tails.
+// GROUPS, with m.exponent. Writes m.row_ptr and m.trailing.
 template <typename M> [[nodiscard]] int count_groups(const repacker & r, const M & m, shape_survey * found);
 // OVERSHOOT, right after count_groups(). Writes the matrix.
 template <typename M> [[nodiscard]] int make_groups(const repacker & r, const M & m, shape_survey * found);

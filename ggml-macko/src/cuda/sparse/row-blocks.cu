@@ -1,6 +1,6 @@
-// y = W x, W with blocks of rows that share their columns (gpu-layout/row-blocks.h; EC-SpMV paper, section 7). Two
-// launches: the sums of all pieces, each to a slot of its own; the slots of each row added up in their order (the paper
-// has atomic additions). Each can start before the one ahead has ended.
+// y = W x, with W in the layout ROW_BLOCKS (gpu-layout/row-blocks.h; EC-SpMV paper, section 7). Two launches: the first
+// writes the sums of all segments to separate slots; the second adds up the slots of each row in order (the paper uses
+// atomic additions). Each launch may start before the previous kernel has ended.
 #include "cuda/sparse/row-split.cuh"
 
 #include <algorithm>
@@ -9,9 +9,9 @@ namespace macko::cuda {
 
 namespace {
 
-struct pieces_launch {
+struct segments_launch {
     row_blocks_set sets[EC_MAX_SETS];
-    int32_t        first_piece[EC_MAX_SETS]; // counted over all sets
+    int32_t        first_segment[EC_MAX_SETS]; // counted over all sets
     int32_t        n_sets;
     const float *  x;
     int64_t        ldx;
@@ -19,10 +19,10 @@ struct pieces_launch {
     int32_t        n_columns;
     int32_t        n_slots;
     float *        partial;
-    uint32_t       weight[4]; // of dp4a: bytes from one column of x to the next, for deltas 0 ... k
+    uint32_t       weight[4]; // dp4a weights of entry k: bytes from one column of x to the next, for deltas 0 ... k
 };
 
-// ---- a lane's four columns of a chunk ----
+// ---- the four columns of a lane in a chunk ----
 
 template <int BITS> struct chunk_deltas;
 template <> struct chunk_deltas<8> {
@@ -90,7 +90,7 @@ template <int BITS, int G, int NX> struct chunk {
             add_rows<J, K + 1>(x, sum);
         }
     }
-    // at: the address of x at the column before; returns that of the last one
+    // at: the address of x for the previous column; returns the address for the last column
     __device__ __forceinline__ uint32_t multiply(uint32_t at, const uint32_t * weight, float (&sum)[NX][G]) const {
         const uint32_t packed = deltas.bytes();
         add<0>(packed, at, weight, sum);
@@ -102,8 +102,8 @@ template <int BITS, int G, int NX> struct chunk {
 
 // ---- sums over the lanes ----
 
-// v[r] summed over the warp, r = lane * G / 32. Each exchange halves the rows of a lane, then the lanes of a row add
-// up.
+// Returns v[r] summed over the warp, r = lane * G / 32. Each exchange halves the rows of a lane; then the lanes of a
+// row are added up.
 template <int G> __device__ __forceinline__ float sum_rows(float (&v)[G]) {
     int offset = 16;
 #pragma unroll
@@ -124,10 +124,10 @@ template <int G> __device__ __forceinline__ float sum_rows(float (&v)[G]) {
     return sum;
 }
 
-// ---- the pieces of a set ----
+// ---- the segments of a set ----
 
-// one column of x, or NX side by side
-template <int NX> __device__ __forceinline__ void fill_columns(float * xs, const pieces_launch & p) {
+// Copies one column of x, or NX columns side by side, to shared memory.
+template <int NX> __device__ __forceinline__ void fill_columns(float * xs, const segments_launch & p) {
     const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
     if constexpr (NX == 1) {
         const int aligned = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 ? p.cols & ~3 : 0;
@@ -152,25 +152,25 @@ template <int NX> __device__ __forceinline__ void fill_columns(float * xs, const
     __syncthreads();
 }
 
-// fill: x to shared memory, after the first loads are on their way
+// fill: copies x to shared memory; called after the first loads are requested
 template <int BITS, int G, int NX, typename FILL>
-__device__ __forceinline__ void multiply_set(const pieces_launch & p, int index, uint32_t x_address, FILL && fill) {
+__device__ __forceinline__ void multiply_set(const segments_launch & p, int index, uint32_t x_address, FILL && fill) {
     // chunks ahead: with more, registers spill, which is slower (measured)
     constexpr int          DEPTH  = 4 / G;
     const row_blocks_set & set    = p.sets[index];
     const int              lane   = threadIdx.x % 32;
     const int              stride = gridDim.x * (blockDim.x / 32);
     const int              warp =
-        blockIdx.x + gridDim.x * (threadIdx.x / 32); // of all blocks: sets are dealt out one behind the other
-    const int first = (warp - p.first_piece[index] % stride + stride) % stride;
+        blockIdx.x + gridDim.x * (threadIdx.x / 32); // of all blocks: warps get the sets one after the other
+    const int first = (warp - p.first_segment[index] % stride + stride) % stride;
 
-    struct piece {
+    struct segment {
         int      begin, end, slot;
         uint32_t base;
     };
     const auto fetch = [&](int i) {
-        piece t = { 0, 0, 0, 0 };
-        if (i < set.n_pieces) {
+        segment t = { 0, 0, 0, 0 };
+        if (i < set.n_segments) {
             t.begin = __ldg(set.chunk_ptr + i);
             t.end   = __ldg(set.chunk_ptr + i + 1);
             t.base  = __ldg(set.bases + static_cast<int64_t>(i) * 32 + lane);
@@ -179,25 +179,25 @@ __device__ __forceinline__ void multiply_set(const pieces_launch & p, int index,
         return t;
     };
     chunk<BITS, G, NX> now[DEPTH];
-    const auto         load = [&](chunk<BITS, G, NX> & c, const piece & t, int i) {
+    const auto         load = [&](chunk<BITS, G, NX> & c, const segment & t, int i) {
         if (t.begin + i < t.end) {
             c.values.load(set.values, t.begin + i, lane);
             c.deltas.load(set.deltas, static_cast<int64_t>(t.begin + i) * 32 + lane);
         }
     };
-    piece t = fetch(first);
+    segment t = fetch(first);
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) {
         load(now[d], t, d);
     }
-    piece ahead = fetch(first + stride);
+    segment ahead = fetch(first + stride);
     fill();
-    for (int i = first; i < set.n_pieces; i += stride) {
-        float       sum[NX][G] = {};
-        const piece here       = t;
-        uint32_t    at         = x_address + here.base * static_cast<uint32_t>(4 * NX);
-        int         step       = 0;
-        bool        more;
+    for (int i = first; i < set.n_segments; i += stride) {
+        float         sum[NX][G] = {};
+        const segment here       = t;
+        uint32_t      at         = x_address + here.base * static_cast<uint32_t>(4 * NX);
+        int           step       = 0;
+        bool          more;
         do {
             chunk<BITS, G, NX> next[DEPTH];
             int                to = step + DEPTH;
@@ -233,11 +233,11 @@ __device__ __forceinline__ void multiply_set(const pieces_launch & p, int index,
     }
 }
 
-// At most. Fewer warps than for MACKO rows, with more registers: sums and chunks of several rows need them.
+// maximum: fewer warps than for row-split layouts leave more registers for the sums and chunks of several rows
 constexpr int THREADS = 512;
 
 template <int BITS, int NX>
-__global__ void __launch_bounds__(THREADS, 1) pieces_kernel(const __grid_constant__ pieces_launch p) {
+__global__ void __launch_bounds__(THREADS, 1) segments_kernel(const __grid_constant__ segments_launch p) {
     extern __shared__ __align__(16) float xs[];
     const uint32_t                        x_address = static_cast<uint32_t>(__cvta_generic_to_shared(xs));
     for (int s = 0; s < p.n_sets; s++) {
@@ -294,29 +294,30 @@ __global__ void __launch_bounds__(256) sums_kernel(const __grid_constant__ sums_
 // ---- launches ----
 
 template <int BITS>
-cudaError_t launch_pieces(pieces_launch & p, int nx, int n_pieces, bool programmatic, cudaStream_t stream) {
+cudaError_t launch_segments(segments_launch & p, int nx, int n_segments, bool programmatic, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
     for (int k = 0; k < 4; k++) {
         p.weight[k] = (0x01010101u >> (24 - 8 * k)) * static_cast<uint32_t>(4 * nx);
     }
-    const int blocks = std::min(device.multiprocessors, n_pieces); // one per multiprocessor: x is in shared memory once
-    // 8 at least: they fetch x
-    const int     warps  = std::max(8, std::min(THREADS / 32, (n_pieces + blocks - 1) / blocks));
+    const int blocks =
+        std::min(device.multiprocessors, n_segments); // one per multiprocessor: x is in shared memory once
+    // at least 8, which fetch x
+    const int     warps  = std::max(8, std::min(THREADS / 32, (n_segments + blocks - 1) / blocks));
     const int64_t shared = static_cast<int64_t>(p.cols) * 4 * nx;
     const dim3    grid(static_cast<unsigned>(blocks));
-    return nx == 1 ? launch_kernel(pieces_kernel<BITS, 1>, p, grid, warps * 32, shared, programmatic, stream)
-                   : launch_kernel(pieces_kernel<BITS, ROW_BLOCKS_MAX_COLUMNS>, p, grid, warps * 32, shared,
+    return nx == 1 ? launch_kernel(segments_kernel<BITS, 1>, p, grid, warps * 32, shared, programmatic, stream)
+                   : launch_kernel(segments_kernel<BITS, ROW_BLOCKS_MAX_COLUMNS>, p, grid, warps * 32, shared,
                                    programmatic, stream);
 }
 
-// a.n columns of x, at most nx, of one matrix with blocks b
+// Multiplies one matrix b by a.n columns of x, at most nx.
 cudaError_t multiply_columns(const row_blocks_layout & b, const cuda_sparse_mul_mat_params & a, int nx,
                              cudaStream_t stream) {
-    pieces_launch p = {};
+    segments_launch p = {};
     std::copy_n(b.sets, b.n_sets, p.sets);
     for (int i = 1; i < b.n_sets; i++) {
-        p.first_piece[i] = p.first_piece[i - 1] + b.sets[i - 1].n_pieces;
+        p.first_segment[i] = p.first_segment[i - 1] + b.sets[i - 1].n_segments;
     }
     p.n_sets    = b.n_sets;
     p.x         = a.x;
@@ -325,8 +326,8 @@ cudaError_t multiply_columns(const row_blocks_layout & b, const cuda_sparse_mul_
     p.n_columns = static_cast<int32_t>(a.n);
     p.n_slots   = b.n_slots;
     p.partial   = b.partial;
-    CUDA_TRY(b.delta_bits == 4 ? launch_pieces<4>(p, nx, b.n_pieces, a.programmatic, stream)
-                               : launch_pieces<8>(p, nx, b.n_pieces, a.programmatic, stream));
+    CUDA_TRY(b.delta_bits == 4 ? launch_segments<4>(p, nx, b.n_segments, a.programmatic, stream)
+                               : launch_segments<8>(p, nx, b.n_segments, a.programmatic, stream));
     const int32_t     n_rows = static_cast<int32_t>(a.row_end[0] - a.row_begin[0]);
     const sums_launch s      = {
         b.slot_ptr + a.row_begin[0], b.partial, a.residual[0], a.bias[0], a.y[0], a.ldy[0], n_rows, b.n_slots

@@ -1,5 +1,5 @@
-// A group of the layouts INLINE_DELTA and EXP_CODED (gpu-layout/row-split.h): how its values and deltas are loaded, and
-// how dp4a turns deltas into addresses. Device code; no launches.
+// A group of the layouts INLINE_DELTA and EXP_CODED (gpu-layout/row-split.h): loads its values and deltas, and turns
+// deltas into addresses with dp4a. Device code; no launches.
 #pragma once
 
 #include "cuda/lib/common.cuh"
@@ -10,7 +10,7 @@
 
 namespace macko::cuda {
 
-// one of two 16-bit values in a word
+// Returns one of the two 16-bit values of a word.
 template <bool HIGH> __device__ __forceinline__ float half_word(__half, uint32_t w) {
     const __half2 h = *reinterpret_cast<const __half2 *>(&w);
     return HIGH ? __high2float(h) : __low2float(h);
@@ -19,7 +19,7 @@ template <bool HIGH> __device__ __forceinline__ float half_word(__nv_bfloat16, u
     return __uint_as_float(HIGH ? w & 0xffff0000u : w << 16);
 }
 
-// to the type of x in shared memory
+// Rounds to the type of x in shared memory.
 __device__ __forceinline__ void round_to(float * to, float v) { *to = v; }
 __device__ __forceinline__ void round_to(__half * to, float v) { *to = __float2half_rn(saturate_f16(v)); }
 __device__ __forceinline__ void round_to(__nv_bfloat16 * to, float v) { *to = __float2bfloat16_rn(v); }
@@ -30,13 +30,13 @@ template <typename T> __device__ __forceinline__ float rounded_to(float v) {
     return to_f32(rounded);
 }
 
-// the K-th of eight
+// Returns the K-th of eight values.
 template <int K> __device__ __forceinline__ uint16_t half_of(const uint4 & v) {
     const uint32_t w = K / 2 == 0 ? v.x : K / 2 == 1 ? v.y : K / 2 == 2 ? v.z : v.w;
     return static_cast<uint16_t>(K % 2 ? w >> 16 : w);
 }
 
-// c + the dot product of the four bytes of a and of b; on the host as well, for the tests
+// c + the dot product of the four bytes of a and b. Tests call it on the host.
 __host__ __device__ __forceinline__ uint32_t dot4(uint32_t a, uint32_t b, uint32_t c) {
 #ifdef __CUDA_ARCH__
     return __dp4a(a, b, c);
@@ -48,10 +48,9 @@ __host__ __device__ __forceinline__ uint32_t dot4(uint32_t a, uint32_t b, uint32
 #endif
 }
 
-// Where the entries of a group belong. walk<PART>(at, weight, entry), of one of its PARTS, calls entry(K, address) for
-// the entries there in order, K as an integral constant, and returns the last address. An address is `at` plus the
-// deltas up to its entry, as weight[] scales them; the step of one column that each entry adds is a constant that the
-// caller knows.
+// Walks over the deltas of a group. walk<PART>(at, weight, entry) calls entry(K, address) for each entry of one of its
+// PARTS in order, with K as an integral constant, and returns the last address. An address is `at` plus the deltas up
+// to its entry, scaled by weight[]. The caller adds the constant step of one column per entry.
 template <int K, typename F>
 __host__ __device__ __forceinline__ uint32_t walk_one(uint32_t packed, uint32_t at, const uint32_t * weight,
                                                       F && entry) {
@@ -74,10 +73,10 @@ __host__ __device__ __forceinline__ uint32_t walk_deltas(uint32_t lo, uint32_t h
     return walk_quad<4>(hi, walk_quad<0>(lo, at, weight, entry), weight, entry);
 }
 
-// tags of INLINE_DELTA and of EXP_CODED values, by the 16-bit type of the matrix
+// Tags of INLINE_DELTA and EXP_CODED values, by the 16-bit type of the matrix.
 template <typename T> struct inline_delta {};
 template <typename T> struct exp_coded {};
-// the 16-bit type; of other types the type itself
+// The 16-bit type of a tag; for any other type, the type itself.
 template <typename T> struct value16_of {
     using type = T;
 };
@@ -93,7 +92,7 @@ template <typename T> constexpr bool is_exp_coded               = false;
 template <typename T> constexpr bool is_exp_coded<exp_coded<T>> = true;
 template <typename T> constexpr bool is_bf16                    = std::is_same<value16<T>, __nv_bfloat16>::value;
 
-// a value of 16 bits as a float, and back
+// Converts a 16-bit value to the bits of a float, and back.
 __device__ __forceinline__ uint32_t widened(uint16_t bits, bool bf16) {
     return bf16 ? static_cast<uint32_t>(bits) << 16 : __float_as_uint(__half2float(__ushort_as_half(bits)));
 }
@@ -103,11 +102,11 @@ __device__ __forceinline__ uint16_t narrowed(uint32_t f, bool bf16) {
 
 // ---- INLINE_DELTA ----
 
-// the values and the deltas of a group
+// The values and deltas of a group.
 template <typename T, int BITS> struct group_bits;
 template <typename X, int BITS> struct group_bits<inline_delta<X>, BITS> {
     static constexpr int ENTRIES = static_cast<int>(inline_delta_entries(BITS));
-    static constexpr int PARTS   = 1; // after each a position is reduced
+    static constexpr int PARTS   = 1; // after each part, a position is reduced
     // the free bits of two values, below their signs
     static constexpr uint32_t                 FREE = (0x8000u - (0x8000u >> (BITS == 3 ? 3 : 2))) * 0x10001u;
     uint4                                     v;
@@ -121,7 +120,7 @@ template <typename X, int BITS> struct group_bits<inline_delta<X>, BITS> {
     __device__ __forceinline__ void                   load(const uint8_t * at) {
         v = load_streaming(reinterpret_cast<const uint4 *>(at));
     }
-    // its values in pairs; scale: scale_of() the power of two that they are too small by
+    // Returns the values in pairs. scale: scale_of() of the power of two that restores them
     __device__ __forceinline__ static __half2                  scale_of(float power) { return __float2half2_rn(power); }
     template <int PART, int N> __device__ __forceinline__ void scaled(uint32_t (&pairs)[N], __half2 scale) const {
         const uint4    w      = words();
@@ -134,7 +133,7 @@ template <typename X, int BITS> struct group_bits<inline_delta<X>, BITS> {
     }
     __device__ __forceinline__ static uint32_t           half_of_outlier(uint32_t value) { return value; }
     template <int K> __device__ __forceinline__ uint16_t half() const { return half_of<K>(words()); }
-    // of a group of outliers: calls outlier(index, column, bits of the value)
+    // For a group of outliers: calls outlier(index, column, bits of the value).
     template <typename F> __device__ __forceinline__ void for_each_outlier(F && outlier) const {
         const uint32_t pairs[4] = { v.x, v.y, v.z, v.w };
 #pragma unroll
@@ -148,14 +147,14 @@ template <typename X, int BITS> struct group_bits<inline_delta<X>, BITS> {
     }
     template <int PART, typename F>
     __host__ __device__ __forceinline__ uint32_t walk(uint32_t at, const uint32_t * weight, F && entry) const {
-        // deltas of entries 0-3: nibbles of the last half word; of 4-6: what two values each leave free
+        // deltas of entries 0-3: nibbles of the last half word; of 4-6: free bits of two values each
         if constexpr (BITS == 4) {
             const uint32_t packed = (v.w & 0x0f0f0000u) | (v.w >> 16 & 0xf0f0u);
             at                    = walk_quad<0>(packed, at, weight, entry);
             at                    = walk_one<4>(v.x & FREE, at, weight, entry);
             at                    = walk_one<5>(v.y & FREE, at, weight, entry);
             return walk_one<6>(v.z & FREE, at, weight, entry);
-            // deltas of entries 0-3: bytes of the last word; of 4 and 5: three pieces each in what values leave free
+            // deltas of entries 0-3: bytes of the last word; of 4 and 5: free bits of three values each
         } else if constexpr (BITS == 6) {
             at               = walk_quad<0>(v.w, at, weight, entry);
             const uint32_t x = v.x >> 13 & 0x30003u, y = v.y >> 13 & 0x30003u, z = v.z >> 13 & 0x30003u;
@@ -167,7 +166,7 @@ template <typename X, int BITS> struct group_bits<inline_delta<X>, BITS> {
     }
 };
 
-// calls set(word of the group, bits to set there) for entry k of an INLINE_DELTA group that is zero so far
+// Calls set(word of the group, bits to set in it) for entry k of an INLINE_DELTA group, which is zero before.
 template <typename F>
 __host__ __device__ __forceinline__ void set_inline_delta_entry(int k, uint32_t value, uint32_t delta, int delta_bits,
                                                                 F && set) {
@@ -180,15 +179,15 @@ __host__ __device__ __forceinline__ void set_inline_delta_entry(int k, uint32_t 
         set(3, delta_bits == 4 ? delta << (16 + 4 * k) : delta << 8 * k);
     } else if (delta_bits == 4) {
         set(k - 4, (delta & 3) << 13 | delta >> 2 << 29);
-    } else { // entry 4: both pieces of word 0, lower one of word 1; 5: upper one of word 1, both of word 2
+    } else { // entry 4: free bits of word 0 and of the lower half of word 1; 5: the upper half of word 1, word 2
         set(k == 4 ? 0 : 2,
             k == 4 ? (delta & 3) << 13 | (delta >> 2 & 3) << 29 : (delta >> 2 & 3) << 13 | delta >> 4 << 29);
         set(1, k == 4 ? delta >> 4 << 13 : (delta & 3) << 29);
     }
 }
-// the delta of entry k of the INLINE_DELTA group that begins at `words`
+// The delta of entry k of the INLINE_DELTA group that begins at `words`.
 __host__ __device__ __forceinline__ int inline_delta_of(const uint32_t * words, int k, int delta_bits) {
-    const auto piece = [&](int i) { return static_cast<int>(words[i / 2] >> (13 + 16 * (i % 2)) & 3); };
+    const auto bits_of = [&](int i) { return static_cast<int>(words[i / 2] >> (13 + 16 * (i % 2)) & 3); };
     if (delta_bits < 4) {
         return static_cast<int>((words[k / 2] >> 16 * (k % 2) & 0x7fff) >> (15 - delta_bits));
     }
@@ -196,22 +195,22 @@ __host__ __device__ __forceinline__ int inline_delta_of(const uint32_t * words, 
         return static_cast<int>(delta_bits == 4 ? words[3] >> (16 + 4 * k) & 15 : words[3] >> 8 * k & 63);
     }
     if (delta_bits == 4) {
-        return piece(2 * (k - 4)) | piece(2 * (k - 4) + 1) << 2;
+        return bits_of(2 * (k - 4)) | bits_of(2 * (k - 4) + 1) << 2;
     }
-    return piece(3 * (k - 4)) | piece(3 * (k - 4) + 1) << 2 | piece(3 * (k - 4) + 2) << 4;
+    return bits_of(3 * (k - 4)) | bits_of(3 * (k - 4) + 1) << 2 | bits_of(3 * (k - 4) + 2) << 4;
 }
 
-// what is in a group, times 2^exponent, in the type of the matrix
+// Converts a value of a group to the type of the matrix: times 2^exponent.
 __device__ __forceinline__ uint16_t from_inline_delta(uint16_t bits, float power, bool bf16) {
     return narrowed(__float_as_uint(__half2float(__ushort_as_half(bits)) * power), bf16);
 }
 // ---- EXP_CODED ----
 
-// two bfloat16 numbers times `scale`, a power of two, of which one becomes a float: the lower or the upper one
+// Multiplies the lower or upper one of two bfloat16 numbers by `scale`, a power of two, and returns it as a float.
 template <bool HIGH> __device__ __forceinline__ float scaled_bf16(uint32_t pair, uint32_t scale) {
     uint32_t v;
 #if __CUDA_ARCH__ >= 800
-    // the product in the upper half, and 0 times the number in the lower one, which is +0 after the addition
+    // Upper half: the product. Lower half: 0 * number + 0 = +0.
     if (HIGH) {
         asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(pair), "r"(scale), "r"(0));
     } else {
@@ -231,11 +230,11 @@ template <typename X, int BITS> struct group_bits<exp_coded<X>, BITS> {
     static constexpr int ENTRIES = static_cast<int>(EXP_CODED_ENTRIES), PARTS = ENTRIES / EXP_CODED_PART,
                          WORDS = exp_coded_words(BITS), NBYTES = exp_coded_group_nbytes(BITS),
                          WORD_STRIDE = BITS == 6 ? 16 : 8;
-    uint4    v;        // a byte of each value
+    uint4    v;        // lower bits, one byte per value
     uint32_t w[WORDS]; // deltas; signs and codes
 
-    // Where the values and the words of the group in slot g of row_span are; those of slot g + n * LINE_GROUPS are
-    // n * LINE_GROUPS * exp_coded_group_nbytes(BITS) further on.
+    // Addresses of the values and the words of the group in slot g of row_span. Those of slot g + n * LINE_GROUPS are
+    // n * LINE_GROUPS * exp_coded_group_nbytes(BITS) bytes later.
     __device__ __forceinline__ static const uint8_t * values_at(const uint8_t * p, int64_t g) {
         return p + g * NBYTES + place() * (16 - NBYTES);
     }
@@ -269,7 +268,8 @@ template <typename X, int BITS> struct group_bits<exp_coded<X>, BITS> {
                        upper = __funnelshift_r(w[WORDS - 1], w[WORDS - 1], 2 * SET) & 0x81818181u;
         return __byte_perm(bytes, upper, PAIR % 2 ? 0x7362 : 0x5140);
     }
-    // the values of a part in pairs of the matrix's type; scale: scale_of() the power of two that they are too small by
+    // Returns the values of a part in pairs of the matrix's type. scale: scale_of() of the power of two that restores
+    // them
     __device__ __forceinline__ static uint32_t                 scale_of(float power) { return __float_as_uint(power); }
     template <int PART, int N> __device__ __forceinline__ void scaled(uint32_t (&pairs)[N], uint32_t scale) const {
         pairs[0] = scaled_pair<PART * 4>(scale), pairs[1] = scaled_pair<PART * 4 + 1>(scale);
@@ -278,7 +278,7 @@ template <typename X, int BITS> struct group_bits<exp_coded<X>, BITS> {
     __device__ __forceinline__ static uint32_t half_of_outlier(uint32_t value) {
         return narrowed(value, std::is_same<X, __nv_bfloat16>::value);
     }
-    // of a group of outliers: calls outlier(index, column, bits of the value as a float)
+    // For a group of outliers: calls outlier(index, column, bits of the value as a float).
     template <typename F> __device__ __forceinline__ void for_each_outlier(F && outlier) const {
         const uint32_t values[4] = { v.x, v.y, v.z, v.w };
 #pragma unroll
@@ -305,7 +305,7 @@ private:
             return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
         }
     }
-    // of the group in its line: a thread has only groups of one
+    // Index of the group in its line, which is the same for all groups of a thread.
     __device__ __forceinline__ static int place() { return static_cast<int>(threadIdx.x % LINE_GROUPS); }
     // deltas of entries 4 * SET ..., one per byte, as set_exp_coded_weights() expects them
     template <int SET> __host__ __device__ __forceinline__ uint32_t deltas_of() const {
@@ -327,7 +327,7 @@ inline void set_exp_coded_weights(uint32_t weight[16], int bits, uint32_t step) 
     }
 }
 
-// The words of an EXP_CODED group in slot g, counted from the start of the matrix: 0-3 are the values' bytes.
+// Index of a word of the EXP_CODED group in slot g, from the start of the matrix. Words 0-3 hold the values' bytes.
 __host__ __device__ __forceinline__ int64_t exp_coded_word(int64_t g, int word, int delta_bits) {
     const int     words = static_cast<int>(exp_coded_words(delta_bits)), i = static_cast<int>(g % LINE_GROUPS);
     const int64_t line = g / LINE_GROUPS * LINE_GROUPS * (4 + words);
@@ -337,7 +337,7 @@ __host__ __device__ __forceinline__ int64_t exp_coded_word(int64_t g, int word, 
     const int stride = words == 4 ? 4 : 2;
     return line + 4 * LINE_GROUPS + (word < 6 || words == 4 ? stride * i + word - 4 : 2 * LINE_GROUPS + i);
 }
-// calls set(word of the group, bits to set there) for entry k of an EXP_CODED group that is zero so far. value:
+// Calls set(word of the group, bits to set in it) for entry k of an EXP_CODED group, which is zero before. value:
 // held_as()
 template <typename F>
 __host__ __device__ __forceinline__ void set_exp_coded_entry(int k, uint32_t value, uint32_t delta, int delta_bits,
@@ -357,7 +357,7 @@ __host__ __device__ __forceinline__ void set_exp_coded_entry(int k, uint32_t val
         }
     }
 }
-// the delta of entry k of a group whose words are word(i)
+// The delta of entry k of a group whose words are word(i).
 template <typename F> __host__ __device__ __forceinline__ int exp_coded_delta_of(int k, int delta_bits, F && word) {
     const int of_set = k / 4, byte = k % 4 * 8;
     if (delta_bits == 2) {
@@ -373,14 +373,14 @@ template <typename F> __host__ __device__ __forceinline__ int exp_coded_delta_of
                             (word(6) >> (byte + 6) & 3) << 4);
 }
 
-// Positions in x are counted in units of 2^-SHIFT bytes of one column of x, STEP units from one column (BANK_ORDER: 32
-// columns) to the next. Deltas of less than 6 bits are weighted with down to 1/32 of a step, because they stay where
-// they are in their byte, so those that step over adjacent columns (4 bytes) need units of 1/32 byte.
+// Positions in x are counted in units of 2^-SHIFT bytes of one column of x; STEP units from one column (BANK_ORDER: 32
+// columns) to the next. Deltas of less than 6 bits are not shifted within their byte, so their dp4a weights are as
+// small as 1/32 of a step. Deltas that count adjacent columns (4 bytes) therefore need units of 1/32 byte.
 template <int BITS, bool BANK_ORDER> constexpr uint32_t SHIFT = !BANK_ORDER && BITS < 6 ? 5 : 0;
 template <int BITS, bool BANK_ORDER> constexpr uint32_t STEP  = BANK_ORDER || BITS < 6 ? 128 : 4;
 
-// sum modulo a modulus that it reaches at most once. negative: -modulus; a difference below zero is a huge unsigned
-// number.
+// Returns sum modulo a modulus, if sum is less than twice the modulus. negative: -modulus. A difference below zero
+// wraps around to a large unsigned number.
 __device__ __forceinline__ uint32_t wrap(uint32_t sum, uint32_t negative) {
 #if __CUDA_ARCH__ >= 900
     return __viaddmin_u32(sum, negative, sum); // one instruction
@@ -396,7 +396,7 @@ inline void set_inline_delta_weights(uint32_t weight[8], int bits, uint32_t step
         std::copy_n(of, 8, weight);
         return;
     }
-    // the deltas of odd entries are in high nibbles: 16 times as large
+    // odd entries have their deltas in high nibbles: 16 times as large
     constexpr int BYTE[4] = { 1, 3, 0, 2 }, NIBBLE_BYTE[4] = { 2, 0, 3, 1 };
     for (int k = 0; k < 8; k++) {
         weight[k] = k % 4 ? weight[k - 1] : 0;
@@ -405,6 +405,11 @@ inline void set_inline_delta_weights(uint32_t weight[8], int bits, uint32_t step
             weight[k] = step >> 5 << 8 | step >> 3 << 24;
         }
     }
+}
+
+// T: a tag of the layout
+template <typename T> void set_weights(uint32_t weight[16], int bits, uint32_t step) {
+    is_exp_coded<T> ? set_exp_coded_weights(weight, bits, step) : set_inline_delta_weights(weight, bits, step);
 }
 
 } // namespace macko::cuda

@@ -27,25 +27,33 @@ int columns_at_once(const exp_coded_layout & w, const cuda_sparse_mul_mat_params
     return columns_in_shared_memory(w, a, device);
 }
 
-static row_split_shape shape_of(const row_split_layout & w) { return { w.delta_bits, w.lanes, w.bank_width != 0 }; }
-
 cudaError_t multiply(const inline_delta_layout & w, const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream) {
-    row_split_launch      p = row_split_product(w, a, 32 / w.lanes);
-    const row_split_shape s = shape_of(w);
+    row_split_launch p = row_split_product(w, a, 32 / w.lanes);
     if (p.n_warp_rows == 0) {
         return cudaSuccess;
     }
-    if (w.type == GGML_MACKO_TYPE_BF16 && nx > 1) {
-        return launch_inline_delta_bf16(p, s, nx, grid_columns(a), stream);
-    }
-    return !s.banked && s.delta_bits < 6 ? launch_inline_delta_ascending(p, s, nx, grid_columns(a), stream)
-           : s.delta_bits < 4            ? launch_inline_delta_d2_d3(p, s, nx, grid_columns(a), stream)
-                                         : launch_inline_delta_d4_d6(p, s, nx, grid_columns(a), stream);
+    return with_constant<2, 3, 4, 6>(w.delta_bits, cudaErrorNotSupported, [&](auto n) {
+        constexpr int  BITS     = decltype(n)::value;
+        constexpr bool CAN_BANK = BITS < 6, MUST_BANK = BITS == 3; // other kernels are not built
+        if (w.type == GGML_MACKO_TYPE_BF16 && nx > 1) {
+            return w.bank_width ? launch_inline_delta_bf16<BITS, CAN_BANK>(p, nx, grid_columns(a), stream)
+                                : launch_inline_delta_bf16<BITS, MUST_BANK>(p, nx, grid_columns(a), stream);
+        }
+        return w.bank_width ? launch_inline_delta<BITS, CAN_BANK>(p, w.lanes, nx, grid_columns(a), stream)
+                            : launch_inline_delta<BITS, MUST_BANK>(p, w.lanes, nx, grid_columns(a), stream);
+    });
 }
 
 cudaError_t multiply(const exp_coded_layout & w, const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream) {
     row_split_launch p = row_split_product(w, a, 32 / w.lanes);
-    return p.n_warp_rows ? launch_exp_coded(p, shape_of(w), nx, grid_columns(a), stream) : cudaSuccess;
+    if (p.n_warp_rows == 0) {
+        return cudaSuccess;
+    }
+    return with_constant<2, 4, 6>(w.delta_bits, cudaErrorNotSupported, [&](auto n) {
+        constexpr int BITS = decltype(n)::value;
+        return w.type == GGML_MACKO_TYPE_BF16 ? launch_exp_coded<__nv_bfloat16, BITS>(p, nx, grid_columns(a), stream)
+                                              : launch_exp_coded<__half, BITS>(p, nx, grid_columns(a), stream);
+    });
 }
 
 } // namespace macko::cuda

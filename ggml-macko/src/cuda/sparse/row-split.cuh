@@ -1,16 +1,8 @@
-// y = W x for up to eight columns of x, W in the layout INLINE_DELTA or EXP_CODED (gpu-layout/row-split.h), whose runs
-// of a row are interleaved. Bound by memory: what matters is how many bytes are in flight.
+// y = W x for up to eight columns of x, with W in the layout INLINE_DELTA or EXP_CODED (gpu-layout/row-split.h). Memory
+// bandwidth limits it, so the kernel keeps as many bytes in flight as it can.
 //
-//   block   One per multiprocessor. Fills shared memory with x (one column in float32; 2, 4 or 8 columns, side by side,
-//           in the type of the weights), then deals rows to its warps.
-//   warp    32 / LANES rows at a time, of LANES runs each. DEPTH groups of each run are in registers while the next
-//           DEPTH are on their way, across the borders of rows; the first ones are requested before x is there (before
-//           the previous kernel has ended).
-//   thread  Per group 8, 7 or 6 (EXP_CODED: 16) values and deltas. A dp4a gives the address of the x of entry k: the
-//           base plus deltas 0 ... k times the bytes per step.
-//
-// Included by several .cu files, so that they compile side by side. The kernel is longer than
-// other functions because its loops have to be unrolled around registers that the whole pipeline shares.
+// Several .cu files include this file, so that its kernels compile in parallel. The kernel is longer than other
+// functions because its unrolled loops share the registers of the whole pipeline.
 #pragma once
 
 #include "cuda/lib/copies.cuh"
@@ -22,15 +14,15 @@
 
 namespace macko::cuda {
 
-// Two columns or more are kept in 16 bits, as ggml's own products round x with such weights. In float32 the gathers
-// from shared memory would take longer than the weights from global memory, and two columns of a wide matrix would not
-// fit.
+// Two or more columns are stored in 16 bits; ggml's own products round x in the same way for such weights. In float32,
+// gathers from shared memory would take longer than weights from global memory, and two columns of a wide matrix would
+// not fit.
 template <typename T, int NX> using x_type = std::conditional_t<(NX > 1), value16<T>, float>;
 template <typename X, int NX> struct alignas(sizeof(X) * NX) columns {
     X v[NX];
 };
 
-// NX columns of x at a byte address of shared memory plus a constant
+// Loads NX columns of x from a byte address of shared memory plus a constant.
 template <typename T, int NX, int OFFSET> __device__ __forceinline__ void load_x(float (&x)[NX], uint32_t address) {
     if constexpr (NX == 1) {
         asm volatile("ld.shared.f32 %0, [%1+%2];" : "=f"(x[0]) : "r"(address), "n"(OFFSET));
@@ -52,21 +44,20 @@ template <typename T, int NX, int OFFSET> __device__ __forceinline__ void load_x
     }
 }
 
-// Whether walking over the deltas gives addresses: their weights are then bytes, and count the columns beside each
-// other.
+// True if dp4a yields byte addresses directly: its weights are then scaled by the bytes per step, for all columns.
 template <typename T, int BITS, bool BANK_ORDER, int NX>
 constexpr bool DIRECT = SHIFT<BITS, BANK_ORDER> == 0 && (x_words(NX) == 1 || (!is_exp_coded<T> && BITS < 4));
-// the factor of positions beside units of 2^-SHIFT bytes of one column
+// The factor of positions that are counted in units of 2^-SHIFT bytes of one column.
 template <typename T, int BITS, bool BANK_ORDER, int NX>
 constexpr uint32_t SCALE = DIRECT<T, BITS, BANK_ORDER, NX> ? x_words(NX) : 1;
 
 template <typename T, int BITS, int NX> struct group {
     group_bits<T, BITS> bits;
 
-    static constexpr int CHAINS   = NX > 2 ? 1 : 2; // sums per column: enough to hide the latency of an addition
+    static constexpr int CHAINS   = NX > 2 ? 1 : 2; // sums per column, to hide the latency of an addition
     static constexpr int PER_PART = group_bits<T, BITS>::ENTRIES / group_bits<T, BITS>::PARTS;
 
-    // to: the address of entry K without the steps of the entries up to it; with x_address if DIRECT
+    // to: the address of entry K without the steps of the entries up to it; includes x_address if DIRECT
     template <bool BANK_ORDER, int K>
     __device__ __forceinline__ void add(uint32_t to, uint32_t x_address, uint32_t scale,
                                         float (&sum)[CHAINS][NX]) const {
@@ -80,8 +71,8 @@ template <typename T, int BITS, int NX> struct group {
             sum[K % CHAINS][c] = fmaf(bits.template get<K>(scale), x[c], sum[K % CHAINS][c]);
         }
     }
-    // at: the position of the first step of the group; becomes that of the next group. A position of `limit` or more is
-    // `period` too large. scale: EXP_CODED, what values are multiplied with
+    // at: the position of the first step of the group; the call advances it to the next group. A position of `limit` or
+    // more is `period` too large. scale: the factor of EXP_CODED values
     template <bool BANK_ORDER>
     __device__ __forceinline__ void multiply(uint32_t & at, uint32_t limit, uint32_t period, uint32_t x_address,
                                              const uint32_t * weight, uint32_t scale, float (&sum)[CHAINS][NX]) const {
@@ -101,7 +92,7 @@ template <typename T, int BITS, int NX> struct group {
             at -= period;
         }
     }
-    // a group of four outliers; bf16: the type of the matrix
+    // Multiplies a group of four outliers. bf16: the type of the matrix
     __device__ __forceinline__ void multiply_outliers(uint32_t x_address, float inverse, bool bf16,
                                                       float (&sum)[CHAINS][NX]) const {
         bits.for_each_outlier([&](int k, uint32_t column, uint32_t value) {
@@ -120,7 +111,7 @@ template <typename T, int BITS, int NX> struct group {
 
 // ---- x into shared memory ----
 
-// Zeros behind x, and behind the words that repeat.
+// Writes zeros after x and after the words that repeat.
 template <int NX> __device__ __forceinline__ void fill_zeros(float * xs, const row_split_launch & p) {
     constexpr int words   = x_words(NX);
     const int     threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
@@ -132,9 +123,9 @@ template <int NX> __device__ __forceinline__ void fill_zeros(float * xs, const r
     }
 }
 
-// Fills the shared memory that does not depend on the previous kernel: zeros behind x, and the weights of the norm in
-// the place of the x that they will be multiplied with (by the same threads: store_x has the same loop), in the first
-// four bytes of its word.
+// Fills the shared memory that does not depend on the previous kernel: zeros after x, and the weights of the norm. Each
+// weight is stored in the first four bytes of the word of x that it will be multiplied by; the same thread does that,
+// because store_x has the same loop.
 template <int NX> __device__ __forceinline__ void fill_constants(float * xs, const row_split_launch & p) {
     fill_zeros<NX>(xs, p);
     if (p.norm_weight) {
@@ -144,16 +135,16 @@ template <int NX> __device__ __forceinline__ void fill_constants(float * xs, con
     }
 }
 
-// The factor of x after the weights of its norm, from the sums of squares of the warps.
+// The factor of x that remains after the weights of its norm, from the warps' sums of squares.
 __device__ __forceinline__ float norm_scale(const row_split_launch & p, const float * partial) {
     const unsigned l = threadIdx.x % 32;
     return rsqrtf(__fdividef(warp_sum(l < blockDim.x / 32 ? partial[l] : 0.0f), static_cast<float>(p.cols)) +
                   p.norm_eps);
 }
 
-// x through registers, with a norm or for several columns, where one wide store per word is faster than 4-byte copies
-// (measured). In 16 bits it is the normalized x that is rounded, so its scale has to be known first, by a pass of its
-// own. In float32 the scale is left to the sums.
+// Writes x to shared memory through registers, for a norm or for several columns: one wide store per word is faster
+// than 4-byte copies (measured). In 16 bits, the normalized x is rounded, so a first pass computes its scale. In
+// float32, the scale is applied to the sums.
 template <typename T, int NX, bool NORM>
 __device__ __forceinline__ void store_x(float * xs, float * partial, const row_split_launch & p, const float * x,
                                         int column) {
@@ -170,8 +161,8 @@ __device__ __forceinline__ void store_x(float * xs, float * partial, const row_s
             }
         }
     };
-    // All of a batch is requested before the first of it is stored: for all the compiler knows, x could be what is
-    // stored to, and each element would wait for the one before.
+    // Requests all elements of a batch before it stores the first: the compiler must assume that a store changes x, so
+    // each load would otherwise wait for the store before it.
     constexpr int BATCH  = NX == 8 ? 2 : 4;
     const int     thread = static_cast<int>(threadIdx.x), step = static_cast<int>(blockDim.x);
     float         v[BATCH][NX];
@@ -203,7 +194,7 @@ __device__ __forceinline__ void store_x(float * xs, float * partial, const row_s
             scale[c] = norm_scale(p, partial + c * 32);
         }
     }
-    const bool have_all = NORM && ROUNDS && p.cols <= BATCH * step; // of x is in v
+    const bool have_all = NORM && ROUNDS && p.cols <= BATCH * step; // v holds all of x
 #pragma unroll 1
     for (int begin = thread; begin < p.cols; begin += BATCH * step) {
         if (!have_all) {
@@ -238,8 +229,8 @@ __device__ __forceinline__ void store_x(float * xs, float * partial, const row_s
     }
 }
 
-// Words 0 ... modulus-1 are x; the next `overshoot` words repeat the first ones. With norm_weight, x is multiplied by
-// it, and the sums of squares of the warps go to partial. Ends with a barrier.
+// Writes x to words 0 ... modulus-1; the next `overshoot` words repeat the first words. With norm_weight, multiplies x
+// by it and writes the warps' sums of squares to partial. Ends with a barrier.
 template <typename T, int NX>
 __device__ __forceinline__ void fill_x(float * xs, float * partial, const row_split_launch & p, int column) {
     const float * x       = p.x + column * p.ldx;
@@ -261,8 +252,8 @@ __device__ __forceinline__ void fill_x(float * xs, float * partial, const row_sp
     __syncthreads();
 }
 
-// n floats to shared memory, in vectors; a thread gets those that it handles in finish_x. By cp.async: in registers
-// they would share a scoreboard with the sparse weights, and whoever waits for them would wait for these as well.
+// Requests n floats in vectors; each thread requests those that it handles in finish_x. Uses cp.async: loads to
+// registers would share a scoreboard with the sparse weights, so waiting for one would wait for the other.
 __device__ __forceinline__ void request_vectors(float * to, const float * from, int n) {
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x) * 4; i < n; i += static_cast<int>(blockDim.x) * 4) {
@@ -271,8 +262,8 @@ __device__ __forceinline__ void request_vectors(float * to, const float * from, 
     commit_copies();
 }
 
-// Finishes one column of x that was requested in vectors, with the weights of its norm: multiplies x by the weights,
-// puts the warps' sums of squares into partial, and writes the words that repeat. Ends with a barrier.
+// Finishes one column of x, which was requested in vectors with the weights of its norm: multiplies x by the weights,
+// writes the warps' sums of squares to partial, and writes the words that repeat. Ends with a barrier.
 __device__ __forceinline__ void finish_x(float * xs, const float * weights, float * partial,
                                          const row_split_launch & p) {
     const int  thread = static_cast<int>(threadIdx.x), step = static_cast<int>(blockDim.x) * 4;
@@ -288,7 +279,7 @@ __device__ __forceinline__ void finish_x(float * xs, const float * weights, floa
             v                                   = make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
             *reinterpret_cast<float4 *>(xs + i) = v;
         }
-        if (i < p.overshoot) { // the modulus is no multiple of 4
+        if (i < p.overshoot) { // the modulus is not a multiple of 4
             const float again[4] = { v.x, v.y, v.z, v.w };
 #pragma unroll
             for (int e = 0; e < 4; e++) {
@@ -309,14 +300,14 @@ __device__ __forceinline__ void finish_x(float * xs, const float * weights, floa
 
 // ---- the kernel ----
 
-// keeps the compiler from computing a number again wherever it is used
+// Keeps a number in a register: the compiler would otherwise compute it again at each use.
 __device__ __forceinline__ uint32_t in_register(uint32_t v) {
     asm volatile("mov.u32 %0, %0;" : "+r"(v));
     return v;
 }
 
-// Sums of NX columns over LANES lanes: lane i gets that of column i / (LANES / NX). Each exchange halves the columns of
-// a lane, which takes fewer shuffles than all sums on all lanes, and the epilogues of the columns run side by side.
+// Sums NX columns over LANES lanes; lane i gets the sum of column i / (LANES / NX). Each exchange halves the columns of
+// a lane. This takes fewer shuffles than all sums on all lanes, and the epilogues of the columns run in parallel.
 template <int LANES, int NX> __device__ __forceinline__ float sum_columns(float (&v)[NX], int lane) {
     if constexpr (NX == 1) {
         return warp_sum<LANES>(v[0]);
@@ -332,23 +323,39 @@ template <int LANES, int NX> __device__ __forceinline__ float sum_columns(float 
     }
 }
 
-template <typename T, // of the values
-          int  BITS,  // of a delta
-          int  LANES, // runs per row
-          bool BANK_ORDER,
-          int  NX,      // columns of x
-          bool GROUPED, // several matrices, or gate and up
-          int  THREADS, // at most
-          int  DEPTH>    // groups ahead
-__global__ void __launch_bounds__(THREADS, 1) row_split_kernel(const __grid_constant__ row_split_launch p) {
-    constexpr int      ROWS  = 32 / LANES; // that a warp has at a time
+template <typename T,      // layout and type of the values: inline_delta<...> or exp_coded<...>
+          int  BITS,       // bits of a delta
+          int  LANES,      // runs per row: 8, 16 or 32
+          bool BANK_ORDER, // entries are in the order of shared-memory banks, not of columns
+          int  NX,         // columns of x: 1, 2, 4 or 8
+          bool BATCHED,    // several matrices, or gate and up
+          int  THREADS,    // maximum threads of a block
+          int  DEPTH>       // groups of a run that are requested ahead
+__global__ void __launch_bounds__(THREADS, 1)
+    row_split_kernel(const __grid_constant__ row_split_launch p) { // matrices, x, epilogue, dp4a weights
+    // One block per multiprocessor:
+    //
+    //   shared memory   | sums of squares | x, `modulus` words | its first `overshoot` words again |
+    //                   a word: one column in float32, or 2, 4 or 8 columns side by side in the type of the weights
+    //
+    //   warp            32 / LANES rows at a time; its rows are `stride` warp_rows apart
+    //                   row r      | lane 0: run 0     | lane 1: run 1 | ... | lane LANES - 1 |
+    //                   row r + 1  | lane LANES: run 0 | ...
+    //
+    //   thread          | now: DEPTH groups of its run | next: DEPTH groups on their way |, across the ends of rows
+    //   group           8, 7 or 6 (EXP_CODED: 16) values and deltas; a dp4a adds deltas 0 ... k to the base, which
+    //                   gives the address of the x of entry k
+    //
+    // Phases: request the first groups; wait for the previous kernel; fill shared memory with x; for each row request
+    // the next groups, multiply, multiply the outliers, sum over the lanes; store the results of several rows together.
+    constexpr int      ROWS  = 32 / LANES; // rows of a warp at a time
     constexpr uint32_t shift = SHIFT<BITS, BANK_ORDER>;
-    constexpr bool     POINTERS =
-        GROUPED && NX == 1 && !is_exp_coded<T>; // to the groups of each row: there are registers for them
-    // what is added to the results, and where they belong, is known before they are
-    constexpr bool AHEAD = !GROUPED && NX == 1;
-    // warp_rows of which the lanes keep the results, to store them side by side
-    constexpr int     KEPT = LANES / NX;
+    // whether there are registers for pointers to the groups of each row
+    constexpr bool POINTERS = BATCHED && NX == 1 && !is_exp_coded<T>;
+    // whether the destinations of results are found before the results are computed
+    constexpr bool AHEAD = !BATCHED && NX == 1;
+    // warp_rows whose results the lanes hold until they store them together
+    constexpr int     HELD = LANES / NX;
     extern __shared__ __align__(16) float shared_words[];
     float *                               partial = shared_words;
     float *                               xs      = partial + NX * 32;
@@ -370,23 +377,23 @@ __global__ void __launch_bounds__(THREADS, 1) row_split_kernel(const __grid_cons
     struct row_start {
         int      matrix, begin, end;
         uint32_t base;
-        int      tail;
+        int      trailing;
     };
     const auto fetch = [&](int j) {
-        const sparse_task t = task_at<GROUPED, ROWS>(p, first, stride, sub, j);
+        const sparse_task t = task_at<BATCHED, ROWS>(p, first, stride, sub, j);
         row_start         s = { t.matrix, 0, 0, 0, 0 };
         if (t.valid && row_offset >= 0) {
             const row_split_operand & m   = p.m[t.matrix];
             const int                 row = m.row_begin + row_offset + t.row;
             s.begin                       = __ldg(m.row_ptr + row);
             s.end                         = __ldg(m.row_ptr + row + 1);
-            s.tail                        = __ldg(m.tails + row);
+            s.trailing                    = __ldg(m.trailing + row);
             s.base                        = __ldg(m.bases + static_cast<int64_t>(row) * LANES + lane);
         }
         return s;
     };
 
-    // this thread's run of a row: groups in steps begin ... end-1, then groups of outliers up to end_of_outliers
+    // This thread's run of a row: groups in steps begin ... end - 1, then groups of outliers up to end_of_outliers.
     struct cursor {
         int             matrix, slot, begin, end, end_of_outliers, steps;
         uint32_t        at;
@@ -394,7 +401,7 @@ __global__ void __launch_bounds__(THREADS, 1) row_split_kernel(const __grid_cons
         const uint8_t * words; // EXP_CODED
     };
     const auto begin_row = [&](const row_start & s) {
-        const row_span row(s.begin, s.end, s.tail);
+        const row_span row(s.begin, s.end, s.trailing);
         cursor         c;
         c.matrix          = s.matrix;
         c.slot            = row.slot(lane, LANES, 0);
@@ -429,23 +436,23 @@ __global__ void __launch_bounds__(THREADS, 1) row_split_kernel(const __grid_cons
         }
     };
 
-    // The results of up to KEPT warp_rows, from `number` (counted per warp) on: where the one that this thread keeps
-    // belongs, and what is added to it. lane % KEPT says which warp_rows it is, lane / KEPT which column.
-    struct kept_result {
+    // The destination of the result that this thread holds, and the number added to it. Results of up to HELD warp_rows
+    // are held, from `number` (counted per warp) on: lane % HELD selects the warp_rows, lane / HELD the column.
+    struct destination {
         float * y;
         float   added;
     };
-    const auto expect_results = [&](int number) {
+    const auto find_destination = [&](int number) {
         const sparse_task t =
-            task_at<GROUPED, ROWS>(p, first, stride, sub, (number + lane % KEPT) * (GROUPED && p.silu_mul ? 2 : 1));
-        const int k = column + lane / KEPT;
+            task_at<BATCHED, ROWS>(p, first, stride, sub, (number + lane % HELD) * (BATCHED && p.silu_mul ? 2 : 1));
+        const int k = column + lane / HELD;
         return t.valid && k < p.n_columns
-                   ? kept_result{ result_at(p.m[t.matrix], k, t.row), added_to_result(p, p.m[t.matrix], k, t.row) }
-                   : kept_result{ nullptr, 0.0f };
+                   ? destination{ result_at(p.m[t.matrix], k, t.row), added_to_result(p, p.m[t.matrix], k, t.row) }
+                   : destination{ nullptr, 0.0f };
     };
 
-    // The loads of a multiprocessor come back in order: where x takes a pass of its own for its norm, it is requested
-    // before the sparse weights (measured).
+    // The loads of a multiprocessor return in order. If x needs a separate pass for its norm, x is requested before the
+    // sparse weights (measured).
     const bool      x_first = aligned && p.norm_weight;
     const row_start start   = fetch(0);
     if (x_first) {
@@ -477,7 +484,7 @@ __global__ void __launch_bounds__(THREADS, 1) row_split_kernel(const __grid_cons
         cuda_allow_next();
         cuda_wait_for_previous();
     }
-    kept_result kept = AHEAD ? expect_results(0) : kept_result{};
+    destination to_y = AHEAD ? find_destination(0) : destination{};
     if (aligned) {
         finish_x(xs, norm_weights, partial, p);
     } else {
@@ -485,14 +492,14 @@ __global__ void __launch_bounds__(THREADS, 1) row_split_kernel(const __grid_cons
     }
     const float scale = NX == 1 && p.norm_weight ? norm_scale(p, partial) : 1.0f;
 
-    float result = 0.0f, gate = 0.0f; // of the warp_rows and column that this thread keeps
-    for (int j = 0; first + (GROUPED && p.silu_mul ? j / 2 : j) * stride < p.n_warp_rows; j++) {
+    float result = 0.0f, gate = 0.0f; // of the warp_rows and the column that this thread holds
+    for (int j = 0; first + (BATCHED && p.silu_mul ? j / 2 : j) * stride < p.n_warp_rows; j++) {
         float     sum[group<T, BITS, NX>::CHAINS][NX] = {};
         const int matrix = c.matrix, begin = c.begin, end = c.end, end_of_outliers = c.end_of_outliers, steps = c.steps;
         uint32_t  at   = c.at;
         int       step = 0;
         bool      more;
-        // EXP_CODED: as a bfloat16 number behind a zero
+        // EXP_CODED: a bfloat16 number in the upper half of a word
         const uint32_t values_scale = is_exp_coded<T> ? __float_as_uint(p.m[matrix].power) : 0;
         do {
             group<T, BITS, NX> next[DEPTH];
@@ -536,27 +543,27 @@ __global__ void __launch_bounds__(THREADS, 1) row_split_kernel(const __grid_cons
             total[k] = NX > 2 ? sum[0][k] : sum[0][k] + sum[NX > 2 ? 0 : 1][k];
         }
         const float y      = sum_columns<LANES, NX>(total, lane) * (is_exp_coded<T> ? 1.0f : p.m[matrix].power);
-        const int   number = GROUPED && p.silu_mul ? j / 2 : j;
-        const bool  mine   = number % KEPT == lane % KEPT;
-        if (GROUPED && p.silu_mul && j % 2 == 0) {
+        const int   number = BATCHED && p.silu_mul ? j / 2 : j;
+        const bool  mine   = number % HELD == lane % HELD;
+        if (BATCHED && p.silu_mul && j % 2 == 0) {
             gate = mine ? y : gate;
             continue;
         }
         result          = mine ? y : result;
         const bool last = first + (number + 1) * stride >= p.n_warp_rows;
-        if (last || number % KEPT == KEPT - 1) {
-            // only those that exist: others may be of matrices whose parameters were never read, which takes long
-            if (lane % KEPT <= number % KEPT) {
+        if (last || number % HELD == HELD - 1) {
+            // only results that exist: others may belong to matrices whose parameters were never read, which takes long
+            if (lane % HELD <= number % HELD) {
                 if (!AHEAD) {
-                    kept = expect_results(number / KEPT * KEPT);
+                    to_y = find_destination(number / HELD * HELD);
                 }
-                if (kept.y) {
+                if (to_y.y) {
                     const float v = result * scale, g = gate * scale;
-                    *kept.y = (GROUPED && p.silu_mul ? v * silu(g) : v) + kept.added;
+                    *to_y.y = (BATCHED && p.silu_mul ? v * silu(g) : v) + to_y.added;
                 }
             }
             if (AHEAD && !last) {
-                kept = expect_results(number + 1);
+                to_y = find_destination(number + 1);
             }
         }
     }
@@ -564,136 +571,117 @@ __global__ void __launch_bounds__(THREADS, 1) row_split_kernel(const __grid_cons
 
 // ---- launch ----
 
-template <typename T, int BITS, int LANES, bool BANK_ORDER, int NX, bool GROUPED, int THREADS, int DEPTH>
-cudaError_t launch_row_split_config(row_split_launch & p, int blocks, int warps, int grid_y, cudaStream_t stream) {
+template <typename T, int BITS, int LANES, bool BANK_ORDER, int NX, bool BATCHED, int THREADS, int DEPTH>
+cudaError_t launch_row_split_kernel(row_split_launch & p, int blocks, int warps, int grid_y, cudaStream_t stream) {
     constexpr uint32_t scale = SCALE<T, BITS, BANK_ORDER, NX>, step = STEP<BITS, BANK_ORDER> * scale;
-    if (is_exp_coded<T>) {
-        set_exp_coded_weights(p.weight, BITS, step);
-    } else {
-        set_inline_delta_weights(p.weight, BITS, step);
-    }
+    set_weights<T>(p.weight, BITS, step);
     p.x_period = static_cast<uint32_t>(p.modulus) * 4 * scale;
     p.aligned  = NX == 1 && takes_vectors(p);
-    return launch_sparse(row_split_kernel<T, BITS, LANES, BANK_ORDER, NX, GROUPED, THREADS, DEPTH>, p, warps * 32,
+    return launch_sparse(row_split_kernel<T, BITS, LANES, BANK_ORDER, NX, BATCHED, THREADS, DEPTH>, p, warps * 32,
                          row_split_shared_nbytes(p, NX), blocks, grid_y, stream);
 }
 
-// INLINE_DELTA. One column does not depend on the type of the matrix, so that F16 and BF16 share kernels.
-template <typename T, int BITS, int LANES, bool BANK_ORDER>
-cudaError_t launch_row_split_shape(row_split_launch & p, int nx, int grid_y, cudaStream_t stream) {
-    cuda_device_info device;
-    CUDA_TRY(cuda_current_device(&device));
-    // one block per multiprocessor: x is in shared memory once
-    const int  blocks    = std::min(device.multiprocessors, p.n_warp_rows);
-    const int  warp_rows = (p.n_warp_rows + blocks - 1) / blocks;
-    const bool grouped   = p.n_matrices > 1;
+// The launches of one layout, type and width of deltas. One block per multiprocessor: x is in shared memory once.
+template <typename T, int BITS, int LANES, bool BANK_ORDER> struct row_split_launcher {
+    row_split_launch & p;
+    int                grid_y;
+    cudaStream_t       stream;
+    int                blocks    = 0;
+    int                warp_rows = 0; // of a block
+
+    cudaError_t find_blocks() {
+        cuda_device_info device;
+        CUDA_TRY(cuda_current_device(&device));
+        blocks    = std::min(device.multiprocessors, p.n_warp_rows);
+        warp_rows = (p.n_warp_rows + blocks - 1) / blocks;
+        return cudaSuccess;
+    }
+    // THREADS: of a block, at most; DEPTH: groups ahead. One column does not depend on the type of the matrix, so F16
+    // and BF16 matrices of EXP_CODED share kernels.
+    template <int NX, int THREADS, int DEPTH> cudaError_t launch(int warps) const {
+        using V = std::conditional_t<NX == 1 && is_exp_coded<T>, exp_coded<__half>, T>;
+        if constexpr (NX == 1) {
+            if (p.n_matrices == 1) {
+                return launch_row_split_kernel<V, BITS, LANES, BANK_ORDER, NX, false, THREADS, DEPTH>(p, blocks, warps,
+                                                                                                      grid_y, stream);
+            }
+        }
+        return launch_row_split_kernel<V, BITS, LANES, BANK_ORDER, NX, true, THREADS, DEPTH>(p, blocks, warps, grid_y,
+                                                                                             stream);
+    }
+    // For EXP_CODED, and several columns of INLINE_DELTA BF16 matrices.
+    template <int NX, int DEPTH> cudaError_t launch_at_most_16_warps() const {
+        return launch<NX, 512, DEPTH>(warp_rows <= 16 ? 16 : warps_for(warp_rows, 14, 16));
+    }
+};
+
+// INLINE_DELTA: several columns of F16 matrices, and one column of F16 or BF16 matrices.
+template <int BITS, int LANES, bool BANK_ORDER>
+cudaError_t launch_inline_delta_lanes(row_split_launch & p, int nx, int grid_y, cudaStream_t stream) {
+    row_split_launcher<inline_delta<__half>, BITS, LANES, BANK_ORDER> l = { p, grid_y, stream };
+    CUDA_TRY(l.find_blocks());
+    // With few rows, latency dominates, so each warp has more of its runs in flight. (Matrices whose rows suit 32 lanes
+    // with deltas of more than 2 bits have more rows than that.)
     if constexpr (LANES <= 16) {
-        if (warp_rows <= 16 && nx > 1) { // for the reason given below
-            return nx == 8 ? launch_row_split_config<T, BITS, LANES, BANK_ORDER, 8, true, 512, 3>(p, blocks, 16, grid_y,
-                                                                                                  stream)
-                   : nx == 4 ? launch_row_split_config<T, BITS, LANES, BANK_ORDER, 4, true, 512, 4>(p, blocks, 16,
-                                                                                                    grid_y, stream)
-                             : launch_row_split_config<T, BITS, LANES, BANK_ORDER, 2, true, 512, 4>(p, blocks, 16,
-                                                                                                    grid_y, stream);
+        if (l.warp_rows <= 16 && nx > 1) {
+            return nx == 8   ? l.template launch<8, 512, 3>(16)
+                   : nx == 4 ? l.template launch<4, 512, 4>(16)
+                             : l.template launch<2, 512, 4>(16);
         }
     }
-    if (nx == 8) { // 8 sums and 8 x per thread: no registers for more groups ahead
-        return launch_row_split_config<T, BITS, LANES, BANK_ORDER, 8, true, 1024, 1>(
-            p, blocks, warps_for(warp_rows, 24, 32), grid_y, stream);
+    if (nx > 1) { // 8 sums and 8 x per thread: no registers for more groups ahead
+        const int warps = warps_for(l.warp_rows, 24, 32);
+        return nx == 8   ? l.template launch<8, 1024, 1>(warps)
+               : nx == 4 ? l.template launch<4, 1024, 2>(warps)
+                         : l.template launch<2, 1024, 2>(warps);
     }
-    if (nx == 4) {
-        return launch_row_split_config<T, BITS, LANES, BANK_ORDER, 4, true, 1024, 2>(
-            p, blocks, warps_for(warp_rows, 24, 32), grid_y, stream);
-    }
-    if (nx == 2) {
-        return launch_row_split_config<T, BITS, LANES, BANK_ORDER, 2, true, 1024, 2>(
-            p, blocks, warps_for(warp_rows, 24, 32), grid_y, stream);
-    }
-    // Where rows are few, each warp has more of its runs in flight, as their latency is all there is. (Matrices whose
-    // rows suit 32 lanes with deltas of more than 2 bits have more rows than that.) Else 32 warps with 2 groups ahead
-    // or 24 with 3 have 40 KB in flight.
     if constexpr (LANES <= 16 || BITS <= 2) {
-        if (warp_rows <= 16) {
-            return grouped ? launch_row_split_config<T, BITS, LANES, BANK_ORDER, 1, true, 512, 5>(p, blocks, 16, grid_y,
-                                                                                                  stream)
-                           : launch_row_split_config<T, BITS, LANES, BANK_ORDER, 1, false, 512, 5>(p, blocks, 16,
-                                                                                                   grid_y, stream);
+        if (l.warp_rows <= 16) {
+            return l.template launch<1, 512, 5>(16);
         }
     }
+    // 32 warps with 2 groups ahead or 24 with 3 have 40 KB in flight
     constexpr bool AT_MOST_24 = BITS < 6 && LANES == 16;
-    const int      warps      = AT_MOST_24 ? warps_for(warp_rows, 18, 24) : warps_for(warp_rows, 20, 32);
+    const int      warps      = AT_MOST_24 ? warps_for(l.warp_rows, 18, 24) : warps_for(l.warp_rows, 20, 32);
     if constexpr (!AT_MOST_24) {
         if (warps > 24) {
-            return grouped ? launch_row_split_config<T, BITS, LANES, BANK_ORDER, 1, true, 1024, 2>(p, blocks, warps,
-                                                                                                   grid_y, stream)
-                           : launch_row_split_config<T, BITS, LANES, BANK_ORDER, 1, false, 1024, 2>(p, blocks, warps,
-                                                                                                    grid_y, stream);
+            return l.template launch<1, 1024, 2>(warps);
         }
     }
-    return grouped
-               ? launch_row_split_config<T, BITS, LANES, BANK_ORDER, 1, true, 768, 3>(p, blocks, warps, grid_y, stream)
-               : launch_row_split_config<T, BITS, LANES, BANK_ORDER, 1, false, 768, 3>(p, blocks, warps, grid_y,
-                                                                                       stream);
+    return l.template launch<1, 768, 3>(warps);
 }
 
-// At most 16 warps: EXP_CODED, and several columns of INLINE_DELTA BF16 matrices
-template <typename T, int BITS, int LANES, bool BANK_ORDER, int NX, bool GROUPED, int DEPTH>
-cudaError_t launch_row_split_few_warps(row_split_launch & p, int grid_y, cudaStream_t stream) {
-    cuda_device_info device;
-    CUDA_TRY(cuda_current_device(&device));
-    const int blocks    = std::min(device.multiprocessors, p.n_warp_rows);
-    const int warp_rows = (p.n_warp_rows + blocks - 1) / blocks;
-    return launch_row_split_config<T, BITS, LANES, BANK_ORDER, NX, GROUPED, 512, DEPTH>(
-        p, blocks, warp_rows <= 16 ? 16 : warps_for(warp_rows, 14, 16), grid_y, stream);
-}
-
-// EXP_CODED: 36 KB are in flight, of 16 warps with three groups ahead. For four columns and more there are no registers
-// for that. One column does not depend on X, the type of the matrix.
-template <typename X, int BITS>
-cudaError_t launch_exp_coded_shape(row_split_launch & p, int nx, int grid_y, cudaStream_t stream) {
-    constexpr int  LANES      = EXP_CODED_LANES;
-    constexpr bool BANK_ORDER = BITS < 6;
-    switch (nx) {
-        case 8: return launch_row_split_few_warps<exp_coded<X>, BITS, LANES, BANK_ORDER, 8, true, 2>(p, grid_y, stream);
-        case 4: return launch_row_split_few_warps<exp_coded<X>, BITS, LANES, BANK_ORDER, 4, true, 2>(p, grid_y, stream);
-        case 2: return launch_row_split_few_warps<exp_coded<X>, BITS, LANES, BANK_ORDER, 2, true, 3>(p, grid_y, stream);
-        default:
-            return p.n_matrices > 1
-                       ? launch_row_split_few_warps<exp_coded<__half>, BITS, LANES, BANK_ORDER, 1, true, 3>(p, grid_y,
-                                                                                                            stream)
-                       : launch_row_split_few_warps<exp_coded<__half>, BITS, LANES, BANK_ORDER, 1, false, 3>(p, grid_y,
-                                                                                                             stream);
-    }
-}
-
-// several columns of INLINE_DELTA BF16 matrices
 template <int BITS, bool BANK_ORDER>
-cudaError_t launch_inline_delta_bf16_shape(row_split_launch & p, int nx, int grid_y, cudaStream_t stream) {
-    using T             = inline_delta<__nv_bfloat16>;
-    constexpr int LANES = inline_delta_built_lanes(GGML_MACKO_TYPE_BF16, BITS, BANK_ORDER).least;
-    switch (nx) {
-        case 8:  return launch_row_split_few_warps<T, BITS, LANES, BANK_ORDER, 8, true, 3>(p, grid_y, stream);
-        case 4:  return launch_row_split_few_warps<T, BITS, LANES, BANK_ORDER, 4, true, 4>(p, grid_y, stream);
-        default: return launch_row_split_few_warps<T, BITS, LANES, BANK_ORDER, 2, true, 4>(p, grid_y, stream);
-    }
-}
-
-// INLINE_DELTA: several columns of F16 matrices, and one of any
-template <int BITS, bool BANK_ORDER>
-cudaError_t launch_inline_delta_bits(row_split_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream) {
-    const auto launch = [&](auto n) {
+cudaError_t launch_inline_delta(row_split_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream) {
+    return with_constant<8, 16, 32>(lanes, cudaErrorNotSupported, [&](auto n) {
         constexpr int LANES = decltype(n)::value;
         if constexpr (inline_delta_built_lanes(GGML_MACKO_TYPE_F16, BITS, BANK_ORDER).has(LANES)) {
-            return launch_row_split_shape<inline_delta<__half>, BITS, LANES, BANK_ORDER>(p, nx, grid_y, stream);
+            return launch_inline_delta_lanes<BITS, LANES, BANK_ORDER>(p, nx, grid_y, stream);
         } else {
-            return cudaErrorNotSupported; // no matrix is kept like this (inline_delta_built_lanes)
+            return cudaErrorNotSupported; // no matrix has this layout (inline_delta_built_lanes)
         }
-    };
-    switch (lanes) {
-        case 8:  return launch(std::integral_constant<int, 8>());
-        case 16: return launch(std::integral_constant<int, 16>());
-        default: return launch(std::integral_constant<int, 32>());
-    }
+    });
+}
+
+template <int BITS, bool BANK_ORDER>
+cudaError_t launch_inline_delta_bf16(row_split_launch & p, int nx, int grid_y, cudaStream_t stream) {
+    constexpr int LANES = inline_delta_built_lanes(GGML_MACKO_TYPE_BF16, BITS, BANK_ORDER).least;
+    row_split_launcher<inline_delta<__nv_bfloat16>, BITS, LANES, BANK_ORDER> l = { p, grid_y, stream };
+    CUDA_TRY(l.find_blocks());
+    return nx == 8   ? l.template launch_at_most_16_warps<8, 3>()
+           : nx == 4 ? l.template launch_at_most_16_warps<4, 4>()
+                     : l.template launch_at_most_16_warps<2, 4>();
+}
+
+// 16 warps with three groups ahead have 36 KB in flight. Four or more columns leave no registers for that.
+template <typename X, int BITS>
+cudaError_t launch_exp_coded(row_split_launch & p, int nx, int grid_y, cudaStream_t stream) {
+    row_split_launcher<exp_coded<X>, BITS, EXP_CODED_LANES, (BITS < 6)> l = { p, grid_y, stream };
+    CUDA_TRY(l.find_blocks());
+    return nx == 8   ? l.template launch_at_most_16_warps<8, 2>()
+           : nx == 4 ? l.template launch_at_most_16_warps<4, 2>()
+           : nx == 2 ? l.template launch_at_most_16_warps<2, 3>()
+                     : l.template launch_at_most_16_warps<1, 3>();
 }
 
 } // namespace macko::cuda

@@ -1,14 +1,12 @@
-// y = W x for 9 to 32 columns of x on tensor cores, W in the layout INLINE_DELTA or EXP_CODED: rows become dense in
-// shared memory, a tile of 8, 16 or 24 of them at a time, and are multiplied there.
+// y = W x for 9 to 32 columns of x on tensor cores, with W in the layout INLINE_DELTA or EXP_CODED. Two kernels:
 //
-//   stage_x_kernel  x, normalized, in 16 bits and in the order of the tensor cores' operands, into the caller's memory
-//   tiles_kernel    One block per multiprocessor. Each warp makes some rows of the tile dense, 32 runs at a time;
-//                   barrier; each multiplies a share of the columns of all rows and leaves zeros; barrier; the shares
-//                   are added up. The first groups of the next rows are on their way meanwhile.
+//   stage_x_kernel  writes x, normalized, in 16 bits and in the order of the tensor cores' operands, to the caller's
+//                   memory (tiles.cu)
+//   tiles_kernel    makes tiles of 8, 16 or 24 rows dense in shared memory and multiplies them there
 //
-// Included by one .cu file per layout, so that they compile side by side. Measurements, and what bounds it, are in the
-// lab notes of the GPU kernels. tiles_kernel is longer than other functions because its phases share registers and
-// unrolled loops.
+// One .cu file per layout and type includes this file, so that the kernels compile in parallel. lab/kernels-gpu.md has
+// measurements and limits. tiles_kernel is longer than other functions because its phases share registers and unrolled
+// loops.
 #pragma once
 
 #include "cuda/lib/mma.cuh"
@@ -21,19 +19,16 @@ namespace macko::cuda {
 
 struct tiles_launch {
     row_split_launch p;            // its warp_rows are tiles
-    const uint4 *    x16;          // by 32 columns of W, then 16 of x: two operands, each by thread of a warp
+    const uint4 *    x16;          // for each 32 columns of W, for each 16 columns of x: two operands of a warp
     int32_t          pitch;        // bytes of a row in shared memory
-    int32_t          shares;       // warps that multiply: as many as there is room for the sums of
-    bool             sums_in_tile; // the sums go where the rows were, because there is no room beside them
+    int32_t          shares;       // warps that multiply: those whose sums fit shared memory
+    bool             sums_in_tile; // the sums replace the rows, because they do not fit next to them
 };
 
-// launch of tiles_kernel: one function per .cu file
-cudaError_t launch_inline_delta_tiles(tiles_launch & q, const row_split_shape & s, const cuda_device_info & device,
-                                      cudaStream_t stream);
-cudaError_t launch_exp_coded_tiles_f16(tiles_launch & q, const row_split_shape & s, const cuda_device_info & device,
-                                       cudaStream_t stream);
-cudaError_t launch_exp_coded_tiles_bf16(tiles_launch & q, const row_split_shape & s, const cuda_device_info & device,
-                                        cudaStream_t stream);
+// Launches tiles_kernel. T: inline_delta<__half>, exp_coded<__half> or exp_coded<__nv_bfloat16>, one per .cu file.
+template <typename T>
+cudaError_t launch_tiles(tiles_launch & q, int delta_bits, int lanes, const cuda_device_info & device,
+                         cudaStream_t stream);
 
 // ---- the kernel ----
 
@@ -41,7 +36,7 @@ template <int OFFSET> __device__ __forceinline__ void store_half(uint32_t addres
     asm volatile("st.shared.b16 [%0+%1], %2;" ::"r"(address), "n"(OFFSET), "h"(static_cast<uint16_t>(value))
                  : "memory");
 }
-// loads four words and leaves zeros
+// Loads four words and overwrites them with zeros.
 __device__ __forceinline__ uint4 take_words(uint32_t address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -52,28 +47,38 @@ __device__ __forceinline__ uint4 take_words(uint32_t address) {
     return v;
 }
 
-// bytes from one delta step to the next: 32 columns of 16 bits, or, with deltas of 6 bits, one
+// Bytes from one delta step to the next: 32 columns of 16 bits, or one column with deltas of 6 bits.
 constexpr uint32_t tile_step_nbytes(int bits) { return bits == 6 ? 2 : 64; }
 
-template <typename T, // of the values
-          int BITS,   // of a delta
-          int LANES,  // runs per row
-          int BLOCKS, // of 8 rows in a tile
-          int SETS,   // of 16 columns of x
-          int WARPS,
-          int DEPTH> // groups ahead
-__global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_constant__ tiles_launch q) {
-    constexpr int ROWS             = 32 / LANES; // of a warp
+template <typename T, // layout and type of the values: inline_delta<...> or exp_coded<...>
+          int BITS,   // bits of a delta
+          int LANES,  // runs per row: 8, 16 or 32
+          int BLOCKS, // blocks of 8 rows in a tile: 1, 2 or 3
+          int SETS,   // sets of 16 columns of x: 1 or 2
+          int WARPS,  // warps of a block
+          int DEPTH>  // groups of a run that are requested ahead
+__global__ void __launch_bounds__(WARPS * 32, 1)
+    tiles_kernel(const __grid_constant__ tiles_launch q) { // matrices, staged x, layout of shared memory
+    // One block per multiprocessor:
+    //
+    //   shared memory   | row 0: `pitch` bytes | row 1 | ... | row TILE - 1 | sums of warp 0 | sums of warp 1 | ... |
+    //   scatter         warp w: rows w * ROWS ... of each WARPS * ROWS rows, 32 runs at a time
+    //   multiply        warp w: columns 32 w ... 32 w + 31 of each 32 * shares columns, of all rows
+    //
+    // Phases for each tile: scatter the values of its rows, and then the outliers; barrier; multiply the warp's columns
+    // and leave zeros; barrier; add up the sums of the warps and store the results. The first groups of the next rows
+    // are requested before the multiplication.
+    constexpr int ROWS             = 32 / LANES; // rows of a warp at a time
     constexpr int TILE             = 8 * BLOCKS; // rows
     using group_type               = group_bits<T, BITS>;
-    constexpr int      PART        = group_type::ENTRIES / group_type::PARTS; // entries
+    constexpr int      PART        = group_type::ENTRIES / group_type::PARTS; // entries of a part
     constexpr bool     BANK_ORDER  = BITS != 6;
     constexpr uint32_t STEP_NBYTES = tile_step_nbytes(BITS);     // bytes from one delta step to the next
     constexpr int      SUMS        = BLOCKS * SETS * 4;          // per thread
     constexpr int      TURNS = std::max(1, TILE / ROWS / WARPS); // a warp has rows warp * ROWS ... of each WARPS * ROWS
-    constexpr int      X_AHEAD = WARPS == 24 ? 1 : SETS == 1 ? 3 : 2; // steps whose x is on its way: as registers allow
+    constexpr int X_AHEAD = WARPS == 24 ? 1 : SETS == 1 ? 3 : 2; // steps whose x is requested ahead, as registers allow
     static_assert(TILE % ROWS == 0 && (TURNS == 1 || TILE == TURNS * WARPS * ROWS),
-                  "all warps that have rows have as many");
+                  "all warps with rows have equally many");
     extern __shared__ __align__(128) uint8_t tile[];
     const row_split_launch &                 p = q.p;
     float * sums = reinterpret_cast<float *>(q.sums_in_tile ? tile : tile + TILE * q.pitch);
@@ -81,7 +86,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / 32, row_of_tile = warp * ROWS + threadIdx.x % 32 / LANES;
     const uint32_t x_period = static_cast<uint32_t>(p.modulus) * 2;
 
-    // row r of tile t; of gate and up each has half of a tile
+    // Row r of tile t. Gate and up each have half of a tile.
     const auto task_of = [&](int t, int r) {
         if (p.silu_mul) {
             const int row = t * (TILE / 2) + r % (TILE / 2);
@@ -92,9 +97,9 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
     struct row_start {
         int      matrix, begin, end;
         uint32_t base;
-        int      tail;
+        int      trailing;
     };
-    const auto fetch = [&](int turn) { // of this warp, TURNS to a tile
+    const auto fetch = [&](int turn) { // the warp has TURNS turns per tile
         const int         r    = row_of_tile + turn % TURNS * (WARPS * ROWS);
         const sparse_task task = task_of(blockIdx.x + turn / TURNS * gridDim.x, r);
         row_start         s    = {};
@@ -104,20 +109,20 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
             const int row               = m.row_begin + task.row;
             s.begin                     = __ldg(m.row_ptr + row);
             s.end                       = __ldg(m.row_ptr + row + 1);
-            s.tail                      = __ldg(m.tails + row);
+            s.trailing                  = __ldg(m.trailing + row);
             s.base                      = __ldg(m.bases + static_cast<int64_t>(row) * LANES + lane);
         }
         return s;
     };
-    // This thread's run: groups in steps begin ... end-1, outliers up to end_of_outliers. whole: steps in front of the
-    // last of any run; one of the runs ends with the row.
+    // This thread's run: groups in steps begin ... end - 1, then outliers up to end_of_outliers. whole: the steps
+    // before the last step of any run; one of the runs ends with the row.
     struct cursor {
         int             matrix, begin, end, end_of_outliers, whole, steps;
         uint32_t        base;
         const uint8_t * groups;
     };
     const auto begin_row = [&](const row_start & s) {
-        const row_span row(s.begin, s.end, s.tail);
+        const row_span row(s.begin, s.end, s.trailing);
         cursor         c;
         c.matrix          = s.matrix;
         c.groups          = group_type::values_at(p.m[s.matrix].groups, row.slot(lane, LANES, 0));
@@ -158,11 +163,11 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
     for (int t = blockIdx.x; t < p.n_warp_rows; t += gridDim.x) {
         for (int row = row_of_tile; warp * ROWS < TILE && row < TILE; row += WARPS * ROWS, turn++) {
             const uint32_t mine = shared_address(tile) + row * q.pitch;
-            uint32_t       limit[PART + 1]; // where the row repeats, less the steps up to an entry
+            uint32_t       limit[PART + 1]; // where the row repeats, minus the steps up to an entry
 #pragma unroll
             for (int k = 0; k <= PART; k++) {
                 limit[k] = mine + x_period - k % PART * STEP_NBYTES;
-                asm volatile("mov.u32 %0, %0;" : "+r"(limit[k])); // not to be computed again
+                asm volatile("mov.u32 %0, %0;" : "+r"(limit[k])); // keep it in a register
             }
             const auto scale = group_type::scale_of(p.m[c.matrix].power);
             const int  begin = c.begin, end = c.end, end_of_outliers = c.end_of_outliers, whole = c.whole,
@@ -212,12 +217,12 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
                         if (step + d >= begin) {
                             scatter(have[d], std::true_type());
                         }
-                        // fillers behind the row's entries would hit the first ones
+                        // fillers after the last entry of the row would overwrite its first entries
                     } else if (step + d >= begin && step + d < end) {
                         scatter(have[d], std::false_type());
                     }
                 }
-                __syncwarp(); // what is zero in a group may be an outlier of another lane
+                __syncwarp(); // another lane may have an outlier where a group has a zero
                 if (step + DEPTH > end && step < end_of_outliers) {
 #pragma unroll
                     for (int d = 0; d < DEPTH; d++) {
@@ -233,8 +238,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
                 step += DEPTH;
             } while (more);
         }
-        // A thread has 8 columns of row l / 4 of each 8 rows, and the same columns of l / 4 and l / 4 + 8 of each 16 of
-        // x: their order within a product does not matter
+        // A thread has 8 columns of row l / 4 of each 8 rows of W, and the same columns of rows l / 4 and l / 4 + 8 of
+        // each 16 columns of x. The order of columns within a product does not matter.
         const int  l = threadIdx.x % 32, last = p.cols / 32 - 1;
         uint4      a[X_AHEAD][2 * SETS];
         const auto request = [&](uint4 * to, int k) {
@@ -312,30 +317,30 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
 
 // ---- launch ----
 
-// Bytes of a row of a tile, for all positions of the layout; 64 more than a multiple of 128, so that rows that are read
+// Bytes of a row of a tile, for all positions of the layout: a multiple of 128 plus 64, so that rows that are read
 // together are in different banks.
 inline int64_t tile_pitch(int modulus) { return (modulus * 2 + 2 + 63) / 128 * 128 + 64; }
-// bytes of the partial sums of a warp
+// Bytes of the partial sums of a warp.
 constexpr int64_t sums_nbytes(int blocks, int sets) { return blocks * sets * 4 * 32 * 4; }
 
 constexpr int MAX_TILE_BLOCKS = 3;
-// The most blocks of 8 rows that fit a tile, beside the sums of 8 warps for 32 columns. One block takes all if it has
-// to, with the sums in it.
-inline int most_tile_blocks(int modulus, int shared_nbytes) {
+// The maximum number of blocks of 8 rows that fit shared memory together with the sums of 8 warps for 32 columns. A
+// single block may use all of the memory; its sums then replace the rows.
+inline int max_tile_blocks(int modulus, int shared_nbytes) {
     int blocks = MAX_TILE_BLOCKS;
     while (blocks > 1 && blocks * 8 * tile_pitch(modulus) + 8 * sums_nbytes(blocks, 2) > shared_nbytes) {
         blocks--;
     }
     return 8 * tile_pitch(modulus) <= shared_nbytes ? blocks : 0;
 }
-// the blocks with which all multiprocessors are done soonest
+// The number of blocks with which all multiprocessors finish first.
 inline int best_tile_blocks(const row_split_launch & p, const cuda_device_info & device) {
-    constexpr int MULTIPLICATION = 12; // of a tile takes about as long as making 12 rows dense
+    constexpr int MULTIPLICATION = 12; // of a tile: about the time to make 12 rows dense
     int           rows = 0, best = 0, least = 0;
     for (int i = 0; i < p.n_matrices; i++) {
         rows += p.m[i].n_rows;
     }
-    for (int blocks = most_tile_blocks(p.modulus, device.shared_nbytes); blocks > 0; blocks--) {
+    for (int blocks = max_tile_blocks(p.modulus, device.shared_nbytes); blocks > 0; blocks--) {
         const int tiles = (rows + 8 * blocks - 1) / (8 * blocks),
                   turns = (tiles + device.multiprocessors - 1) / device.multiprocessors,
                   cost  = turns * (8 * blocks + MULTIPLICATION);
@@ -347,17 +352,17 @@ inline int best_tile_blocks(const row_split_launch & p, const cuda_device_info &
     return best;
 }
 
-// Deltas of 6 bits are of matrices with few entries: rows that suit 32 lanes are too wide for tiles.
+// Matrices with deltas of 6 bits have few entries: rows that suit 32 lanes are too wide for tiles.
 constexpr bool tiles_built(bool coded, int bits, int lanes) {
     const lanes_range built = coded ? exp_coded_built_lanes(GGML_MACKO_TYPE_F16, bits, bits < 6)
                                     : inline_delta_built_lanes(GGML_MACKO_TYPE_F16, bits, bits < 6);
-    return built.has(lanes) && (bits < 6 || lanes < 32);
+    return built.has(lanes) && (bits < 6 || lanes < 32) && (bits != 3 || !coded);
 }
 
 template <typename T, int BITS, int LANES, int BLOCKS, int SETS>
 cudaError_t launch_tiles_config(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
-    // Where runs are few, some warps only multiply, and the others have more groups on their way. Rows are dense
-    // soonest with 24 warps; x of 32 columns comes sooner with 12, which have registers for it.
+    // With few runs, some warps only multiply, and the others request more groups. 24 warps make rows dense fastest; 12
+    // warps read x of 32 columns faster, because they have registers for it.
     constexpr int TILE             = 8 * BLOCKS,
                   WARPS            = BLOCKS == 3 && LANES == 32 && SETS == 1      ? 24
                                      : BLOCKS == 3 || (BLOCKS == 2 && LANES < 32) ? 12
@@ -379,39 +384,25 @@ cudaError_t launch_tiles_config(tiles_launch & q, const cuda_device_info & devic
     return launch_kernel(tiles_kernel<T, BITS, LANES, BLOCKS, SETS, WARPS, DEPTH>, q, grid, WARPS * 32,
                          nbytes + (q.sums_in_tile ? 0 : q.shares * SUMS_NBYTES), p.programmatic, stream);
 }
-template <typename T, int BITS, int LANES, int BLOCKS>
-cudaError_t launch_tiles_sets(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
-    return q.p.n_columns <= 16 ? launch_tiles_config<T, BITS, LANES, BLOCKS, 1>(q, device, stream)
-                               : launch_tiles_config<T, BITS, LANES, BLOCKS, 2>(q, device, stream);
-}
-template <typename T, int BITS, int LANES>
-cudaError_t launch_tiles_blocks(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
-    switch (best_tile_blocks(q.p, device)) {
-        case 3:  return launch_tiles_sets<T, BITS, LANES, 3>(q, device, stream);
-        case 2:  return launch_tiles_sets<T, BITS, LANES, 2>(q, device, stream);
-        default: return launch_tiles_sets<T, BITS, LANES, 1>(q, device, stream);
-    }
-}
-template <typename T, int BITS>
-cudaError_t launch_tiles_bits(tiles_launch & q, int lanes, const cuda_device_info & device, cudaStream_t stream) {
-    if (is_exp_coded<T>) {
-        set_exp_coded_weights(q.p.weight, BITS, tile_step_nbytes(BITS));
-    } else {
-        set_inline_delta_weights(q.p.weight, BITS, tile_step_nbytes(BITS));
-    }
-    const auto launch = [&](auto n) {
-        constexpr int LANES = decltype(n)::value;
+template <typename T>
+cudaError_t launch_tiles(tiles_launch & q, int delta_bits, int lanes, const cuda_device_info & device,
+                         cudaStream_t stream) {
+    const auto launch = [&](auto bits, auto runs) {
+        constexpr int BITS = decltype(bits)::value, LANES = decltype(runs)::value;
         if constexpr (tiles_built(is_exp_coded<T>, BITS, LANES)) {
-            return launch_tiles_blocks<T, BITS, LANES>(q, device, stream);
+            set_weights<T>(q.p.weight, BITS, tile_step_nbytes(BITS));
+            return with_constant<1, 2, 3>(best_tile_blocks(q.p, device), cudaErrorNotSupported, [&](auto n) {
+                constexpr int BLOCKS = decltype(n)::value;
+                return q.p.n_columns <= 16 ? launch_tiles_config<T, BITS, LANES, BLOCKS, 1>(q, device, stream)
+                                           : launch_tiles_config<T, BITS, LANES, BLOCKS, 2>(q, device, stream);
+            });
         } else {
-            return cudaErrorNotSupported; // takes_tiles() says no
+            return cudaErrorNotSupported; // takes_tiles() returns false
         }
     };
-    switch (lanes) {
-        case 8:  return launch(std::integral_constant<int, 8>());
-        case 16: return launch(std::integral_constant<int, 16>());
-        default: return launch(std::integral_constant<int, 32>());
-    }
+    return with_constant<2, 3, 4, 6>(delta_bits, cudaErrorNotSupported, [&](auto bits) {
+        return with_constant<8, 16, 32>(lanes, cudaErrorNotSupported, [&](auto runs) { return launch(bits, runs); });
+    });
 }
 
 } // namespace macko::cuda

@@ -1,5 +1,5 @@
-// Brings a sparse matrix to the GPU in the layout that settle() decides. The arrays of MACKO rows go to device staging
-// memory as they are, and kernels there make the layout (repack.cu); the host makes QUANTIZED and ROW_BLOCKS.
+// Uploads a sparse matrix to the GPU in the layout that settle() chooses. The arrays of MACKO rows are copied to device
+// staging memory, where kernels make the layout (repack.cu); the host makes QUANTIZED and ROW_BLOCKS.
 #include "codec/macko/encode.h"
 #include "codec/team.h"
 #include "cuda/sparse/mul-mat.cuh"
@@ -13,10 +13,10 @@
 
 namespace macko::cuda {
 
-constexpr int64_t PINNED_NBYTES = int64_t(512) << 10; // about the rows that a thread hands over at a time
+constexpr int64_t PINNED_NBYTES = int64_t(512) << 10; // about the rows that a thread passes at a time
 constexpr int     N_PINNED      = 32;                 // pinning more takes too long
 
-// one piece of pinned memory, on its own stream
+// one chunk of pinned memory, on its own stream
 struct pinned_buffer {
     void *       data      = nullptr;
     cudaStream_t stream    = nullptr;
@@ -32,24 +32,24 @@ struct cuda_sparse_uploader::impl {
     pinned_buffer               pinned[N_PINNED];
     std::mutex                  mutex;
     std::condition_variable     freed;
-    std::deque<pinned_buffer *> unused;     // buffers that nobody fills, the one that was filled first in front
-    quantized_image             image = {}; // kept for the next matrix: fresh pages are slow
+    std::deque<pinned_buffer *> unused;     // buffers that no thread fills, the oldest first
+    quantized_image             image = {}; // reused for the next matrix, because new pages are slow
 
-    // what is there of one matrix
+    // the current matrix
     struct matrix_state {
         gpu_plan           plan         = {};
         void *             dst          = nullptr; // plan.nbytes bytes
         macko_layout       raw          = {};      // in staging memory
         bool               have_row_ptr = false;
-        const codec_view * whole        = nullptr; // if it came as a whole
+        const codec_view * whole        = nullptr; // if it was passed as a whole
         int                n_threads    = 1;
         layout_survey      survey       = {};
         quantized_shape    image        = {};
-        int                counted      = -1; // the candidate whose groups are counted in its memory
-        int                made         = -1; // the candidate that is made
+        int                counted      = -1; // the candidate whose groups are counted
+        int                made         = -1; // the candidate whose layout is in memory
         gpu_layout         layout       = {};
         layout_verdict     verdict      = { survey_step::EXPONENT, 0, {}, 0, {} }; // settled: needs NOTHING
-        cuda_memory        own;                                                    // memory beside dst
+        cuda_memory        own; // separate memory, if dst is too small
     };
     matrix_state at;
 
@@ -66,20 +66,20 @@ struct cuda_sparse_uploader::impl {
         cudaFree(counts);
     }
 
-    // Host memory of any kind to the device, from several threads; returns when `from` may be reused. The bytes are
-    // there after arrived().
+    // Copies host memory to the device; several threads may call it. `from` may be reused after the call. The copy is
+    // complete after arrived().
     int copy(void * to, const void * from, int64_t nbytes) {
         CUDA_OK(cudaSetDevice(device));
         for (int64_t at = 0; at < nbytes; at += PINNED_NBYTES) {
             const cudaError_t copied =
-                copy_piece(static_cast<uint8_t *>(to) + at, static_cast<const uint8_t *>(from) + at,
+                copy_chunk(static_cast<uint8_t *>(to) + at, static_cast<const uint8_t *>(from) + at,
                            static_cast<size_t>(std::min(PINNED_NBYTES, nbytes - at)));
             CUDA_OK(copied);
         }
         return GGML_MACKO_STATUS_OK;
     }
 
-    cudaError_t copy_piece(void * to, const void * from, size_t nbytes) {
+    cudaError_t copy_chunk(void * to, const void * from, size_t nbytes) {
         pinned_buffer * p = nullptr;
         {
             std::unique_lock<std::mutex> lock(mutex);
@@ -118,7 +118,7 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
-    // Staging memory for the arrays of MACKO rows.
+    // Makes staging memory for the arrays of MACKO rows.
     int stage() {
         const gpu_matrix & m      = at.plan.matrix;
         const int64_t      nbytes = bind_macko(m.desc, m.n_padded, nullptr).nbytes;
@@ -133,7 +133,7 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
-    // The memory of a candidate: what is reserved, or memory of its own.
+    // Returns the memory of a candidate: the reserved memory, or separate memory.
     int memory_of(int64_t nbytes, void ** memory) {
         if (nbytes > at.plan.nbytes && !at.own) {
             CUDA_OK(cudaMalloc(memory, static_cast<size_t>(nbytes)));
@@ -215,11 +215,11 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
-    // Makes the matrix, whose rows have arrived or which is there as a whole.
+    // Makes the layout, after all rows or the whole have arrived.
     int make() {
         do {
             at.verdict = settle(at.plan, at.survey);
-            if (at.verdict.candidate == at.plan.candidates.size()) { // of a forced plan
+            if (at.verdict.candidate == at.plan.candidates.size()) { // only with a forced plan
                 return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "no layout fits the matrix%s", at.verdict.reason.c_str());
             }
             TRY(advance(at.verdict, &at.layout));
@@ -249,7 +249,7 @@ int cuda_sparse_uploader::create(int device, std::unique_ptr<cuda_sparse_uploade
 int cuda_sparse_uploader::begin(const gpu_plan & plan, void * dst) {
     impl & s = *impl_;
     CUDA_OK(cudaSetDevice(s.device));
-    TRY(s.arrived()); // copies of a matrix that was given up
+    TRY(s.arrived()); // copies of an abandoned matrix
     s.at      = {};
     s.at.plan = plan;
     s.at.dst  = dst;
@@ -280,7 +280,7 @@ int cuda_sparse_uploader::rows(const macko_view & view) {
     return s.copy(s.at.raw.deltas + byte_begin, r.deltas + byte_begin - r.base * b / 8, byte_end - byte_begin);
 }
 
-// Brings the arrays of a matrix that was recoded to MACKO to the staging memory, from several threads.
+// Copies the arrays of a matrix that was recoded to MACKO to the staging memory, from several threads.
 static int upload_rows(cuda_sparse_uploader & uploader, const macko_matrix & m, int n_threads) {
     constexpr int64_t ROWS = 256; // at a time
     std::atomic<int>  failed{ GGML_MACKO_STATUS_OK };
@@ -306,7 +306,7 @@ int cuda_sparse_uploader::whole(const codec_view & view, int n_threads) {
     if (!s.at.plan.matrix.in_blocks) {
         return s.make();
     }
-    // blocks stay blocks, or become rows whose deltas are chosen now
+    // blocks remain blocks, or become rows whose width of deltas is chosen here
     layout_verdict v = settle(s.at.plan, s.at.survey);
     if (v.needs == survey_step::NBYTES) {
         gpu_layout blocks;
@@ -328,7 +328,7 @@ int cuda_sparse_uploader::finish(gpu_layout * out, layout_verdict * verdict, cud
     impl & s = *impl_;
     CUDA_OK(cudaSetDevice(s.device));
     TRY(s.arrived());
-    if (s.at.verdict.needs != survey_step::NOTHING) { // no whole has been made
+    if (s.at.verdict.needs != survey_step::NOTHING) { // not made by whole()
         TRY(s.make());
     }
     *out     = s.at.layout;

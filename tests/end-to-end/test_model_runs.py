@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from ggml_macko import errors
-from ggml_macko.gguf.files import Model
+from ggml_macko.gguf.files import Model, make_key
+from ggml_macko.gguf.outputs import AtomicOutput
+from ggml_macko.gguf.writer import write_with_keys
 from support import generators, llama_logits, upstream
 from support.bad_input import one_line
 from support.commands import run_macko
@@ -99,6 +101,61 @@ def test_number_that_llama_cpp_would_cut_is_refused(name, value):
 
 def test_no_tokens_are_none(macko):
     assert macko("generate", "-m", generators.DEMO, "-p", "The", "-n", 0, "-c", 64).out == "The\n"
+
+
+@pytest.fixture
+def chat_model(tmp_path):
+    path = tmp_path / "chat.gguf"
+    template = "{% for m in messages %}<{{m.role}}> {{m.content}}\n{% endfor %}"
+    with Model(generators.DEMO) as model, AtomicOutput(path, []) as output:
+        write_with_keys(model, [*model.keys, make_key("tokenizer.chat_template", "str", template)], output)
+        output.seal()
+        output.commit()
+    return path
+
+
+def test_conversation_remembers_what_was_said(chat_model, macko_process):
+    llama, messages, want = open_model(chat_model), [{"role": "system", "content": "Be short."}], ""
+    for text in ("What is a pointer?", "And a function?"):
+        messages.append({"role": "user", "content": text})
+        (choice,) = llama.create_chat_completion(
+            messages, max_tokens=12, temperature=0, top_k=40, min_p=0.05, repeat_penalty=1.3
+        )["choices"]
+        messages.append(choice["message"])
+        want += choice["message"]["content"] + "\n"
+    options = ["-n", 12, "--temp", 0, "--repeat-penalty", 1.3, "-c", 512, "-t", 2]
+    arguments = ["-m", chat_model, "-cnv", "-sys", "Be short.", "-p", "What is a pointer?", *options]
+    done = macko_process("generate", *arguments, input="\nAnd a function?\n")
+    assert done.code == 0 and done.out == want, done.err
+
+
+def test_line_of_stdin_is_appended_to_the_text(macko_process):
+    llama, text, want = open_model(generators.DEMO), "The function", "The function"
+    for line in ("of a\n", "", "The"):
+        piece = llama(text, max_tokens=6, temperature=0, min_p=0.05)["choices"][0]["text"]
+        text, want = text + piece + line, want + piece + "\n"
+    want += llama(text, max_tokens=6, temperature=0, min_p=0.05)["choices"][0]["text"] + "\n"
+    arguments = ["-m", generators.DEMO, "-p", "The function", "-i", "-n", 6, "--temp", 0, "-c", 512, "-t", 2]
+    assert macko_process("generate", *arguments, input="of a\n\nThe").out == want
+
+
+@pytest.mark.parametrize(
+    "arguments, code, message",
+    [
+        ([], 2, "-p is missing"),
+        (["-sys", "Be short.", "-p", "a"], 2, "-sys is the system message of a conversation: add -cnv"),
+        (["-cnv"], 1, "has no chat template: a base model"),
+    ],
+)
+def test_conversation_that_cannot_be_held_is_refused(macko, arguments, code, message):
+    done = macko("generate", "-m", generators.DEMO, "-c", 64, *arguments)
+    assert done.code == code and message in done.err and done.err.count("\n") == 1
+
+
+def test_conversation_that_outgrows_the_context_is_refused(chat_model, macko_process):
+    arguments = ["-m", chat_model, "-cnv", "-c", 64, "-p", "one two three " * 30]
+    done = macko_process("generate", *arguments, input="")
+    one_line(done, "the conversation does not fit into the context, 64 tokens; see -c")
 
 
 def test_two_models_with_equal_tensor_names_stay_apart(pair, pruned_pair):

@@ -49,7 +49,7 @@ enum ggml_macko_status {
     GGML_MACKO_STATUS_FILE_CHANGED = 13, // size, inode or mtime changed while it was read
     // GGUF structure
     GGML_MACKO_STATUS_BAD_MAGIC        = 20,
-    GGML_MACKO_STATUS_BAD_GGUF_VERSION = 21, // not version 3, or big-endian
+    GGML_MACKO_STATUS_BAD_GGUF_VERSION = 21, // neither 2 nor 3, 2 of a sparse file, or big-endian
     GGML_MACKO_STATUS_LIMIT            = 22, // exceeds a limit of FORMAT.md section 4
     GGML_MACKO_STATUS_BAD_KEY          = 23, // malformed or reserved key
     GGML_MACKO_STATUS_DUPLICATE_KEY    = 24,

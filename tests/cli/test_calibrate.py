@@ -118,8 +118,13 @@ def test_unused_expert_has_count_zero(tmp_path, macko, letters):
 
     model = tiny_model(tmp_path, "gpt-oss", change)
     out = tmp_path / "i.gguf"
-    done = macko("calibrate", "-m", model, "-f", letters, "-c", 64, "-o", out)
-    assert done.code == 0 and "blk.1.ffn_up_exps.weight: 1 of 4 experts got no token" in done.err
+    warning = "blk.1.ffn_up_exps.weight: 1 of 4 experts got no token"
+    text = ["-f", letters, "-c", 64]
+    for method in (["wanda", "--sequential"], ["sparsegpt"], ["alps"]):
+        done = macko("prune", model, tmp_path / "p.gguf", "--sparsity", 0.5, "--force", *text, "--method", *method)
+        assert done.code == 0 and done.err.count(f"warning: {warning}: magnitude decides") == 1, done.err
+    done = macko("calibrate", "-m", model, *text, "-o", out)
+    assert done.code == 0 and warning in done.err
     with Model(model) as m:
         read = imatrix.read(out)
         read.check_model(m)

@@ -176,7 +176,7 @@ def test_what_stays_dense_is_named_with_its_reason(tmp_path, macko):
         "blk.0.attn_output.weight": (generators.random_bits(rng, 8, 64, 0.1), TYPE_F16),
     }
     path = generators.write_gguf(tmp_path / "t.gguf", tensors)
-    done = macko("convert", path, tmp_path / "s.gguf", "--tensor-type", "token_embd=macko")
+    done = macko("convert", path, tmp_path / "s.gguf", "--tensor-type", "token_embd|attn_output=macko")
     assert done.code == 0, done.err
     assert sparse_names(tmp_path / "s.gguf") == {"blk.0.attn_output.weight"}
     lines = {

@@ -394,6 +394,24 @@ def test_failing_converter_is_one_line(tmp_path, macko, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["convert.py", "in"]
 
 
+def test_mask_of_torch_that_is_not_applied_is_refused(tmp_path, macko, monkeypatch):
+    """A checkpoint of a model that torch.nn.utils.prune has pruned, without prune.remove."""
+    monkeypatch.setenv("GGML_MACKO_CONVERT_HF", __file__)
+    tensors = {f"l.weight_{kind}": np.ones((4, 4), np.float32) for kind in ("orig", "mask")}
+    folder = write_checkpoint(tmp_path / "in", tensors)
+    done = macko("convert", folder, tmp_path / "out")
+    assert done.code == 1 and "l.weight_mask is not applied to its weights; call torch.nn.utils.prune" in done.err
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("command", ["plan", "inspect", "verify", "restore", "prune"])
+def test_folder_is_to_be_converted_first(tmp_path, macko, command):
+    folder = write_checkpoint(tmp_path / "in", {"w": np.zeros(1, np.float32)})
+    more = {"verify": [folder], "restore": ["out"], "prune": ["out", "--sparsity", 0.5]}.get(command, [])
+    done = macko(command, folder, *more)
+    assert done.code == 1 and "in: is a directory, not a regular file; `macko convert` makes a GGUF" in done.err
+
+
 def test_folder_without_a_config_is_refused(tmp_path, macko, monkeypatch):
     monkeypatch.setenv("GGML_MACKO_CONVERT_HF", __file__)
     (tmp_path / "in").mkdir()

@@ -304,7 +304,7 @@ def with_version(p, version: bytes) -> pathlib.Path:
 
 @row("<file>: GGUF version")
 def _(p):
-    return p.macko("convert", with_version(p, b"\2\0\0\0"), p.tmp_path / "out.gguf")
+    return p.macko("convert", with_version(p, b"\1\0\0\0"), p.tmp_path / "out.gguf")
 
 
 @row("<file>: big-endian GGUF")

@@ -19,8 +19,8 @@ import pytest
 
 from ggml_macko import errors
 from ggml_macko.native import bindings
+from support import generators, tiny_models
 from support import gguf_bytes as gb
-from support import tiny_models
 
 NAN = float("nan")
 Q = "blk.0.attn_q.weight"
@@ -189,6 +189,18 @@ def test_trailing_data_is_refused(sparse_path, tmp_path):
     path = tmp_path / "long.gguf"
     path.write_bytes(sparse_path.read_bytes() + b"PK\5\6")
     assert check(path) == 34
+
+
+@pytest.mark.parametrize("change", [lambda b: b + bytes(4096), lambda b: b[:4] + b"\2" + b[5:]], ids=["tail", "v2"])
+def test_dense_file_that_llama_cpp_reads_is_read(change, sparse_path, tmp_path, macko):
+    """Data behind the last tensor, and version 2, the same as 3; a sparse file has neither."""
+    dense, sparse = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"
+    dense.write_bytes(change(generators.DEMO.read_bytes()))
+    done = macko("convert", dense, sparse)
+    assert done.code == 0, done.err
+    assert macko("verify", sparse, generators.DEMO).code == 0
+    sparse.write_bytes(change(sparse_path.read_bytes()))
+    assert check(sparse) in (21, 34)
 
 
 def test_names_are_escaped_in_messages(base, tmp_path):

@@ -379,10 +379,11 @@ int read_gguf_header(const byte_source & source, gguf_header * header) {
     r.pos            = 4;
     uint32_t version = 0;
     TRY(r.get(&version, "the version"));
-    if (version != 3) {
+    if (version != 2 && version != 3) { // version 3 only added big-endian files
         const bool swapped = version != 0 && (version & 0xffff) == 0;
         return fail(GGML_MACKO_STATUS_BAD_GGUF_VERSION,
-                    swapped ? "big-endian GGUF (version field %u)" : "GGUF version %u, this build reads 3", version);
+                    swapped ? "big-endian GGUF (version field %u)" : "GGUF version %u, this build reads 2 and 3",
+                    version);
     }
     uint64_t n_tensors = 0;
     uint64_t n_keys    = 0;
@@ -399,6 +400,10 @@ int read_gguf_header(const byte_source & source, gguf_header * header) {
     if (twice_key >= 0) {
         return fail(GGML_MACKO_STATUS_DUPLICATE_KEY, "key %s occurs twice",
                     printable(header->keys[static_cast<size_t>(twice_key)].name.c_str()).text);
+    }
+    const bool is_sparse = header->find("macko.version") != nullptr;
+    if (is_sparse && version != 3) {
+        return fail(GGML_MACKO_STATUS_BAD_GGUF_VERSION, "GGUF version %u, sparse files have 3", version);
     }
     TRY(find_alignment(*header, &header->alignment));
 
@@ -425,6 +430,9 @@ int read_gguf_header(const byte_source & source, gguf_header * header) {
     const int64_t end        = n_tensors == 0 ? r.pos : header->data_offset + data_size;
     const int64_t end_padded = header->data_offset + data_size_padded; // at least end
     if (header->file_size > end_padded) {
+        if (!is_sparse) { // llama.cpp reads such files, too
+            return GGML_MACKO_STATUS_OK;
+        }
         return fail(GGML_MACKO_STATUS_TRAILING_DATA,
                     "data after the last tensor (file of %" PRId64 " bytes vs %" PRId64 ")", header->file_size,
                     end_padded);

@@ -211,7 +211,15 @@ def parse_options(model: Model, type: str, o: ConvertOptions) -> Options:
     check_options(options)
     for override in options.overrides:
         text = f"--tensor-type {override.pattern.pattern}={override.type}"
-        tensor_rules.check_pattern(text, override.pattern.pattern, (t.name for t in model.tensors))
+        names = [t.name for t in model.tensors]
+        usable = [t.name for t in model.tensors if tensor_rules.is_multiplied(t.name, len(t.ne))]
+        tensor_rules.check_pattern(
+            text,
+            override.pattern.pattern,
+            names if override.type == DENSE else usable,
+            names,
+            "cannot be sparse: llama.cpp does not only multiply with it",
+        )
     if options.imatrix is not None:
         options.imatrix.check_model(model)
     return options

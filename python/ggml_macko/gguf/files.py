@@ -346,6 +346,9 @@ class Model:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
+        if self.path.is_dir():
+            text = "is a directory, not a regular file; `macko convert` makes a GGUF of a Hugging Face checkpoint"
+            raise errors.error(errors.NOT_A_FILE, f"{path}: {text}")
         self.shards: list[_Shard] = []
         try:
             for shard in _open_shards(self.path):

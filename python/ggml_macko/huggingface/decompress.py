@@ -142,12 +142,19 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 def has_packed_weights(folder: Path) -> bool:
-    """Whether some weights are stored as compressed-tensors does. Raises MackoError or OSError."""
+    """Whether some weights are stored as compressed-tensors does. Raises MackoError, also for weights beside a mask
+    that is not applied yet, or OSError.
+    """
+    found = False
     for path in shard_paths(folder):
         with TensorFile(path) as file:
-            if any(name.endswith(".bitmask") for name in file.tensors):
-                return True
-    return False
+            found = found or any(name.endswith(".bitmask") for name in file.tensors)
+            masks = [name for name in file.tensors if name.endswith("_mask")]
+            mask = next((name for name in masks if f"{name[:-5]}_orig" in file.tensors), None)
+            if mask is not None:
+                hint = "call torch.nn.utils.prune.remove(module, name) for each module, then save_pretrained"
+                raise errors.error(errors.BAD_FORMAT, f"{path}: {mask} is not applied to its weights; {hint}")
+    return found
 
 
 def _is_24(folder: Path, config: Mapping[str, Any]) -> bool:

@@ -103,6 +103,11 @@ class Hessians:
         if self._dense is not None and not weight.routed:
             _add(self._differences, key, self._dense.next(index) - x, x)
 
+    def n_unused(self, name: str, n_matrices: int) -> int:
+        """Experts of a weight that no token was routed to."""
+        owner = self._owner.get(name)
+        return sum(_Key(owner, i) not in self._sums for i in range(n_matrices)) if owner is not None else 0
+
     def get(self, name: str, index: int, cols: int) -> Array:
         """H, float32 (cols, cols), of a matrix of a weight; the identity for an expert without tokens.
 

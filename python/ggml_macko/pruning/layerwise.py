@@ -284,6 +284,8 @@ def _statistics_and_pruner(
     source = copy.path if options.sequential else model.path
     if not options.needs_hessians:
         statistics = statistics_of_text(source, group, options)
+        for t in group:
+            warn_of_unused(t, statistics.of(t).n_unused)
         return methods.by_scores(methods.Scorer(statistics), options, quotas, pool), statistics.chunk_count
     if options.asymmetric is None:
         found = hessians_for(group, options)
@@ -292,7 +294,16 @@ def _statistics_and_pruner(
         dense = hessians.DenseInputs(group[0].name)
         found = hessians_for(group, options, dense)
         n_chunks = gather_pairs(model.path, dense, copy.path, found, options, until=group[-1].name)
+    for t in group:
+        warn_of_unused(t, found.n_unused(t.name, allocation.n_matrices(t)))
     return methods.by_hessians(found, options, quotas, pool), n_chunks
+
+
+def warn_of_unused(t: Tensor, n_unused: int) -> None:
+    """n_unused: experts that no token of the text was routed to."""
+    if n_unused:
+        n = allocation.n_matrices(t)
+        console.log(f"warning: {t.name}: {n_unused} of {n} experts got no token: magnitude decides")
 
 
 def gather_pairs(

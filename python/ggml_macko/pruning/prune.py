@@ -170,6 +170,9 @@ def tensors_to_prune(model: Model, include: Sequence[str] = (), exclude: Sequenc
     for t, obstacle in refused:
         console.log(f"warning: {t.name} stays as it is: {obstacle}")
     tensors = [s.tensor for s in chosen if not s.obstacle]
+    for t in tensors:
+        if not tensor_rules.is_multiplied(t.name, len(t.ne)):
+            console.log(f"warning: {t.name} cannot be stored sparse: llama.cpp does not only multiply with it")
     if not tensors:
         hint = f"{refused[0].tensor.name} has {refused[0].obstacle}" if refused else "no tensor has such a name"
         raise errors.error(errors.BAD_ARGUMENT, f"{model.path}: nothing to prune: {hint}")
@@ -246,9 +249,7 @@ def _statistics(model: Model, tensors: Sequence[Tensor], options: ParsedOptions)
         found = imatrix_file.read(options.imatrix)
         found.check_model(model)
     for t in tensors:
-        n = found.of(t).n_unused
-        if n:
-            console.log(f"warning: {t.name}: {n} of {allocation.n_matrices(t)} experts got no token: magnitude decides")
+        layerwise.warn_of_unused(t, found.of(t).n_unused)
     return found
 
 

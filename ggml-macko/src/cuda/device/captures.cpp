@@ -2,7 +2,6 @@
 #include "abi/op-numbers.h"
 
 #include <algorithm>
-#include <cstring>
 
 namespace macko::cuda {
 
@@ -32,7 +31,7 @@ struct hasher {
     }
 };
 
-void hash_graph(const ggml_cgraph * graph, uint64_t key[2]) {
+std::array<uint64_t, 2> hash_of(const ggml_cgraph * graph) {
     hasher h;
     for (int i = 0; i < graph->n_nodes; i++) {
         const ggml_tensor * node = graph->nodes[i];
@@ -48,8 +47,7 @@ void hash_graph(const ggml_cgraph * graph, uint64_t key[2]) {
             }
         }
     }
-    key[0] = h.a;
-    key[1] = h.b;
+    return { h.a, h.b };
 }
 
 void free_exec(captured_graph & c) {
@@ -74,15 +72,13 @@ bool is_worth_capturing(const ggml_cgraph * graph) {
 captured_graph & captured_graphs::find_or_add(const ggml_cgraph * graph, bool * is_known) {
     *is_known = graph->uid != 0 && graph->uid == last_uid_; // ggml keeps the uid of a graph that did not change
     if (!*is_known) {
-        uint64_t key[2];
-        hash_graph(graph, key);
-        last_     = find(key);
-        *is_known = last_ < captures_.size();
-        if (!*is_known) {
-            last_ = add();
-            memcpy(captures_[last_].key, key, sizeof(key));
-        }
-        last_uid_ = graph->uid;
+        const std::array<uint64_t, 2> key = hash_of(graph);
+        const auto                    at =
+            std::find_if(captures_.begin(), captures_.end(), [&](const captured_graph & c) { return c.key == key; });
+        *is_known            = at != captures_.end();
+        last_                = *is_known ? static_cast<size_t>(at - captures_.begin()) : add();
+        captures_[last_].key = key;
+        last_uid_            = graph->uid;
     }
     captures_[last_].last_used = ++clock_;
     return captures_[last_];
@@ -96,30 +92,17 @@ void captured_graphs::drop() {
     last_uid_ = 0;
 }
 
-// Index of the capture with this key, or the number of captures if there is none.
-size_t captured_graphs::find(const uint64_t key[2]) const {
-    for (size_t i = 0; i < captures_.size(); i++) {
-        if (captures_[i].key[0] == key[0] && captures_[i].key[1] == key[1]) {
-            return i;
-        }
-    }
-    return captures_.size();
-}
-
 size_t captured_graphs::add() {
     if (captures_.size() < MAX_CAPTURES) {
         captures_.emplace_back();
         return captures_.size() - 1;
     }
-    size_t oldest = 0;
-    for (size_t i = 1; i < captures_.size(); i++) {
-        if (captures_[i].last_used < captures_[oldest].last_used) {
-            oldest = i;
-        }
-    }
-    free_exec(captures_[oldest]);
-    captures_[oldest] = {};
-    return oldest;
+    const auto oldest =
+        std::min_element(captures_.begin(), captures_.end(),
+                         [](const captured_graph & a, const captured_graph & b) { return a.last_used < b.last_used; });
+    free_exec(*oldest);
+    *oldest = {};
+    return static_cast<size_t>(oldest - captures_.begin());
 }
 
 } // namespace macko::cuda

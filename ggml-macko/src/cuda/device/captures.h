@@ -3,6 +3,7 @@
 
 #include "ggml-impl.h"
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cuda_runtime.h>
@@ -11,10 +12,10 @@
 namespace macko::cuda {
 
 struct captured_graph {
-    uint64_t        key[2]    = {};
-    cudaGraphExec_t exec      = nullptr; // null: not captured yet
-    bool            failed    = false;   // the graph cannot be captured
-    uint64_t        last_used = 0;
+    std::array<uint64_t, 2> key       = {};
+    cudaGraphExec_t         exec      = nullptr; // null: not captured yet
+    bool                    failed    = false;   // the graph cannot be captured
+    uint64_t                last_used = 0;
 };
 
 // Whether capturing is worthwhile. Recording and instantiating 900 nodes takes 5 ms or more.
@@ -34,8 +35,7 @@ private:
     size_t                      last_     = 0; // index of the last graph's entry; valid with last_uid_
     uint64_t                    clock_    = 0;
 
-    size_t find(const uint64_t key[2]) const;
-    size_t add();
+    size_t add(); // index of an empty entry
 };
 
 } // namespace macko::cuda

@@ -89,4 +89,6 @@ inline bool is_aligned(const op_tensor & t, int64_t n) {
 
 inline bool fits_grid(int64_t n) { return n <= INT32_MAX; }
 
+inline bool is_f32_rows(const op_tensor & t) { return t.type == TYPE_F32 && is_contiguous_rows(t); }
+
 } // namespace macko::cuda

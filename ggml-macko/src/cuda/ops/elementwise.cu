@@ -197,8 +197,7 @@ cudaError_t op_glu(const op_context & ctx, const glu_params & p, const op_tensor
 }
 
 bool op_add_id_supported(const op_tensor & x, const op_tensor & bias, const op_tensor & ids, const op_tensor & dst) {
-    const auto is_rows  = [](const op_tensor & t) { return t.type == TYPE_F32 && is_contiguous_rows(t); };
-    const bool rows_ok  = is_rows(x) && is_rows(bias) && is_rows(dst) && fits_grid(dst.n_rows());
+    const bool rows_ok  = is_f32_rows(x) && is_f32_rows(bias) && is_f32_rows(dst) && fits_grid(dst.n_rows());
     const bool shape_ok = same_shape(x, dst) && x.ne[3] == 1;
     const bool bias_ok  = bias.ne[0] == x.ne[0] && bias.ne[2] == 1 && bias.ne[3] == 1;
     const bool ids_ok   = ids.type == TYPE_I32 && ids.ne[0] == x.ne[1] && ids.ne[1] == x.ne[2];

@@ -194,13 +194,12 @@ cudaError_t launch_rms_norm(const op_context & ctx, const rms_norm_args & args, 
 } // namespace
 
 bool op_rms_norm_supported(const rms_norm_params & p) {
-    const auto is_rows = [&](const op_tensor & t) { return t.type == TYPE_F32 && is_contiguous_rows(t); };
-    if (!is_rows(p.x) || !is_rows(p.dst) || !same_shape(p.x, p.dst) || !fits_grid(p.dst.n_rows()) ||
+    if (!is_f32_rows(p.x) || !is_f32_rows(p.dst) || !same_shape(p.x, p.dst) || !fits_grid(p.dst.n_rows()) ||
         p.dst.ne[0] > INT32_MAX) {
         return false;
     }
     if (p.scale) {
-        if (!is_rows(*p.scale) || p.scale->ne[0] != p.dst.ne[0]) {
+        if (!is_f32_rows(*p.scale) || p.scale->ne[0] != p.dst.ne[0]) {
             return false;
         }
         for (int k = 1; k < 4; k++) {
@@ -209,7 +208,7 @@ bool op_rms_norm_supported(const rms_norm_params & p) {
             }
         }
     }
-    return !p.add || (is_rows(*p.add) && is_rows(*p.sum) && same_shape(*p.add, p.x) && same_shape(*p.sum, p.x));
+    return !p.add || (is_f32_rows(*p.add) && is_f32_rows(*p.sum) && same_shape(*p.add, p.x) && same_shape(*p.sum, p.x));
 }
 
 cudaError_t op_rms_norm(const op_context & ctx, const rms_norm_params & p) {
@@ -227,8 +226,7 @@ cudaError_t op_rms_norm(const op_context & ctx, const rms_norm_params & p) {
 
 bool op_soft_max_supported(const op_tensor & x, const op_tensor * mask, const op_tensor * sinks,
                            const op_tensor & dst) {
-    const auto is_rows = [](const op_tensor & t) { return t.type == TYPE_F32 && is_contiguous_rows(t); };
-    if (!is_rows(x) || !is_rows(dst) || !same_shape(x, dst) || !fits_grid(dst.n_rows())) {
+    if (!is_f32_rows(x) || !is_f32_rows(dst) || !same_shape(x, dst) || !fits_grid(dst.n_rows())) {
         return false;
     }
     const auto is_mask = [&](const op_tensor & m) {

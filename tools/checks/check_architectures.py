@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Which architectures of llama.cpp work sparse: the table in docs/design/architectures.md.
+"""Compares sparse and dense models of llama.cpp's architectures: the table in docs/design/architectures.md.
 
   python3 tools/checks/check_architectures.py             all of the installed llama.cpp, about five minutes on 2 cores
   python3 tools/checks/check_architectures.py mamba rwkv7 these
@@ -7,13 +7,12 @@
   python3 tools/checks/check_architectures.py --gpu -j 8  on the GPU, too, sparse and dense
   python3 tools/checks/check_architectures.py --rows FILE --gpu --table PAGE      from what --json printed
 
-For each, a random model of a few hundred kilobytes is built (tests/support/architectures.py), pruned to 70 % zeros and
-converted, as `macko prune` and `macko convert` do it; dense and sparse file are loaded with
-GGML_MACKO_LOAD=sparse-only, and their logits (embeddings, for a model that has no others) are compared: those of a
-batch, and of tokens that follow one by one. With --gpu, sparse and dense file are loaded on the GPU, too, and compared
-with dense on the CPU: where both differ, sparse weights are not the cause. Each step is a process of its own, because
-llama.cpp ends the process where an assertion fails. Prints one line for each model, and exits with 1 if one does not
-agree.
+For each architecture, the tool builds a random model of a few hundred kilobytes (tests/support/architectures.py),
+prunes it to 70 % zeros and converts it. It loads the dense and the sparse file with GGML_MACKO_LOAD=sparse-only and
+compares the logits (or embeddings, if the model has no logits) of a batch and of single tokens after it. With --gpu, it
+also loads both files on the GPU and compares them with dense on the CPU; if both differ, sparse weights are not the
+cause. Each step has a separate process, because a failed assertion of llama.cpp ends the process. The tool prints one
+line per model, and exits with 1 if one differs.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ sys.path.insert(0, str(ROOT / "tests"))
 SPARSITY = 0.7
 N_BATCH, N_ONE_BY_ONE = 64, 4
 MAX_NMSE = 1e-4
-"""Of the outputs, as in llama.cpp's test-llama-archs: mean squared difference over mean square."""
+"""Largest mean squared difference of the outputs over their mean square, as in llama.cpp's test-llama-archs."""
 MIN_EFFECT = 1e-3
-"""How far pruning must have moved the outputs (NMSE), or they would say nothing about the weights."""
+"""Smallest effect of pruning on the outputs (NMSE), below which they are no test of the weights."""
 
 ALL_LAYERS = 999
 
 FORBIDDEN = 1e30
-"""Logits of tokens that a model must not write are -FLT_MAX."""
+"""Largest magnitude of a logit; forbidden tokens have -FLT_MAX."""
 
-# what there is no model of, and why
+# architectures without a model, and the reason
 NOT_BUILT = {
     "clip": "an image or audio encoder, which llama.cpp opens as `--mmproj`: it stays dense",
     "gptj": "llama.cpp has the name, but no code for it",
@@ -62,35 +61,35 @@ NOT_BUILT = {
 BEGIN, END = "<!-- begin: tools/checks/check_architectures.py -->", "<!-- end -->"
 
 
-# ---- steps, each in a process of its own ----
+# ---- steps, each in a separate process ----
 
 
-def build(arch: str, experts: bool, folder: pathlib.Path) -> None:
-    """raw.gguf, dense.gguf, which is pruned, and sparse.gguf."""
+def build(folder: pathlib.Path, arch: str) -> dict[str, Any]:
+    """Makes raw.gguf, dense.gguf, which is pruned, and sparse.gguf."""
     import ggml_macko
     from support import architectures
     from support.gguf_bytes import write
 
     raw = folder / "raw.gguf"
-    raw.write_bytes(write(architectures.make(arch, experts)))
+    raw.write_bytes(write(architectures.make(arch, arch in architectures.EXPERTS)))
     ggml_macko.prune(raw, folder / "dense.gguf", ggml_macko.PruneOptions(sparsity=SPARSITY))
     report = ggml_macko.convert(folder / "dense.gguf", folder / "sparse.gguf")
     if report.load_error is not None:
         raise SystemExit(report.load_error)
     sparse = [t for t in report.tensors if t.is_sparse]
     n_elements = sum(t.n_elements for t in report.tensors)
-    (folder / "report.json").write_text(
-        json.dumps({"n_sparse": len(sparse), "share": sum(t.n_elements for t in sparse) / n_elements})
-    )
+    return {"n_sparse": len(sparse), "share": sum(t.n_elements for t in sparse) / n_elements}
 
 
-def outputs(path: pathlib.Path, embeddings: bool, gpu: bool = False) -> npt.NDArray[np.float32]:
-    """Logits of every token, or embeddings: of a batch, then of single tokens."""
+def outputs(path: pathlib.Path, arch: str, gpu: bool = False) -> npt.NDArray[np.float32]:
+    """Logits, or embeddings, of every token: of a batch, then of single tokens."""
     import llama_cpp.llama_cpp as api
 
     from ggml_macko import register
+    from support import architectures
 
     register()
+    embeddings = arch in architectures.EMBEDDING
     params = api.llama_model_default_params()
     params.n_gpu_layers = ALL_LAYERS if gpu else 0
     params.use_extra_bufts = False  # on CPUs with AMX, llama.cpp stops at the small matrices of MLA with them
@@ -141,19 +140,19 @@ def nmse(x: npt.NDArray[np.float32], reference: npt.NDArray[np.float32]) -> floa
     return float(np.mean((x - reference)[allowed] ** 2) / np.mean(reference[allowed] ** 2))
 
 
-def compare(folder: pathlib.Path, embeddings: bool) -> None:
-    """On the CPU. Writes compared.json, and the output of the dense model."""
+def compare(folder: pathlib.Path, arch: str) -> dict[str, Any]:
+    """Compares the models on the CPU, and stores the output of the dense model."""
     found = {}
     for name in ("raw", "dense", "sparse"):
         (folder / "at").write_text(name)
-        found[name] = outputs(folder / f"{name}.gguf", embeddings)
+        found[name] = outputs(folder / f"{name}.gguf", arch)
     raw, dense, sparse = found.values()
     np.save(folder / "dense.npy", dense)
-    (folder / "compared.json").write_text(json.dumps({"effect": nmse(raw, dense), "nmse": nmse(sparse, dense)}))
+    return {"effect": nmse(raw, dense), "nmse": nmse(sparse, dense)}
 
 
-def compare_on_gpu(folder: pathlib.Path, embeddings: bool) -> None:
-    """Sparse and dense model on the GPU with the dense one on the CPU. Writes gpu.json."""
+def compare_on_gpu(folder: pathlib.Path, arch: str) -> dict[str, Any]:
+    """Compares the sparse and the dense model on the GPU with the dense one on the CPU."""
     import llama_cpp.llama_cpp as api
 
     lines: list[str] = []
@@ -165,58 +164,57 @@ def compare_on_gpu(folder: pathlib.Path, embeddings: bool) -> None:
 
     api.llama_log_set(keep, None)
     on_cpu = np.load(folder / "dense.npy")
-    sparse = nmse(outputs(folder / "sparse.gguf", embeddings, gpu=True), on_cpu)
+    sparse = nmse(outputs(folder / "sparse.gguf", arch, gpu=True), on_cpu)
     sizes = re.findall(r"(\S+) model buffer size = +([\d.]+) MiB", "".join(lines))
     on_gpu = sum(float(size) for device, size in sizes if re.fullmatch(r"MACKO\d+", device))
     if on_gpu == 0:
         raise SystemExit("no weight is on a GPU")
-    share = on_gpu / sum(float(size) for _, size in sizes)
-    found = {"gpu_nmse": sparse, "gpu_share": share}
-    (folder / "gpu.json").write_text(json.dumps(found))
-    found["gpu_dense_nmse"] = nmse(outputs(folder / "dense.gguf", embeddings, gpu=True), on_cpu)
-    (folder / "gpu.json").write_text(json.dumps(found))
+    found = {"gpu_nmse": sparse, "gpu_share": on_gpu / sum(float(size) for _, size in sizes)}
+    print(json.dumps(found), flush=True)  # the dense model may fail
+    return {**found, "gpu_dense_nmse": nmse(outputs(folder / "dense.gguf", arch, gpu=True), on_cpu)}
 
 
-# ---- all of them ----
+STEPS = {"build": build, "compare": compare, "gpu": compare_on_gpu}
+
+# ---- all architectures ----
 
 
-def step(name: str, folder: pathlib.Path, *args: str) -> str:
-    """Why it failed; empty if it did not. Only the step "gpu" sees GPUs."""
+def step(name: str, folder: pathlib.Path, arch: str) -> tuple[dict[str, Any], str]:
+    """The result of a step, and the reason of a failure or an empty text. Only the step "gpu" has GPUs."""
     environment = {**os.environ, "GGML_MACKO_LOAD": "sparse-only", "OMP_NUM_THREADS": "2"}
     if name != "gpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, __file__, "--step", name, "--folder", str(folder), *args]
+    command = [sys.executable, __file__, "--step", name, str(folder), arch]
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     except subprocess.TimeoutExpired:
-        return "did not end within two minutes"
+        return {}, "did not end within two minutes"
+    printed = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    found = json.loads(printed[-1]) if printed else {}
     if done.returncode == 0:
-        return ""
+        return found, ""
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     wanted = [line for line in lines if "GGML_ASSERT" in line or "GGML_ABORT" in line or "error" in line.lower()]
     wanted = wanted or ([f"signal {-done.returncode}"] if done.returncode < 0 else lines[-1:])
-    return re.sub(r"^.*/llama\.cpp/", "", wanted[0].strip())
+    return found, re.sub(r"^.*/llama\.cpp/", "", wanted[0].strip())
 
 
 def check(arch: str, gpu: bool) -> dict[str, Any]:
     """A row of the table."""
-    from support import architectures
-
     if arch in NOT_BUILT:
         return {"arch": arch, "why": NOT_BUILT[arch]}
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        experts = ["--experts"] if arch in architectures.EXPERTS else []
-        embeddings = ["--embeddings"] if arch in architectures.EMBEDDING else []
-        why = step("build", folder, *experts, arch) or step("compare", folder, *embeddings, arch)
+        row, why = step("build", folder, arch)
+        if not why:
+            compared, why = step("compare", folder, arch)
+            row.update(compared)
         if why and (folder / "at").exists() and (folder / "at").read_text() != "sparse":
             why = f"llama.cpp itself, with the dense model: {why}"
-        row: dict[str, Any] = {"arch": arch, "why": why}
+        row.update(arch=arch, why=why)
         if gpu and not why:
-            row["gpu_why"] = step("gpu", folder, *embeddings, arch)
-        for file in ("report.json", "compared.json", "gpu.json"):
-            if (folder / file).exists():
-                row.update(json.loads((folder / file).read_text()))
+            on_gpu, row["gpu_why"] = step("gpu", folder, arch)
+            row.update(on_gpu)
     if not why and not row["effect"] >= MIN_EFFECT:
         row["why"] = f"the output hardly depends on the pruned weights (NMSE {row['effect']:.1e})"
     elif not why and not row["nmse"] <= MAX_NMSE:
@@ -230,7 +228,7 @@ def check(arch: str, gpu: bool) -> dict[str, Any]:
 
 
 def check_all(names: list[str], gpu: bool, jobs: int) -> Iterator[dict[str, Any]]:
-    """Rows as they are finished; of all architectures if there are no names."""
+    """Rows in the order in which they finish; without names, for all architectures."""
     from support import architectures
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:  # each waits for its processes
@@ -274,24 +272,18 @@ def write_table(page: pathlib.Path, rows: list[dict[str, Any]], gpu: bool) -> No
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", metavar="ARCHITECTURE", nargs="*")
-    parser.add_argument("--gpu", action="store_true", help="compare on the GPU, too")
+    parser.add_argument("--gpu", action="store_true", help="also compare on the GPU")
     parser.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="architectures at a time")
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
-    parser.add_argument("--rows", type=pathlib.Path, metavar="FILE", help="take rows that --json printed, run nothing")
+    parser.add_argument(
+        "--rows", type=pathlib.Path, metavar="FILE", help="read rows that --json printed, and run no comparison"
+    )
     parser.add_argument("--table", type=pathlib.Path, metavar="PAGE", help="write the table into this page")
-    parser.add_argument("--step", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
-    parser.add_argument("--experts", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--embeddings", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--step", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.step == "build":
-        build(args.names[0], args.experts, args.folder)
-        return 0
-    if args.step == "compare":
-        compare(args.folder, args.embeddings)
-        return 0
-    if args.step == "gpu":
-        compare_on_gpu(args.folder, args.embeddings)
+    if args.step:
+        name, folder, arch = args.step
+        print(json.dumps(STEPS[name](pathlib.Path(folder), arch)))
         return 0
     if args.rows is not None:
         rows = [json.loads(line) for line in args.rows.read_text().splitlines()]

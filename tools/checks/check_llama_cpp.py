@@ -61,12 +61,8 @@ def check_texts(report: Report, folder: pathlib.Path, dense: pathlib.Path, spars
     compare("llama-simple, greedy text", lambda m: programs.simple(folder, m))
     text = compare("llama-completion, greedy text", lambda m: programs.completion(folder, m))
     compressed = programs.completion(folder, dense, compress=True)
-    report.add(
-        "llama-completion, macko run --compress",
-        f"{len(text)} characters",
-        f"{len(compressed)} characters",
-        text == compressed,
-    )
+    sizes = (f"{len(x)} characters" for x in (text, compressed))
+    report.add("llama-completion, macko run --compress", *sizes, text == compressed)
     compare("llama-cli, one turn", lambda m: chat(folder, m))
     spec = ("-p", programs.PROMPT, "-n", 48, "--temp", 0, "-t", 1, "-c", 512)
     draft = ("--spec-type", "draft-simple", "--spec-draft-n-max", 4)
@@ -88,24 +84,8 @@ def check_texts(report: Report, folder: pathlib.Path, dense: pathlib.Path, spars
 
 def chat(folder: pathlib.Path, model: pathlib.Path) -> str:
     """The answer of llama-cli, without the banner before it and the speeds after it."""
-    args = (
-        "-m",
-        model,
-        "-p",
-        "What is a pointer?",
-        "-n",
-        32,
-        "--temp",
-        0,
-        "-t",
-        1,
-        "-c",
-        512,
-        "--single-turn",
-        "--simple-io",
-        "--no-display-prompt",
-    )
-    output = programs.run(folder / "llama-cli", *args).stdout
+    options = ("-n", 32, "--temp", 0, "-t", 1, "-c", 512, "--single-turn", "--simple-io", "--no-display-prompt")
+    output = programs.run(folder / "llama-cli", "-m", model, "-p", "What is a pointer?", *options).stdout
     return output[output.find("What is a pointer?") :].split("[ Prompt:")[0]
 
 
@@ -126,28 +106,16 @@ def check_files(
 ) -> None:
     split = programs.run(folder / "llama-gguf-split", "--split", "--split-max-tensors", 20, sparse, tmp / "part")
     (first,) = tmp.glob("part-00001-of-*.gguf")
-    n = int(first.name[-10:-5])
-    report.add(
-        "llama-gguf-split, greedy text of the parts",
-        "",
-        f"{n} parts",
-        programs.simple(folder, first) == programs.simple(folder, dense) and split.returncode == 0,
-    )
+    same = programs.simple(folder, first) == programs.simple(folder, dense) and split.returncode == 0
+    report.add("llama-gguf-split, greedy text of the parts", "", f"{int(first.name[-10:-5])} parts", same)
     programs.run(folder / "llama-gguf-split", "--merge", first, tmp / "merged.gguf")
-    report.add(
-        "llama-gguf-split --merge, macko verify",
-        "",
-        "identical",
-        "identical" in macko("verify", dense, tmp / "merged.gguf"),
-    )
+    verified = "identical" in macko("verify", dense, tmp / "merged.gguf")
+    report.add("llama-gguf-split --merge, macko verify", "", "identical", verified)
     texts = [tmp / f"{name}.gguf" for name in ("dense-imatrix", "sparse-imatrix")]
     for model, out in zip((dense, sparse), texts):
         programs.run(folder / "llama-imatrix", "-m", model, "-f", SAMPLE, "-c", 256, "--chunks", 4, "-o", out)
-    report.add(
-        "llama-imatrix, bytes",
-        *(path.stat().st_size for path in texts),
-        texts[0].stat().st_size == texts[1].stat().st_size,
-    )
+    sizes = [path.stat().st_size for path in texts]
+    report.add("llama-imatrix, bytes", *sizes, sizes[0] == sizes[1])
 
 
 def check_server(
@@ -173,24 +141,13 @@ def check_server(
         ties = found.ties
         same = not found.errors and max(ties, default=0) < (MAX_TIE if slots > 1 else 0)
         report.add(f"{what}: answers, failed", "", f"{found.answers}, {len(found.errors)}", not found.errors)
-        report.add(
-            f"{what}: different from one client's; log-probability at the tie",
-            "",
-            f"{len(ties)}; {max(ties, default=0):.4f}",
-            not ties or same,
-        )
-        report.add(
-            f"{what}: RSS MiB at 1/3, 2/3, end",
-            "",
-            ", ".join(f"{rss[min(i, len(rss) - 1)]:.1f}" for i in (third, 2 * third, len(rss) - 1)),
-            growth < 0.02 * max(rss) + 2,
-        )
-        report.add(
-            f"{what}: exit code after SIGTERM; /metrics",
-            "",
-            f"{server.process.returncode}; {metrics.count('llamacpp:') // 3} figures",
-            server.process.returncode == 0 and "llamacpp:" in metrics,
-        )
+        different = f"{len(ties)}; {max(ties, default=0):.4f}"
+        report.add(f"{what}: different from one client's; log-probability at the tie", "", different, not ties or same)
+        shown = ", ".join(f"{rss[min(i, len(rss) - 1)]:.1f}" for i in (third, 2 * third, len(rss) - 1))
+        report.add(f"{what}: RSS MiB at 1/3, 2/3, end", "", shown, growth < 0.02 * max(rss) + 2)
+        code, n_figures = server.process.returncode, metrics.count("llamacpp:") // 3
+        ended = code == 0 and "llamacpp:" in metrics
+        report.add(f"{what}: exit code after SIGTERM; /metrics", "", f"{code}; {n_figures} figures", ended)
 
 
 def main() -> None:

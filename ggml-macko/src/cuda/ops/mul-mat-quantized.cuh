@@ -218,8 +218,16 @@ static __device__ __forceinline__ void store_parts(char * to, float v[8]) {
     }
 }
 
-template <tensor_type TYPE, int COLS>
-__global__ void __launch_bounds__(QUANTIZED_THREADS, 1) quantized_kernel(const __grid_constant__ quantized_args p) {
+template <tensor_type TYPE, // type of w, with a chunk_reader
+          int         COLS>         // columns of x, at most
+__global__ void __launch_bounds__(QUANTIZED_THREADS, 1)
+    quantized_kernel(const __grid_constant__ quantized_args p) { // operands, strides and shapes
+    // A block owns 16 rows of w; warp i processes chunks i, i + n_warps, ... of 256 weights of all rows:
+    //
+    //   shared memory of a warp   | STAGES x 16 rows of a chunk | scales | x in 3 parts per column | sums of x |
+    //
+    // Phases: copy the first chunk; for each chunk split x, copy the next chunk, multiply, apply the scales; reduce
+    // over the warps and write y.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800 // the host never launches it on older GPUs
     using S              = quantized_shape<TYPE, COLS>;
     using R              = chunk_reader<TYPE>;

@@ -209,9 +209,20 @@ __device__ __forceinline__ uint4 load_chunk(const char * row, int i, int k) {
     return pack8<H>(v);
 }
 
-// X: the type of x
-template <typename T, typename H, bool VECTOR, bool EXPERTS, typename X = value_type<TYPE_F32>>
-__global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
+template <typename T,                        // value_type of w
+          typename H,                        // 16-bit type of the product: __half or __nv_bfloat16
+          bool VECTOR,                       // rows of w and x allow loads of 8 elements
+          bool EXPERTS,                      // MUL_MAT_ID: blockIdx.z is an expert, whose columns are in expert_entries
+          typename X = value_type<TYPE_F32>> // value_type of x
+__global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) { // operands, strides and shapes
+    // A block computes 128 rows x 128 columns of y:
+    //
+    //   grid            x: rows of w; y: columns of x, 128 at a time; z: batches, or experts
+    //   shared memory   | w: 128 rows x 32 elements | x: 128 columns x 32 elements |, as H
+    //   warp            rows 32 (warp % 4) ... + 31, columns 64 (warp / 4) ... + 63: 2 x 8 products of 16 x 8
+    //   thread          | next chunks of w and x: 2 x 8 elements each | 2 x 8 x 4 sums |, in registers
+    //
+    // Phases: find the operands; for each 32 elements of k store the tiles, fetch the next chunks, multiply; write y.
     wait_for_previous();
     __shared__ __align__(16) H w_tile[BLOCK_M * TILE_LD];
     __shared__ __align__(16) H x_tile[BLOCK_N * TILE_LD];
@@ -270,6 +281,7 @@ __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
     float     acc[2][8][4] = {}; // 32 x 64 per warp
     fetch(0);
     for (int k0 = 0; k0 < p.k; k0 += BLOCK_K) {
+        // store the tiles, then fetch the next chunks
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < CHUNKS; i++) {
@@ -280,6 +292,7 @@ __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
         if (k0 + BLOCK_K < p.k) {
             fetch(k0 + BLOCK_K);
         }
+        // multiply
 #pragma unroll
         for (int k = 0; k < BLOCK_K; k += 16) {
             uint32_t a[2][4];
@@ -300,6 +313,7 @@ __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
             }
         }
     }
+    // write y
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int j = 0; j < 8; j++) {

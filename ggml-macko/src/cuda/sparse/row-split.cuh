@@ -51,6 +51,7 @@ constexpr bool DIRECT = SHIFT<BITS, BANK_ORDER> == 0 && (x_words(NX) == 1 || (!i
 template <typename T, int BITS, bool BANK_ORDER, int NX>
 constexpr uint32_t SCALE = DIRECT<T, BITS, BANK_ORDER, NX> ? x_words(NX) : 1;
 
+// A group of entries in registers, which is multiplied by NX columns of x.
 template <typename T, int BITS, int NX> struct group {
     group_bits<T, BITS> bits;
 

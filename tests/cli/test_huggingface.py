@@ -18,7 +18,7 @@ import pytest
 
 from ggml_macko import server
 from ggml_macko.commands import cli
-from ggml_macko.huggingface import bitmask, decompress, hub, tensor_files
+from ggml_macko.huggingface import bitmask, decompress, hub, tensor_files, to_gguf
 from ggml_macko.huggingface.tensor_files import NewTensor, TensorFile
 from support import generators, hf_checkpoint
 
@@ -410,6 +410,34 @@ def test_folder_is_to_be_converted_first(tmp_path, macko, command):
     more = {"verify": [folder], "restore": ["out"], "prune": ["out", "--sparsity", 0.5]}.get(command, [])
     done = macko(command, folder, *more)
     assert done.code == 1 and "in: is a directory, not a regular file; `macko convert` makes a GGUF" in done.err
+
+
+def test_converter_runs_under_a_python_that_has_pytorch(tmp_path, macko, monkeypatch):
+    """Else one line names the Python and what it lacks."""
+    script = tmp_path / "convert.py"
+    script.write_text("import sys, torch\nsys.exit('runs under ' + torch.__name__)\n")
+    folder = write_checkpoint(tmp_path / "in", {"w": np.zeros(1, np.float32)})
+    monkeypatch.setenv("GGML_MACKO_CONVERT_HF", str(script))
+    python = make_python(tmp_path / "python-without", [])
+    make_python(tmp_path / "bin" / "python3", to_gguf.NEEDED)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(python))
+    done = macko("convert", folder, tmp_path / "out.gguf")
+    assert done.code == 1 and done.err.splitlines()[-1].endswith(
+        f"No module named 'torch' ({python} lacks torch, transformers, sentencepiece)"
+    ), done.err
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert "convert.py: runs under torch" in macko("convert", folder, tmp_path / "out.gguf").err
+
+
+def make_python(path, packages):
+    """A Python that has these packages, empty, and none of those of this Python."""
+    path.parent.mkdir(exist_ok=True)
+    for name in packages:
+        (path.parent / f"{name}.py").write_text("")
+    path.write_text(f'#!/bin/sh\nPYTHONPATH={path.parent if packages else ""} exec "{sys.executable}" -S "$@"\n')
+    path.chmod(0o755)
+    return path
 
 
 def test_folder_without_a_config_is_refused(tmp_path, macko, monkeypatch):

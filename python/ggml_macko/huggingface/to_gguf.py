@@ -25,6 +25,9 @@ from .decompress import PICKLES, check_files, decompress, has_packed_weights, pa
 
 VARIABLE = "GGML_MACKO_CONVERT_HF"
 NAMES = ("convert_hf_to_gguf.py", "llama-convert-hf-to-gguf")
+NEEDED = ("torch", "transformers", "sentencepiece")
+"""What the converter imports and ggml-macko does not need."""
+
 OUTTYPES = ("auto", "f32", "f16", "bf16")
 
 
@@ -38,9 +41,23 @@ def find_converter(folder: Path) -> list[str]:
         raise errors.error(
             errors.IO,
             f"{folder}: a Hugging Face checkpoint needs {NAMES[0]} of llama.cpp to become a GGUF, and it is not on the "
-            f"PATH; {VARIABLE}=FILE names it (docs/guide/huggingface.md)",
+            f"PATH; {VARIABLE}=FILE names it; llama-cpp-python's source distribution contains it "
+            "(docs/guide/huggingface.md)",
         )
-    return [sys.executable, found] if found.endswith(".py") else [found]
+    return [_python(), found] if found.endswith(".py") else [found]
+
+
+def _python() -> str:
+    """The first Python that has what the converter needs: this one, or those on the PATH; this one if none has it."""
+    others = [path for path in map(shutil.which, ("python3", "python")) if path]
+    return next((path for path in (sys.executable, *others) if not _lacking(path)), sys.executable)
+
+
+def _lacking(python: str) -> list[str]:
+    """Which packages of NEEDED a Python does not find."""
+    script = "import importlib.util, sys; print(*[n for n in sys.argv[1:] if importlib.util.find_spec(n) is None])"
+    done = subprocess.run([python, "-c", script, *NEEDED], capture_output=True, text=True)
+    return done.stdout.split() if done.returncode == 0 else list(NEEDED)
 
 
 def check_runs_no_code(folder: Path) -> None:
@@ -89,7 +106,9 @@ def _convert(checkpoint: Path, folder: Path, output: Path, outtype: str) -> None
     if done.returncode != 0 or not output.is_file():
         lines = [line.strip() for line in (done.stdout or "").splitlines() if line.strip()]
         last = lines[-1] if lines else f"exit code {done.returncode}"
-        raise errors.error(errors.LOAD_FAILED, f"{checkpoint}: {Path(command[-6]).name}: {last[:500]}")
+        missing = _lacking(command[0]) if len(command) == 7 else []  # its own Python, if it has one, is not known
+        hint = f" ({command[0]} lacks {', '.join(missing)})" if missing else ""
+        raise errors.error(errors.LOAD_FAILED, f"{checkpoint}: {Path(command[-6]).name}: {last[:500]}{hint}")
 
 
 @contextlib.contextmanager

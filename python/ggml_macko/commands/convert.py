@@ -7,7 +7,7 @@ import time
 
 from .. import console, errors
 from ..codecs import ggml_quants, registry
-from ..commands.arguments import Number, add_hub, add_quiet, add_threads, threads
+from ..commands.arguments import Number, add_force, add_hub, add_quiet, add_threads, options_of, threads
 from ..conversion.convert import ConversionReport, ConvertOptions, checked_type, convert
 from ..conversion.verify import error_line
 from ..huggingface.hub import download
@@ -19,16 +19,16 @@ HELP = "store a pruned model sparse"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Writes a sparse GGUF: weights of blocks (and output.weight) sparse where that is smaller, everything else as "
-        "it is. Lossless, but for the quantized types: the result is read back and compared bit for "
-        "bit (quantized: within the type's error, zeros kept) before it gets its name. A -0.0, as W * mask leaves it, "
-        "becomes 0 in sparse tensors; a line says how many."
+        "Writes a sparse GGUF. Weights of blocks (and output.weight) become sparse if that is smaller; other tensors "
+        "stay the same. All types except the quantized ones are lossless. The command reads the result and compares it "
+        "bit for bit (quantized types: within the error of the type, with the same zeros) before it gives the file its "
+        "name. A -0.0, which W * mask leaves, becomes 0 in sparse tensors; the log has their number."
     )
     parser.add_argument(
         "input",
         metavar="IN",
         nargs="?",
-        help="GGUF model; the first file of a split one; or the folder of a Hugging Face checkpoint, where llama.cpp's "
+        help="GGUF model; the first file of a split model; or the folder of a Hugging Face checkpoint, if llama.cpp's "
         "convert_hf_to_gguf.py is installed",
     )
     parser.add_argument("output", metavar="OUT", nargs="?", help="sparse GGUF to write (not needed with --dry-run)")
@@ -37,29 +37,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TYPE",
         nargs="?",
         default=registry.AUTO,
-        help="auto (default): for each tensor whatever is smallest of macko, packed and sparse-lossless. macko: "
-        "non-zeros and the gaps between them, with the number of delta bits that makes each tensor smallest; macko-d1, "
-        "macko-d2, macko-d4, macko-d8: that many. packed: non-zeros without fillers behind a bitmap or gap codes. "
-        "sparse-lossless: packed, with the non-zeros coded in 10 to 14 bits, bit for bit, where that is smaller. "
-        "ec-csr, ec-csr-4, ec-csr-8: blocks of rows that share columns, with delta bits as macko; lossless, too, but "
-        "it takes seconds per tensor, so that auto leaves it out. sparse-q8_0, sparse-q5_0, "
-        "sparse-q4_nl, sparse-q4_0: packed, with the non-zeros quantized (lossy), or dense in that type where there "
-        "are next to no zeros; q4_nl is as large as q4_0, and loses less where zeros were pruned; elsewhere it is "
-        "q4_0",
+        help="auto (default): the smallest of macko, packed and sparse-lossless for each tensor. macko: non-zeros and "
+        "the gaps between them, with the best number of delta bits for each tensor; macko-d1, macko-d2, macko-d4, "
+        "macko-d8: with this number. packed: non-zeros without fillers, and a bitmap or gap codes. sparse-lossless: "
+        "packed, with non-zeros coded in 10 to 14 bits, bit for bit, if that is smaller. ec-csr, ec-csr-4, ec-csr-8: "
+        "blocks of rows that share columns, with delta bits as in macko; lossless, but not part of auto, because "
+        "encoding takes seconds per tensor. sparse-q8_0, sparse-q5_0, sparse-q4_nl, sparse-q4_0: packed, with "
+        "quantized non-zeros (lossy), or dense in this type if there are almost no zeros. q4_nl has the size of "
+        "q4_0 and loses less for pruned matrices; for others it is q4_0",
     )
     add_threads(parser, "nthreads", nargs="?")
-    add_hub(parser, "in place of IN: a GGUF or a checkpoint of a repository on the Hugging Face hub")
+    add_hub(parser, "replaces IN: a GGUF or a checkpoint from a repository on the Hugging Face hub")
     parser.add_argument(
         "--hf-outtype",
         choices=OUTTYPES,
         default="auto",
-        help="of a checkpoint: the type of its dense weights in the GGUF (default: auto, what convert_hf_to_gguf.py "
-        "takes from the checkpoint)",
+        help="checkpoint: type of its dense weights in the GGUF (default: auto, the choice of convert_hf_to_gguf.py)",
     )
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",
-        help="of a checkpoint: let the converter run Python code that it names (auto_map), its own or that of another "
+        help="checkpoint: let the converter run Python code that the checkpoint names (auto_map), from this or another "
         "repository",
     )
     parser.add_argument(
@@ -67,16 +65,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="REGEX=TYPE",
         action="append",
         default=[],
-        help="TYPE, or dense, for tensors in whose name REGEX is found; may be repeated, the first match counts",
+        help="TYPE, or dense, of the tensors whose names match REGEX; repeatable, the first match counts",
     )
     parser.add_argument(
         "--keep-negative-zeros",
         action="store_true",
-        help="store -0.0 like any other value: bit for bit the source, but larger and slower where pruning left many; "
-        "without it -0.0 counts as 0, with the same results (quantized, it always does)",
+        help="store -0.0 as a value: bit for bit the source, but larger and slower if pruning left many (default: -0.0 "
+        "counts as 0, with the same results; always so for quantized types)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="only print what would be written")
-    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.add_argument("--dry-run", action="store_true", help="print the report and write nothing")
+    add_force(parser)
     add_block_arguments(parser)
     add_quantization_arguments(parser)
     add_quiet(parser)
@@ -88,21 +86,22 @@ def add_block_arguments(parser: argparse.ArgumentParser) -> None:
         type=Number(1, 64),
         default=16,
         metavar="N",
-        help="ec-csr: at most N rows in a block, 1, 2, 4 ... 64 (default: 16)",
+        help="ec-csr: largest number of rows in a block, 1, 2, 4 ... 64 (default: 16)",
     )
     parser.add_argument(
         "--min-columns",
         type=Number(0),
         default=0,
         metavar="N",
-        help="ec-csr: at least N columns in an extracted block, a multiple of 128 (default: as many as save bytes)",
+        help="ec-csr: smallest number of columns in an extracted block, a multiple of 128 (default: as many as save "
+        "bytes)",
     )
     parser.add_argument(
         "--seed",
         type=Number(0, 2**64 - 1),
         default=0,
         metavar="N",
-        help="ec-csr: of the order in which rows are paired (default: 0)",
+        help="ec-csr: seed of the order in which rows are paired (default: 0)",
     )
 
 
@@ -110,40 +109,30 @@ def add_quantization_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--imatrix",
         metavar="FNAME",
-        help="quantized types: weigh errors by the inputs of a calibration text (macko calibrate, llama-imatrix)",
+        help="quantized types: weight errors by the inputs on a calibration text (macko calibrate, llama-imatrix)",
     )
     parser.add_argument(
         "--target-bpw",
         type=Number(0, 64, float),
         metavar="X",
-        help=f"with auto: for each tensor one of {', '.join(registry.mixed_types())}, or of ggml's types where it is "
-        "dense or nearly so, so that the whole file has at most X bits per weight and the sum of relative squared "
-        "errors is least",
+        help=f"with auto: use {', '.join(registry.mixed_types())} for sparse tensors and ggml's types for dense or "
+        "nearly dense ones, with at most X bits per weight in the whole file and the least sum of relative squared "
+        "errors",
     )
     dense_types = ", ".join((*ggml_quants.DENSE_TYPES, "dense (as it is)"))
     parser.add_argument(
         "--output-tensor-type",
         metavar="TYPE",
-        help="type of output.weight (or of the embedding that stands for it), which stays dense: "
+        help="type of output.weight (or of the embedding that replaces it), which stays dense: "
         f"{dense_types} (default with a quantized TYPE: q8_0 for sparse-q8_0 or if the columns are no multiple of 256, "
-        "else q6_k; a pruned head becomes sparse)",
+        "otherwise q6_k; a pruned head becomes sparse)",
     )
     parser.add_argument("--token-embedding-type", metavar="TYPE", help="the same for token_embd.weight")
 
 
 def convert_options(args: argparse.Namespace) -> ConvertOptions:
-    return ConvertOptions(
-        overrides=tuple(split_override(text) for text in args.tensor_type),
-        keep_negative_zeros=args.keep_negative_zeros,
-        granularity=args.granularity,
-        min_columns=args.min_columns,
-        seed=args.seed,
-        imatrix=args.imatrix,
-        target_bpw=args.target_bpw,
-        output_tensor_type=args.output_tensor_type,
-        token_embedding_type=args.token_embedding_type,
-        n_threads=args.nthreads,
-    )
+    overrides = tuple(split_override(text) for text in args.tensor_type)
+    return options_of(ConvertOptions, args, overrides=overrides, n_threads=args.nthreads)
 
 
 def split_override(text: str) -> tuple[str, str]:
@@ -154,7 +143,7 @@ def split_override(text: str) -> tuple[str, str]:
 
 
 def shift_positional(args: argparse.Namespace) -> None:
-    """With -hf there is no IN: the first argument is OUT, the second TYPE, the third the number of threads."""
+    """Shifts the arguments for -hf, which replaces IN: OUT, TYPE and the number of threads."""
     has_type = args.output is not None
     if args.type != registry.AUTO:
         try:

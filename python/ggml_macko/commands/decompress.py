@@ -13,9 +13,9 @@ HELP = "make a compressed-tensors checkpoint dense"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        f"Reads a Hugging Face checkpoint whose weights compressed-tensors stored sparse ({', '.join(FORMATS)}), which "
-        "current versions of PyTorch tools do not load any more, and writes the same checkpoint dense, bit for bit, "
-        "for every tool that reads safetensors. `macko convert FOLDER` does this on the way."
+        f"Reads a Hugging Face checkpoint with sparse weights of compressed-tensors ({', '.join(FORMATS)}), which "
+        "current PyTorch tools do not load, and writes the same checkpoint dense, bit for bit, for all tools that "
+        "read safetensors. `macko convert FOLDER` includes this step."
     )
     parser.add_argument("input", metavar="FOLDER", help="checkpoint: config.json and safetensors files")
     parser.add_argument("output", metavar="OUT", help="folder to write; it must not exist")

@@ -1,4 +1,4 @@
-"""`macko plan MODEL`: what storing it sparse would bring, and what to do, before anything is written."""
+"""`macko plan MODEL`: predicts the results of storing a model sparse, and gives advice."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from ..commands.arguments import Number, add_cache_types, add_quiet, add_threads
 from ..conversion.estimate import SAMPLE_WEIGHTS, ModelPlan, plan
 from ..conversion.measured_speed import PAGE
 
-HELP = "say what storing a model sparse would bring"
+HELP = "predict size, memory and speed of a model stored sparse"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Looks at a GGUF model, dense or sparse, and predicts size, memory and speed for each type of `macko convert` "
-        "and for dense Q8_0 and Q4_K_M; says what pays, and whether it fits. Sizes come from encoding the real weights "
-        f"(of tensors of more than {SAMPLE_WEIGHTS >> 20} million weights a sample of rows; --all-rows takes all). "
-        "ec-csr, which takes seconds per tensor, is tried only where --types names it. Speeds were measured on other "
-        f"machines: {PAGE}."
+        "Predicts size, memory and speed of a GGUF model, dense or sparse, for each type of `macko convert` and for "
+        "dense Q8_0 and Q4_K_M, and gives advice. Sizes come from encoding the weights (of tensors with more than "
+        f"{SAMPLE_WEIGHTS >> 20} million weights, a sample of rows; --all-rows encodes all). ec-csr, which takes "
+        f"seconds per tensor, is tried only if --types names it. Speeds were measured on other machines: {PAGE}."
     )
     parser.add_argument("model", metavar="MODEL", help="GGUF model; the first file of a split one")
     parser.add_argument(
         "--types",
         metavar="TYPE,...",
         default="",
-        help="types of `macko convert` to look at (default: all but ec-csr and auto)",
+        help="types of `macko convert` to try (default: all except ec-csr and auto)",
     )
     parser.add_argument(
         "-c",
@@ -35,10 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Number(0),
         default=0,
         metavar="N",
-        help="context length for the memory (default: 4096, or the model's own if that is less)",
+        help="context length for the memory (default: 4096, or the context length of the model if smaller)",
     )
     add_cache_types(parser)
-    parser.add_argument("--all-rows", action="store_true", help="look at all weights of large tensors")
+    parser.add_argument("--all-rows", action="store_true", help="encode all weights of large tensors")
     add_threads(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_quiet(parser)
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sections(p: ModelPlan) -> Iterator[str]:
-    """The parts of what is printed."""
+    """The parts of the output."""
     yield (
         f"{p.path}: {console.size(p.nbytes)}, {p.n_parameters} parameters, {p.n_sparse_parameters} of them in matrices "
         "that can be stored sparse"

@@ -10,9 +10,10 @@ import contextlib
 import contextvars
 import functools
 import json
+import math
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Callable, TypeVar
 
 from .errors import printable
@@ -50,7 +51,7 @@ def brief() -> Iterator[None]:
 
 
 def log(text: str, end: str = "\n") -> None:
-    if _is_quiet.get():
+    if _is_quiet.get() or sys.stderr is None:  # None: closed
         return
     with _bars_cleared():
         print("\n".join(map(printable, text.split("\n"))), end=end, file=sys.stderr, flush=True)
@@ -114,7 +115,7 @@ def tracked(
 
 def shows_progress() -> bool:
     """Whether progress() is visible."""
-    return not _is_quiet.get() and sys.stderr.isatty()
+    return not _is_quiet.get() and sys.stderr is not None and sys.stderr.isatty()
 
 
 def note(text: str) -> None:
@@ -178,5 +179,14 @@ def table(rows: Sequence[Sequence[object]], headers: Sequence[str], number_forma
 
 
 def print_json(value: object) -> None:
-    json.dump(value, sys.stdout, indent=2)
+    """Numbers that are not finite, which JSON does not have, become null."""
+    json.dump(_finite(value), sys.stdout, indent=2, allow_nan=False)
     print()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

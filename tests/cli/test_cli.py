@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ import sys
 
 import pytest
 
-from ggml_macko import system
+from ggml_macko import console, system
 from ggml_macko.commands import cli
 from ggml_macko.commands.arguments import Number
 from ggml_macko.native import bindings
@@ -173,6 +174,22 @@ def test_results_go_to_stdout_and_progress_to_stderr(tmp_path, tiny, macko):
         r"\[   1/  10\] token_embd\.weight +- \[   64,    50,     1,     1\], type =    f16, size =", done.err
     )
     assert "[" not in done.out and done.out.startswith("model size  = ")
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_closed_streams_are_harmless(tmp_path, tiny, macko, closed):
+    """Else the output could get the number of a stream, and with it what a C library prints."""
+    assert macko("convert", tiny, tmp_path / "whole.gguf").code == 0
+    command = f"'{sys.executable}' -m ggml_macko.commands.cli convert '{tiny}' '{tmp_path}/out.gguf' {closed}"
+    assert subprocess.run(["sh", "-c", command], capture_output=True).returncode == 0
+    assert (tmp_path / "out.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+
+
+def test_json_has_no_numbers_that_json_lacks(capsys):
+    console.print_json({"a": [float("nan"), (float("inf"), 1.5)], "b": {"c": -float("inf"), "d": "nan"}, "e": True})
+    assert json.loads(capsys.readouterr().out, parse_constant=None) == {
+        "a": [None, [None, 1.5]], "b": {"c": None, "d": "nan"}, "e": True,
+    }  # fmt: skip
 
 
 def test_reader_that_goes_away_ends_the_command_silently(tmp_path):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import struct
+import time
 
 import gguf
 import numpy as np
@@ -192,6 +194,30 @@ def test_what_stays_dense_is_named_with_its_reason(tmp_path, macko):
         assert f"stays dense: {reason}" in lines[name]
     assert "stays dense" not in lines["blk.0.attn_output.weight"]
     assert "warning: 5 of 6 tensor(s) stay dense" in done.err
+
+
+@pytest.mark.parametrize("change", ["content", "name"])
+def test_source_that_changes_in_place_is_refused_even_with_the_old_times(tmp_path, macko, monkeypatch, change):
+    source, out = tmp_path / "source.gguf", tmp_path / "out.gguf"
+    shutil.copy(generators.DEMO, source)
+    (tmp_path / "other").touch()
+    before, check = source.stat(), Model.check_unchanged
+    time.sleep(0.05)  # longer than the resolution of ctime
+
+    def late(self):
+        if change == "content":
+            with source.open("r+b") as f:
+                f.seek(-1, os.SEEK_END)
+                f.write(b"\1")
+            os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
+        else:
+            os.replace(tmp_path / "other", source)  # what was opened is still whole
+        check(self)
+
+    monkeypatch.setattr(Model, "check_unchanged", late)
+    done = macko("convert", source, out)
+    assert done.code == (change == "content") and ("source.gguf: changed while it was read" in done.err) == done.code
+    assert out.exists() == (change == "name")
 
 
 def test_model_that_does_not_shrink_stays_dense(tmp_path, macko):

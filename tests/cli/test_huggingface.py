@@ -10,13 +10,14 @@ import json
 import os
 import re
 import struct
+import subprocess
 import sys
 import types
 
 import numpy as np
 import pytest
 
-from ggml_macko import server
+from ggml_macko import errors, server
 from ggml_macko.commands import cli
 from ggml_macko.huggingface import bitmask, decompress, hub, tensor_files, to_gguf
 from ggml_macko.huggingface.tensor_files import NewTensor, TensorFile
@@ -242,6 +243,14 @@ def test_three_of_four_is_not_24(tmp_path, macko):
     folder = write_checkpoint(tmp_path / "in", parts_of({"w": w}), "sparse-24-bitmask")
     done = macko("decompress", folder, tmp_path / "out")
     assert done.code == 1 and "row 2, columns 0 to 3: 3 values, not 2" in done.err
+
+
+def test_name_that_is_not_utf8_is_printed_with_escapes(tmp_path):
+    write_checkpoint(tmp_path / "in", parts_of({"w": sparse(np.random.default_rng(2), 24, 20)}))
+    command = [sys.executable, "-m", "ggml_macko", "decompress", tmp_path / "in", os.fsencode(tmp_path) + b"/caf\xe9"]
+    env = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and "caf\\udce9: 1 tensors, 1 of them decompressed" in done.stdout, done.stderr
 
 
 def test_output_folder_that_exists_is_kept(tmp_path, macko):
@@ -555,6 +564,24 @@ def test_all_parts_of_a_split_model_are_downloaded(fake_hub):
     assert hub.download("USER/NAME") == fake_hub / names[0]
     with pytest.raises(Exception, match="m-00003-of-00003.gguf is not there"):
         hub.choose("r", names[:2], "")
+
+
+@pytest.mark.parametrize(
+    "names, message",
+    [
+        (["sub/config.json", "sub/model.safetensors"], "there is no GGUF; there are: sub/config.json"),
+        (["config.json", "sub/model.safetensors"], "there is no GGUF"),
+        (["m-00001-of-00002.gguf"], "m-00002-of-00002.gguf is not there"),
+        ([], "there is no GGUF"),
+    ],
+)
+def test_repository_without_a_model_is_refused(names, message):
+    with pytest.raises(errors.MackoError, match=re.escape(message)):
+        hub.choose("r", names, "")
+
+
+def test_file_of_no_parts_is_one_file():
+    assert hub.choose("r", ["m-00001-of-00000.gguf"], "") == ["m-00001-of-00000.gguf"]
 
 
 def test_checkpoint_of_a_repository_is_a_folder(fake_hub):

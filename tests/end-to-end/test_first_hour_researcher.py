@@ -153,3 +153,5 @@ def test_card_quotes_metadata_as_text():
     ):
         assert "\n" not in line and "<script>" not in line.replace("\\<", "")
     assert "`" not in "".join(card._commands(model)).replace("```", "")
+    live = "see https://x.org/a, WWW.x.org, ftp://x.org or mail me@x.org, @user"
+    assert not re.search(r"://|www\.|@\w", card._plain(live), re.IGNORECASE)

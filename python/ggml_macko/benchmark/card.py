@@ -101,7 +101,7 @@ def model_card(
         "## Measured",
         "",
         *_results(results, how),
-        *(["", f"![perplexity over size and speed]({_plain(plot)})"] if plot else []),
+        *(["", f"![perplexity over size and speed]({_escaped(plot)})"] if plot else []),
         "",
         "## How to run it",
         "",
@@ -281,7 +281,11 @@ def _not_measured(model: ModelFile, results: Sequence[FormResult], how: Measurem
 
 
 def _plain(text: str) -> str:
-    """One line without markup."""
+    """One line without markup, in which no address or @name becomes a link."""
+    return re.sub(r"@|:(?=//)|www(?=\.)", r"\g<0><!-- -->", _escaped(text), flags=re.IGNORECASE)
+
+
+def _escaped(text: str) -> str:
     line = " ".join("".join(c if c.isprintable() else " " for c in text[:500]).split())
     return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", line)
 

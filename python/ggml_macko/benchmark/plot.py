@@ -105,7 +105,7 @@ def draw(panels: Sequence[Panel], title: str) -> Figure:
     figure.axes[0].set_ylabel("perplexity (log), lower is better")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(errors.printable(title), fontsize=10)
     figure.draw_without_rendering()  # computes the layout, which the labels need
     for axes, panel in zip(all_axes, panels):
         _label_points(axes, panel.points)
@@ -139,7 +139,7 @@ def _label_points(axes: Axes, points: Sequence[Point]) -> None:
     for p in sorted(points, key=lambda p: -p.y):
         x, y = positions[p]
         style = {"textcoords": "offset points", "fontsize": 8, "ha": "center", "va": "center"}
-        text = axes.annotate(p.label, (p.x, p.y), xytext=(0, 0), **style)
+        text = axes.annotate(errors.printable(p.label), (p.x, p.y), xytext=(0, 0), **style)
         box = text.get_window_extent()
         best = (math.inf, (0.0, 0.0), box)
         for dx, dy in _directions():

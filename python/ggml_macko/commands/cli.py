@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import os
 import signal
 import sys
@@ -174,8 +175,25 @@ def _load_with(words: Sequence[str]) -> Iterator[None]:
             os.environ[bindings.LOAD] = before
 
 
+def _prepare_streams() -> None:
+    """A standard stream that is closed becomes /dev/null: else a file that we write could get its number, and with it
+    what a C library prints. A name that is not UTF-8 is printed with escapes.
+    """
+    while True:
+        fd = os.open(os.devnull, os.O_RDWR)
+        if fd > 2:
+            os.close(fd)
+            break
+        os.set_inheritable(fd, True)
+    sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args, before = None, None
+    _prepare_streams()
     try:
         signal.signal(signal.SIGTERM, on_signal)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it

@@ -126,7 +126,7 @@ def make_key(name: str, kind: str, value: Any) -> Key:
 
 
 def pack_string(text: object) -> bytes:
-    data = str(text).encode("utf-8")
+    data = re.sub("[\ud800-\udfff]", "\ufffd", str(text)).encode("utf-8")  # as in a file name that is not UTF-8
     return struct.pack("<Q", len(data)) + data
 
 
@@ -145,9 +145,12 @@ def type_name(type_id: int) -> str:
         return f"type {type_id}"
 
 
-def _identity(file: Path | int | os.stat_result) -> tuple[int, int, int, int]:
-    info = file if isinstance(file, os.stat_result) else os.stat(file)
-    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
+def _is_unchanged(file: os.stat_result, before: os.stat_result) -> bool:
+    """Whether it is the same file with the same content. st_ctime reveals a write after which st_mtime was restored; it
+    also changes with the number of links, as when another file gets the name.
+    """
+    found, expected = ((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in (file, before))
+    return found == expected and (file.st_ctime_ns == before.st_ctime_ns or file.st_nlink != before.st_nlink)
 
 
 class _Shard:
@@ -159,7 +162,7 @@ class _Shard:
             self.file = on_error.enter_context(open_regular(path))
             self.opened = os.fstat(self.file.fileno())
             checked = on_error.enter_context(bindings.File(path))
-            if _identity(path) != _identity(self.opened):  # then the checks were made on another file
+            if not _is_unchanged(os.stat(path), self.opened):  # then the checks were made on another file
                 raise errors.error(errors.FILE_CHANGED, f"{path}: changed while it was opened")
             self.checked = checked
             self.is_sparse = checked.is_sparse
@@ -193,7 +196,7 @@ class _Shard:
             yield self.read(offset + at, min(COPY_BLOCK, nbytes - at))
 
     def check_unchanged(self) -> None:
-        if _identity(self.file.fileno()) != _identity(self.opened):
+        if not _is_unchanged(os.fstat(self.file.fileno()), self.opened):
             raise errors.error(errors.FILE_CHANGED, f"{self.path}: changed while it was read")
 
 

@@ -50,12 +50,12 @@ def _hub() -> Any:
 def choose(repo: str, names: Sequence[str], wanted: str) -> list[str]:
     """The files to download, the one that stands for all first. names: all files of the repository, sorted."""
     models = [name for name in names if name.endswith(".gguf") and not _is_later_part(name)]
+    top = [name for name in names if "/" not in name and name.endswith(_CHECKPOINT)]
     if wanted in names:
         found = [wanted]
     elif wanted:
         found = [name for name in models if wanted.lower() in name.lower()]
-    elif not models and any(name.endswith(".safetensors") for name in names):
-        top = [name for name in names if "/" not in name and name.endswith(_CHECKPOINT)]
+    elif not models and any(name.endswith(".safetensors") for name in top):
         return sorted(top, key=lambda name: name != "config.json")
     else:
         found = models
@@ -66,7 +66,7 @@ def choose(repo: str, names: Sequence[str], wanted: str) -> list[str]:
     split = _SPLIT.fullmatch(found[0])
     if split is None:
         return found
-    parts = [f"{split[1]}-{i + 1:05d}-of-{split[3]}.gguf" for i in range(min(int(split[3]), len(names) + 1))]
+    parts = [f"{split[1]}-{i + 1:05d}-of-{split[3]}.gguf" for i in range(max(1, min(int(split[3]), len(names) + 1)))]
     missing = [name for name in parts if name not in names]
     if missing:
         raise errors.error(errors.BAD_ARGUMENT, f"-hf {repo}:{wanted}: {missing[0]} is not there")

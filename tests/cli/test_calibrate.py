@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -347,6 +348,23 @@ def test_interrupted_run_continues_with_another_number_of_chunks(tmp_path, macko
     assert not (tmp_path / "out.gguf.checkpoint").exists()
 
 
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), MemoryError(), SystemExit(143)])
+def test_failure_at_the_end_loses_no_work(tmp_path, macko, monkeypatch, error):
+    """The name of the text is not UTF-8, which must not be the failure."""
+    out, text = tmp_path / "out.gguf", tmp_path / os.fsdecode(b"caf\xe9.txt")
+    text.write_bytes(SAMPLE.read_bytes()[:3800])
+    args = ["calibrate", "-m", DEMO, "-f", text, "-c", 256, "-o", out]
+    with monkeypatch.context() as m:
+        m.setattr(imatrix, "write", lambda *unused: (_ for _ in ()).throw(error))
+        done = macko(*args)
+        assert done.code not in (0, 2) and "4 of 4 chunks are done; the same command continues" in done.err, done.err
+    monkeypatch.setattr(TextModel, "evaluate", None)  # not called again
+    done = macko(*args)
+    assert done.code == 0 and "continuing after 4 of 4 chunks" in done.err, done.err
+    assert imatrix.read(out).datasets == [str(tmp_path / "caf\N{REPLACEMENT CHARACTER}.txt")]
+    assert not (tmp_path / "out.gguf.checkpoint").exists()
+
+
 def test_checkpoint_of_another_run_is_refused(tmp_path, macko, monkeypatch):
     """Of another model, text or batch size: the error names what differs."""
     from ggml_macko.evaluation import calibrate
@@ -374,7 +392,11 @@ def test_checkpoint_of_another_run_is_refused(tmp_path, macko, monkeypatch):
         (["-m", DEMO, "-f", text, "--process-output"], "--process-output"),
     ):
         one_line(macko("calibrate", *args, "-o", out), checkpoint, f"another {what}; delete it")
-    checkpoint.write_bytes(checkpoint.read_bytes()[:5000])
+    data = bytearray(checkpoint.read_bytes())
+    data[len(data) // 2] ^= 1  # in the sums
+    checkpoint.write_bytes(data)
+    one_line(macko("calibrate", "-m", DEMO, "-f", text, "-o", out), checkpoint, "is damaged")
+    checkpoint.write_bytes(data[:5000])
     one_line(macko("calibrate", "-m", DEMO, "-f", text, "-o", out), checkpoint)
     assert not out.exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from fractions import Fraction
 
 import gguf
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from ggml_macko.evaluation.activations import Weight
 from ggml_macko.gguf.files import Model
 from ggml_macko.pruning import alps, array_backend, hessians, layerwise, sparsegpt, working_copy
+from ggml_macko.pruning import prune as prune_module
 from ggml_macko.pruning.options import ParsedOptions
 from ggml_macko.pruning.prune import tensors_to_prune
 from support.pruning import damped64, interrupted, moments, problem_of, pruned_tensors, tiny_model
@@ -247,6 +249,23 @@ def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, text, macko, more
     assert done.code == 0 and "continuing after" in done.err, done.err
     assert out.read_bytes() == whole.read_bytes()
     assert {p.name for p in tmp_path.iterdir()} == {"model.gguf", "out.gguf", "text.txt", "whole.gguf"}
+
+
+def test_failure_at_the_end_loses_no_work(tmp_path, text, macko, monkeypatch):
+    """The name of the text is not UTF-8, which must not be the failure."""
+    model, out = tiny_model(tmp_path), tmp_path / "out.gguf"
+    text = text.rename(tmp_path / os.fsdecode(b"caf\xe9.txt"))
+    args = ["prune", model, out, "--method", "alps", "--sparsity", "0.8", "-f", text, "--chunks", 3, "-c", 64]
+    with monkeypatch.context() as m:
+        m.setattr(prune_module, "write_model", lambda *unused: (_ for _ in ()).throw(OSError(28, "No space left")))
+        done = macko(*args)
+        assert done.code == 1 and "tensors are pruned; the same command continues" in done.err, done.err
+    monkeypatch.setattr(working_copy.WorkingCopy, "count", None)  # nothing is pruned again
+    done = macko(*args)
+    assert done.code == 0 and "continuing after" in done.err, done.err
+    with Model(out) as pruned:
+        assert pruned.key("macko.prune.datasets").value() == ["caf\N{REPLACEMENT CHARACTER}.txt"]
+    assert not (tmp_path / "out.gguf.checkpoint").exists()
 
 
 def test_half_written_tensors_are_restored(tmp_path, text, macko, monkeypatch):

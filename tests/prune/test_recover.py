@@ -466,6 +466,25 @@ def test_checkpoint_of_another_run_is_refused(tmp_path):
         Checkpoint(path, {"model": "a", "text": "c"}).load()
 
 
+def test_damaged_checkpoint_is_refused_with_its_name(tmp_path):
+    """Or it holds what was saved: a zip file has bytes that nothing reads."""
+    path, rng = tmp_path / "checkpoint", np.random.default_rng(0)
+    arrays = {name: rng.normal(size=(3, 5)).astype(np.float32) for name in ("best.w", "w")}
+    Checkpoint(path, {"model": "a"}).save({"step": 3}, arrays)
+    good = path.read_bytes()
+    for i in range(len(good)):
+        data = bytearray(good)
+        data[i] ^= int(rng.integers(1, 256))
+        path.write_bytes(data if rng.random() < 0.9 else data[:i])
+        try:
+            state, found = Checkpoint(path, {"model": "a"}).load()
+        except errors.MackoError as e:
+            assert str(e).startswith(f"{path}: is no checkpoint of `macko recover`, or damaged: ")
+        else:
+            assert state["step"] == 3 and found.keys() == arrays.keys()
+            assert all(np.array_equal(found[name], a) for name, a in arrays.items())
+
+
 @pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"GGUF" * 100, "pickle"])
 def test_file_that_is_no_checkpoint_is_refused(tmp_path, data):
     path = tmp_path / "checkpoint"

@@ -12,7 +12,7 @@ import hashlib
 import os
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def calibrate(
     checkpoint_every: chunks between two checkpoints. verbose: show llama.cpp's log. force: replace output if it exists.
 
     Logs its progress. Raises MackoError (a text that is too short or not UTF-8, a model that llama.cpp does not load,
-    inputs that are not finite, a checkpoint of another run) or OSError. KeyboardInterrupt leaves a checkpoint.
+    inputs that are not finite, a checkpoint of another run) or OSError. Any exception leaves a checkpoint.
     """
     if n_ctx < MIN_ROWS:
         raise errors.usage_error(f"-c {n_ctx}: at least {MIN_ROWS}")
@@ -101,18 +101,19 @@ def calibrate(
             console.log(f"{checkpoint.path}: {done} chunks are measured already, more than --chunks {n_chunks}")
         elif done:
             console.log(f"{checkpoint.path}: continuing after {done} of {len(chunks)} chunks")
-        _measure(llama, chunks, sums, done, checkpoint, checkpoint_every)
-        found = imatrix.Imatrix(
-            path=opened.path,
-            entries=sums.entries(),
-            datasets=[os.fspath(text)],
-            chunk_count=len(chunks),
-            chunk_size=n_ctx,
-        )
-        imatrix.write(found, opened)
-        opened.seal()
-        _check_written(found, opened)
-        opened.commit()
+        with checkpoint.kept(len(chunks)):
+            _measure(llama, chunks, sums, done, checkpoint, checkpoint_every)
+            found = imatrix.Imatrix(
+                path=opened.path,
+                entries=sums.entries(),
+                datasets=[os.fspath(text)],
+                chunk_count=len(chunks),
+                chunk_size=n_ctx,
+            )
+            imatrix.write(found, opened)
+            opened.seal()
+            _check_written(found, opened)
+            opened.commit()
         checkpoint.remove()
     return Calibration(path=found.path, entries=found.entries, n_chunks=found.chunk_count, n_ctx=found.chunk_size)
 
@@ -174,6 +175,7 @@ class Checkpoint:
         self.path = output.with_name(output.name + ".checkpoint")
         self._inputs = inputs
         self._run = {"model": model_digest(model_path), **{k: str(v) for k, v in settings.items()}}
+        self.n_chunks = 0  # that the file covers
 
     def save(self, sums: SquareSums, chunks: Chunks) -> None:
         """Writes the sums over these chunks."""
@@ -184,10 +186,12 @@ class Checkpoint:
         ]
         arrays: dict[str, npt.NDArray[Any]] = {name + imatrix.SUMS: s for name, s in sums.sums.items()}
         arrays.update({name + imatrix.COUNTS: c for name, c in sums.counts.items()})
+        keys.append(make_key(_KEY + "sums", "str", _digest_of((n, a.shape[-1], a) for n, a in arrays.items())))
         with AtomicOutput(self.path, self._inputs, force=True) as output:
             imatrix.write_arrays(arrays, keys, output)
             output.seal()
             output.commit()
+        self.n_chunks = len(chunks)
 
     def load(self, sums: SquareSums, chunks: Chunks) -> int:
         """Puts the sums of the checkpoint into `sums`; returns how many chunks they cover, 0 without a checkpoint.
@@ -211,13 +215,26 @@ class Checkpoint:
                     errors.BAD_ARGUMENT,
                     f"{self.path}: is from a run with another {differs[0]}; delete it to start anew",
                 )
+            if found.get("sums") != _digest_of((t.name, t.cols, t.read()) for t in file.tensors):
+                raise errors.error(errors.BAD_FORMAT, f"{self.path}: is damaged; delete it to start anew")
             tensors = {t.name: t for t in file.tensors}
             for name, t in tensors.items():
                 if name.endswith(imatrix.SUMS):
                     weight = name[: -len(imatrix.SUMS)]
                     sums.sums[weight] = t.read().view(np.float64).reshape(t.rows, t.cols)
                     sums.counts[weight] = tensors[weight + imatrix.COUNTS].read().view(np.int64)
+        self.n_chunks = done
         return done
+
+    @contextlib.contextmanager
+    def kept(self, n_chunks: int) -> Iterator[None]:
+        """Says after an exception how many of n_chunks the next run need not measure."""
+        try:
+            yield
+        except BaseException:
+            if self.n_chunks:
+                console.log(f"{self.path}: {self.n_chunks} of {n_chunks} chunks are done; the same command continues")
+            raise
 
     def remove(self) -> None:
         """Deletes the checkpoint, if there is one."""
@@ -227,6 +244,11 @@ class Checkpoint:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def _digest_of(arrays: Iterable[tuple[str, int, npt.NDArray[Any]]]) -> str:
+    """arrays: name, columns, values."""
+    return _digest(repr(sorted((name, cols, _digest(a.tobytes())) for name, cols, a in arrays)).encode())
 
 
 def model_digest(path: str | os.PathLike[str]) -> str:
@@ -246,26 +268,26 @@ def model_digest(path: str | os.PathLike[str]) -> str:
 def _measure(
     model: TextModel, chunks: Chunks, sums: SquareSums, start: int, checkpoint: Checkpoint, checkpoint_every: int
 ) -> None:
-    """Adds the chunks from `start` on to the sums."""
+    """Adds the chunks from `start` on to the sums, and saves the sums."""
     begin = logged = time.monotonic()
-    done = saved = start
+    done = start
+    is_whole = True  # the sums belong to `done` chunks
     try:
         for i, batch in model.batches(chunks, start):
-            with signals_held():  # the sums always belong to `done` chunks
+            with signals_held():
+                is_whole = False
                 model.evaluate(batch)
                 done = i + len(batch)
-            if done - saved >= checkpoint_every and done < len(chunks):
+                is_whole = True
+            if done - checkpoint.n_chunks >= checkpoint_every or done == len(chunks):
                 checkpoint.save(sums, chunks[:done])
-                saved = done
             now = time.monotonic()
             if not console.shows_progress() and (i == start or now - logged >= _LOG_SECONDS or done == len(chunks)):
                 logged = now
                 console.log(console.eta(done, len(chunks), now - begin, done - start))
-    except (KeyboardInterrupt, SystemExit):
-        if done > saved:
+    except BaseException:
+        if is_whole and done > checkpoint.n_chunks:
             checkpoint.save(sums, chunks[:done])
-        if done:
-            console.log(f"{checkpoint.path}: {done} of {len(chunks)} chunks are done; the same command continues")
         raise
 
 

@@ -64,7 +64,7 @@ class WorkingCopy:
     """The working copy of a model at `path`, made or, if there is one of the same run, continued.
 
     run: what the result depends on, by the name that an error gives it. Raises MackoError if the file is another's, or
-    OSError. Leaving the block removes the file, unless Ctrl-C or a signal ends a run that has pruned something.
+    OSError. Leaving the block removes the file, unless an exception ends a run that has pruned something.
     """
 
     def __init__(self, model: Model, path: Path, run: Mapping[str, str]) -> None:
@@ -90,7 +90,7 @@ class WorkingCopy:
 
     def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
         self._stack.close()
-        if self.n_done and kind is not None and issubclass(kind, (KeyboardInterrupt, SystemExit)):
+        if self.n_done and kind is not None:
             console.log(f"{self.path}: {self.n_done} tensors are pruned; the same command continues")
         else:
             with contextlib.suppress(FileNotFoundError):
@@ -107,7 +107,7 @@ class WorkingCopy:
         with Model(self.path) as copy:
             found = {key.name: key.value() for key in copy.keys if key.name.startswith("macko.prune.")}
             tensors = [(t.name, t.type, t.ne) for t in copy.tensors]
-            is_one = [key.name for key in copy.keys[:2]] == [_DONE, _CHUNKS]
+            is_one = [(key.name, type(key.value())) for key in copy.keys[:2]] == [(_DONE, int), (_CHUNKS, int)]
         differs = [what for what, digest in self._run.items() if found.get(_RUN + what) != digest]
         if not differs and (not is_one or tensors != [(t.name, t.type, t.ne) for t in self._model.tensors]):
             differs = ["model"]
@@ -115,7 +115,7 @@ class WorkingCopy:
             raise errors.error(
                 errors.BAD_ARGUMENT, f"{self.path}: is from a run with another {differs[0]}; delete it to start anew"
             )
-        self.n_done, self.n_chunks = int(found[_DONE]), int(found[_CHUNKS])
+        self.n_done, self.n_chunks = found[_DONE], found[_CHUNKS]
 
     def count(self, n_tensors: int, n_chunks: int) -> None:
         """Says that n_tensors more are done, with n_chunks chunks of the text; all that was written is durable then."""

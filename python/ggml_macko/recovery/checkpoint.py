@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import os
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,8 +47,11 @@ class Checkpoint:
                 state = json.loads(found[_STATE].tobytes())
                 differs = [what for what, digest in self._run.items() if state["run"].get(what) != digest]
                 arrays = {} if differs else {n.partition(".")[2]: found[n] for n in found.files if n != _STATE}
-        except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as e:
-            raise errors.error(errors.BAD_FORMAT, f"{self.path}: is no checkpoint of `macko recover`") from e
+                if not differs and _kinds(arrays) != state["kinds"]:
+                    raise ValueError("other arrays than were saved")
+        except Exception as e:  # NumPy and zipfile raise exceptions of many classes, and none names the file
+            text = f"{self.path}: is no checkpoint of `macko recover`, or damaged: {errors.one_line(e)[:200]}"
+            raise errors.error(errors.BAD_FORMAT, text) from e
         if differs:
             raise errors.error(
                 errors.BAD_ARGUMENT, f"{self.path}: is from a run with another {differs[0]}; delete it to start anew"
@@ -58,7 +60,7 @@ class Checkpoint:
 
     def save(self, state: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
         """Replaces what was there. Raises OSError."""
-        text = json.dumps({**state, "run": self._run}).encode()
+        text = json.dumps({**state, "run": self._run, "kinds": _kinds(arrays)}).encode()
         with AtomicOutput(self.path, [], force=True, signature=_SIGNATURE) as output:
             with named(output.partial), open(output.partial, "r+b") as file:
                 members: dict[str, Any] = {f"array.{name}": array for name, array in arrays.items()}
@@ -69,3 +71,8 @@ class Checkpoint:
     def remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
+
+
+def _kinds(arrays: Mapping[str, Array]) -> dict[str, str]:
+    """The type and the shape of each array; a zip file has checksums of their values."""
+    return {name: f"{array.dtype.str} {array.shape}" for name, array in arrays.items()}

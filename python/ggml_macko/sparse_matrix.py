@@ -1,4 +1,4 @@
-"""SparseMatrix: a matrix of any codec on NumPy arrays, with the C codecs and the C CPU kernels."""
+"""SparseMatrix: a matrix of any codec on NumPy arrays, with the codecs and CPU kernels of the C library."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from .values import NEGATIVE_ZERO, TYPE_BF16, TYPE_F16, TYPE_F32, TYPE_NAMES, Ar
 
 
 class SparseMatrix:
-    """A (rows, cols) matrix that keeps only its non-zeros.
+    """A (rows, cols) matrix that stores only its non-zeros.
 
     >>> w = np.zeros((4, 64), dtype=np.float16); w[1, 3] = 2.0
     >>> s = SparseMatrix.from_dense(w)
     >>> s @ np.ones(64, dtype=np.float32)
     array([0., 2., 0., 0.], dtype=float32)
 
-    The C library makes a copy in the layout of its CPU kernels with the first product, and keeps it.
+    The first product makes a copy in the layout of the CPU kernels, which is kept.
     """
 
     __array_ufunc__ = None
     """So that NumPy leaves x @ self to __rmatmul__, and refuses all else."""
 
     def __init__(self, arrays: EncodedMatrix):
-        """arrays: from a file or from anywhere. Raises MackoError unless they keep every rule of FORMAT.md."""
+        """arrays: of any origin. Raises MackoError unless they follow every rule of FORMAT.md."""
         registry.codec_of(arrays).validate(arrays)
         self._init(arrays)
 
     def _init(self, arrays: EncodedMatrix) -> None:
         self.arrays = arrays
-        self.n_negative_zeros = 0  # -0.0 of the dense matrix that counted as zeros
+        self.n_negative_zeros = 0  # number of -0.0 that counted as zeros
         self._cpu: Any = None
 
     # ---- making ----
@@ -58,22 +58,22 @@ class SparseMatrix:
         """Encodes a dense matrix.
 
         dense: 2-D; an array, nested lists or a scipy.sparse matrix of finite numbers, or with bf16=True the uint16 bit
-        patterns of BF16. float16 and float32 are kept bit for bit, but for -0.0. float64 becomes float32, rounded to
-        nearest, ties to even. Integers and booleans become float32 if it holds all of them exactly (each up to 2^24
-        is).
-        index_bits: width of the gap codes, of a format that has some; None takes what makes the matrix smallest.
+        patterns of BF16. float16 and float32 are kept bit for bit, except for -0.0. float64 is rounded to the nearest
+        float32, ties to even. Integers and booleans become float32 if all of them are exact in float32 (up to 2^24,
+        they are).
+        index_bits: width of the gap codes, if the format has any; None selects the smallest result.
         n_threads: 0 uses all cores.
         format: a TYPE of `macko convert`: "macko" (MACKO paper, section 4), "packed", "sparse-lossless" (packed, its
         values coded bit for bit where that is smaller), "auto" for the smallest of these, "ec-csr" (EC-SpMV paper,
-        section 6; takes seconds for large matrices), or with quantized values "sparse-q8_0", "sparse-q5_0",
+        section 6; slow for large matrices), or with quantized values "sparse-q8_0", "sparse-q5_0",
         "sparse-q4_nl" or "sparse-q4_0" (the scale of a block follows from its largest value; that of "sparse-q4_nl"
         is searched).
         options: of the codecs, by the names of the C API, for example {"max_granularity": 1}.
-        keep_negative_zeros: -0.0 is a value like any other; else it counts as zero, and n_negative_zeros says how often
-        (quantized, it always does).
+        keep_negative_zeros: store -0.0 as a value. By default, and always for quantized types, it counts as zero, and
+        n_negative_zeros is the number of them.
 
-        Raises ArgumentError for another shape, dtype or format, and for a number that float32 does not hold: an integer
-        that would be rounded, or a float64 beyond its range. Raises PayloadError for values that are not finite.
+        Raises ArgumentError for another shape, dtype or format, for an integer that is not exact in float32, and for a
+        float64 beyond its range. Raises PayloadError for values that are not finite.
         """
         bits, type_id = _to_bits(dense, bf16)
         name = registry.type_named(format)
@@ -112,7 +112,7 @@ class SparseMatrix:
 
     @property
     def format(self) -> str:
-        """The TYPE, as from_dense takes it."""
+        """The TYPE, as in from_dense()."""
         return registry.codec_of(self.arrays).type_name(self.arrays.value_type)
 
     @property
@@ -121,7 +121,7 @@ class SparseMatrix:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the dense matrix; uint16 stands for BF16 bit patterns."""
+        """The dtype of the dense matrix; uint16 for BF16 bit patterns."""
         return np.dtype({TYPE_F16: np.float16, TYPE_F32: np.float32, TYPE_BF16: np.uint16}[self.arrays.type])
 
     @property
@@ -135,7 +135,7 @@ class SparseMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the canonical arrays, padding and pointers included."""
+        """Bytes of the canonical arrays, with padding and pointers."""
         return sum(a.nbytes for a in self.arrays.arrays)
 
     @property
@@ -146,8 +146,8 @@ class SparseMatrix:
     # ---- using ----
 
     def to_dense(self, n_threads: int = 0) -> Array:
-        """(rows, cols) of self.dtype: bit for bit what from_dense got, but for negative zeros that counted as zeros; of
-        quantized values what they stand for, rounded to the dense type.
+        """The dense matrix (rows, cols) of self.dtype: bit for bit the argument of from_dense(), except for negative
+        zeros that counted as zeros. Quantized values are rounded to the dense type.
         """
         return registry.codec_of(self.arrays).decode(self.arrays, n_threads).view(self.dtype)
 
@@ -176,14 +176,14 @@ class SparseMatrix:
 
     @functools.cached_property
     def T(self) -> SparseMatrix:
-        """The transpose, encoded anew in the smallest lossless format, and kept. It has the values that to_dense()
-        gives, also of a matrix with quantized values.
+        """The transpose, encoded in the smallest lossless format, and kept. Its values are those of to_dense(), even
+        for quantized values.
         """
         dense, is_bf16 = self.to_dense().T, self.arrays.type == TYPE_BF16
         return SparseMatrix.from_dense(np.ascontiguousarray(dense), bf16=is_bf16, keep_negative_zeros=True)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
-        """For np.asarray: the numbers of to_dense(), float32 of BF16."""
+        """For np.asarray: the numbers of to_dense(), as float32 for BF16."""
         if copy is False:
             raise ValueError("a SparseMatrix has no dense array to share: np.asarray(matrix) makes one")
         dense = self.to_dense()
@@ -191,7 +191,7 @@ class SparseMatrix:
         return values if dtype is None else values.astype(dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickle and copy: the stored arrays, which are checked again. Without what products have made."""
+        """For pickle and copy: the stored arrays, which are checked again, without the copy for products."""
         return SparseMatrix, (self.arrays,), {"n_negative_zeros": self.n_negative_zeros}
 
     def __repr__(self) -> str:
@@ -203,7 +203,7 @@ class SparseMatrix:
 
 
 def _without_negative_zeros(bits: Array, type_id: int, n_threads: int) -> tuple[Array, int]:
-    """The same bit patterns with +0.0 for -0.0, and how many there were. The caller's matrix stays as it is."""
+    """The bit patterns with +0.0 for -0.0, and the number of -0.0. The caller's array is not changed."""
     if not np.any(bits == NEGATIVE_ZERO[type_id]):
         return bits, 0
     bits = bits.copy()
@@ -211,7 +211,7 @@ def _without_negative_zeros(bits: Array, type_id: int, n_threads: int) -> tuple[
 
 
 def _to_bits(dense: Any, bf16: bool) -> tuple[Array, int]:
-    """(bit patterns, ggml type) of what from_dense takes."""
+    """(bit patterns, ggml type) of the argument of from_dense()."""
     array = dense.toarray() if hasattr(dense, "toarray") else np.asarray(dense)
     if array.ndim != 2:
         raise errors.error(errors.BAD_ARGUMENT, f"expected a 2-D array, got shape {array.shape}")
@@ -230,7 +230,7 @@ def _to_bits(dense: Any, bf16: bool) -> tuple[Array, int]:
 
 
 def _to_float32(array: Array) -> npt.NDArray[np.float32]:
-    """The same numbers. Raises ArgumentError for one that float32 does not hold, and for what is no number."""
+    """The numbers as float32. Raises ArgumentError for inexact integers, values out of range, and other types."""
     if array.dtype.kind not in "fiub":
         raise errors.error(errors.BAD_ARGUMENT, f"expected an array of real numbers, got {array.dtype}")
     with np.errstate(over="ignore"):
@@ -246,7 +246,7 @@ def _to_float32(array: Array) -> npt.NDArray[np.float32]:
 
 
 def _rounded(array: Array) -> npt.NDArray[np.bool_]:
-    """Of integers: those with more than the 24 significant bits that float32 has."""
+    """A mask of the integers with more than the 24 significant bits of float32."""
     magnitude = array.astype(np.uint64) if array.dtype.kind in "ub" else np.abs(array.astype(np.int64)).view(np.uint64)
     lowest_bit = magnitude & (~magnitude + np.uint64(1))
     found: npt.NDArray[np.bool_] = magnitude // np.maximum(lowest_bit, np.uint64(1)) >= np.uint64(1 << 24)

@@ -1,7 +1,6 @@
-"""The keys macko.act.*: which neurons of a model may be skipped for a token (FORMAT.md section 9).
+"""The keys macko.act.*: thresholds below which neurons may be skipped for a token (FORMAT.md section 9).
 
-Types and ranges are checked by the C library when a file is opened; what is checked here is that the keys fit the
-model.
+The C library checks types and ranges when it opens a file. This module checks that the keys fit the model.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ _PREFIX = "macko.act."
 
 @dataclass(frozen=True)
 class PartRule:
-    """What may be skipped in one feed-forward part."""
+    """The threshold of one feed-forward part."""
 
     down: str  # name of the weight
-    share: float  # of the part's neurons, as it was wanted
-    threshold: float  # a neuron whose score is less is skipped
+    share: float  # requested share of the part's neurons
+    threshold: float  # neurons with a smaller score are skipped
 
 
 @dataclass(frozen=True)
 class SkipRule:
-    """Which neurons may be skipped, and what the thresholds were taken from."""
+    """The neurons that may be skipped, and the origin of the thresholds."""
 
     score: str
-    share: float  # of all neurons, as it was wanted
+    share: float  # requested share of all neurons
     allocation: str
     text: str  # name of the calibration text's file
     n_chunks: int
@@ -37,7 +36,7 @@ class SkipRule:
     parts: tuple[PartRule, ...]
 
     def keys(self) -> list[Key]:
-        """The metadata of a model with this rule."""
+        """The rule as metadata of a model."""
         return [
             make_key(_PREFIX + "kind", "str", self.score),
             make_key(_PREFIX + "share", "f32", self.share),
@@ -52,7 +51,7 @@ class SkipRule:
 
 
 def read_rule(model: Model) -> SkipRule | None:
-    """The rule that a model has, if it has one. Raises MackoError if a part's weight is none of the model's."""
+    """The rule of a model, if any. Raises MackoError if the model lacks a weight of the rule."""
     found = {k.name[len(_PREFIX) :]: k.value() for k in model.keys if k.name.startswith(_PREFIX)}
     if not found:
         return None
@@ -75,7 +74,7 @@ def read_rule(model: Model) -> SkipRule | None:
 
 
 def without_rule(keys: Iterable[Key]) -> list[Key]:
-    """These keys but for those of a rule: the thresholds of a model are wrong once its weights are others."""
+    """The keys without those of a rule, whose thresholds are wrong after a change of weights."""
     return [key for key in keys if not is_rule_key(key.name)]
 
 

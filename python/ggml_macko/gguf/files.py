@@ -1,10 +1,9 @@
-"""Reading GGUF model files for the tools: dense or sparse, whole or split, one tensor in memory at a time.
+"""Reads GGUF model files for the tools: dense or sparse, whole or split, with one tensor in memory at a time.
 
-Every file first passes the C library's header checks; after that this module walks the (now known to be well-formed)
-header for the metadata. Keys are copied as raw records, so nothing about them can change: empty arrays, NaNs and types
-stay as they are. gguf-py's reader is not used for that: it needs 15 s and 600 MiB for a 128k-token vocabulary, and its
-writer drops empty arrays. Data is read with pread into NumPy buffers, never mapped: a file that shrinks gives an
-error, not SIGBUS.
+The C library checks the header of every file first. This module then reads the metadata from the checked header. It
+copies keys as raw records, which preserves empty arrays, NaNs and types. gguf-py's reader would need 15 s and 600 MiB
+for a 128k-token vocabulary, and its writer drops empty arrays. pread() reads data into NumPy buffers; no file is
+mapped, so a file that shrinks causes an error and not SIGBUS.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ..regular_files import open_regular, read_at
 from ..values import TYPE_NAMES, Array, bits_dtype, to_float
 
 MAX_NAME = 63  # bytes of a tensor name; FORMAT.md section 4
-COPY_BLOCK = 16 << 20  # bytes moved at a time where a tensor needs no processing
+COPY_BLOCK = 16 << 20  # bytes per step when a tensor is copied
 
 # ---- metadata ----
 
@@ -41,7 +40,7 @@ _U32, _F32, _STRING, _ARRAY, _U64 = 4, 6, 8, 9, 10
 
 @dataclass(frozen=True)
 class Key:
-    """A metadata entry: its whole record as it stands in the file, and where its value starts."""
+    """A metadata entry: its record in the file, and the start of its value."""
 
     name: str
     type: int
@@ -53,7 +52,7 @@ class Key:
 
 
 def _read_value(data: bytes, at: int, kind: int) -> tuple[Any, int]:
-    """The value at `at` in checked data, and where it ends."""
+    """The value at `at` in checked data, and its end."""
     if kind in _SCALARS:
         layout = _SCALARS[kind]
         return struct.unpack_from(layout, data, at)[0], at + struct.calcsize(layout)
@@ -73,7 +72,7 @@ def _read_value(data: bytes, at: int, kind: int) -> tuple[Any, int]:
 
 
 def _value_end(data: bytes, at: int, kind: int) -> int:
-    """Like _read_value, without building the value: vocabularies have 100,000 strings."""
+    """The end of a value, without the value: vocabularies have 100,000 strings."""
     if kind in _SCALARS:
         return at + struct.calcsize(_SCALARS[kind])
     length = struct.Struct("<Q").unpack_from
@@ -104,7 +103,7 @@ def _walk_keys(header: bytes) -> list[Key]:
 
 
 def make_key(name: str, kind: str, value: Any) -> Key:
-    """kind: "u32", "u64", "f32", "str", "[u32", "[u64", "[f32" or "[str"."""
+    """A new metadata entry. kind: "u32", "u64", "f32", "str", "[u32", "[u64", "[f32" or "[str"."""
     prefix = pack_string(name)
     if kind == "str":
         kind_id, body = _STRING, pack_string(value)
@@ -141,7 +140,7 @@ def type_name(type_id: int) -> str:
 
     try:
         return gguf.GGMLQuantizationType(type_id).name.lower().replace("_k", "_K")
-    except ValueError:  # gguf-py may know fewer types than llama.cpp
+    except ValueError:  # gguf-py may have fewer types than llama.cpp
         return f"type {type_id}"
 
 
@@ -154,7 +153,7 @@ def _is_unchanged(file: os.stat_result, before: os.stat_result) -> bool:
 
 
 class _Shard:
-    """One file: the descriptor that everything is read from, and the checked header."""
+    """One file: its descriptor and its checked header."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -162,7 +161,7 @@ class _Shard:
             self.file = on_error.enter_context(open_regular(path))
             self.opened = os.fstat(self.file.fileno())
             checked = on_error.enter_context(bindings.File(path))
-            if not _is_unchanged(os.stat(path), self.opened):  # then the checks were made on another file
+            if not _is_unchanged(os.stat(path), self.opened):  # the checked file was another one
                 raise errors.error(errors.FILE_CHANGED, f"{path}: changed while it was opened")
             self.checked = checked
             self.is_sparse = checked.is_sparse
@@ -191,7 +190,7 @@ class _Shard:
         return out
 
     def blocks(self, offset: int, nbytes: int) -> Iterator[Array]:
-        """These bytes in small pieces."""
+        """The bytes in blocks."""
         for at in range(0, nbytes, COPY_BLOCK):
             yield self.read(offset + at, min(COPY_BLOCK, nbytes - at))
 
@@ -201,7 +200,7 @@ class _Shard:
 
 
 class FileArrays:
-    """The components of a sparse matrix in a file; codec.StoredArrays."""
+    """The components of a sparse matrix in a file, as codec.StoredArrays."""
 
     def __init__(self, shard: _Shard, tensors: Sequence[bindings.FileTensor]):
         self._shard = shard
@@ -216,7 +215,7 @@ class FileArrays:
         return self._shard.read(self._tensors[i].offset, self._tensors[i].nbytes)
 
     def array(self, i: int) -> Array:
-        """All of component i, an array of int32 or of bytes."""
+        """Component i, an array of int32 or of bytes."""
         return self.data(i).view(component_dtype(self._tensors[i].type))
 
     def first_numbers(self, i: int, n: int) -> Array:
@@ -230,14 +229,14 @@ class FileArrays:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the dense model; it may be stored sparse."""
+    """A tensor of the dense model, stored dense or sparse."""
 
     name: str
     type: int
     ne: tuple[int, ...]  # ggml order: the number of columns first
     nbytes: int  # of the dense tensor
     shard: _Shard
-    offset: int  # of the dense data, -1 if sparse
+    offset: int  # of the dense data; -1 if sparse
     sparse: bindings.FileSparse | None = None
 
     @property
@@ -259,14 +258,14 @@ class Tensor:
 
     @property
     def storage_name(self) -> str:
-        """How the data is stored: dense, or the TYPE of `macko convert` with its index."""
+        """The storage of the data: dense, or the TYPE of `macko convert` with its index."""
         if self.sparse is None:
             return "dense"
         return registry.codec(self.sparse.format).storage_name(self.sparse.index_bits, self.sparse.value_type)
 
     @property
     def is_quantized(self) -> bool:
-        """Stored sparse with quantized values: not bit for bit what it was made from."""
+        """Whether the tensor is stored sparse with quantized values, not bit for bit equal to its source."""
         return self.codec is not None and self.sparse is not None and self.codec.is_lossy(self.sparse.value_type)
 
     @property
@@ -274,7 +273,7 @@ class Tensor:
         return self.nbytes if self.sparse is None else self.sparse.nbytes
 
     def read(self, n_threads: int = 0) -> Array:
-        """All dense bytes (uint8); a sparse tensor is checked and decoded."""
+        """All dense bytes (uint8). A sparse tensor is checked and decoded."""
         if self.sparse is None:
             return self.shard.read(self.offset, self.nbytes)
         m = self.read_sparse()
@@ -282,7 +281,7 @@ class Tensor:
             return registry.codec_of(m).decode(m, n_threads).reshape(-1).view(np.uint8)
 
     def measure_error(self, source: Array, n_threads: int = 0) -> tuple[EncodedMatrix, MatrixError]:
-        """A sparse tensor, checked, and how far it is from the bit patterns (rows, cols) that it was made from."""
+        """A checked sparse tensor, and its errors relative to the source bit patterns (rows, cols)."""
         m = self.read_sparse()
         with self._named_errors():
             return m, registry.codec_of(m).measure_error(m, source, n_threads=n_threads)
@@ -309,13 +308,13 @@ class Tensor:
         return ggml_quants.dequantize(self.read(), self.type, self.rows, self.cols, n_threads)
 
     def stored_arrays(self) -> FileArrays:
-        """The arrays of a sparse tensor, to be read one at a time."""
+        """The arrays of a sparse tensor, for reading one at a time."""
         if self.sparse is None:
             raise errors.error(errors.NOT_SPARSE, f"{self.shard.path}: {self.name}: is not stored sparse")
         return FileArrays(self.shard, [self.shard.tensors[i] for i in self.sparse.tensor_index])
 
     def read_sparse(self) -> EncodedMatrix:
-        """The stored arrays of a sparse tensor, not yet checked."""
+        """The unchecked stored arrays of a sparse tensor."""
         stored = self.stored_arrays()
         assert self.sparse is not None
         header = EncodedMatrix(
@@ -332,7 +331,7 @@ class Tensor:
         return registry.codec(header.format).from_arrays(header, [stored.data(i) for i in range(len(header.types))])
 
     def blocks(self, n_threads: int = 0) -> Iterator[Array]:
-        """The dense bytes in pieces: small ones for a dense tensor, all at once for a sparse one."""
+        """The dense bytes: in blocks for a dense tensor, at once for a sparse tensor."""
         if self.sparse is not None:
             yield self.read(n_threads)
             return
@@ -340,12 +339,12 @@ class Tensor:
 
 
 def _is_format_key(name: str) -> bool:
-    """The key describes how this file is stored, not the model."""
+    """Whether a key describes the storage and not the model."""
     return name.startswith(("split.", "macko.tensor.")) or name == "macko.version"
 
 
 class Model:
-    """A model file, dense or sparse, or all shards of a split one, seen as the dense model."""
+    """A model file, dense or sparse, or all shards of a split model, presented as the dense model."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -367,12 +366,12 @@ class Model:
 
     @property
     def keys(self) -> list[Key]:
-        """Metadata of the model: that of the first shard, without what describes storage."""
+        """Metadata of the model: that of the first shard, without keys about storage."""
         return [k for k in self.shards[0].keys if not _is_format_key(k.name)]
 
     @property
     def stored_keys(self) -> list[Key]:
-        """Metadata of the model and of how its sparse tensors are stored, for a copy in one file."""
+        """Metadata of the model and of its sparse tensors, for a copy in one file."""
         return [k for k in self.shards[0].keys if not k.name.startswith("split.")]
 
     @property
@@ -415,12 +414,12 @@ class Model:
 
 
 def _part_name(path: Path) -> re.Match[str] | None:
-    """Of a file that llama-gguf-split has made: its groups are the model's name, the shard's number and their count."""
+    """The name of a file of llama-gguf-split; groups: model name, shard number, shard count."""
     return re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name, re.DOTALL)
 
 
 def _part_path(path: Path, name: re.Match[str], no: int) -> Path:
-    """no: from 0 on."""
+    """The path of shard `no`, counted from 0."""
     return path.with_name(f"{name[1]}-{no + 1:05d}-of-{name[3]}.gguf")
 
 

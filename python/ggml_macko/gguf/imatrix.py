@@ -1,9 +1,8 @@
 """llama.cpp's imatrix files: the sum of squares of each input column of each weight, over a calibration text.
 
-The GGUF form that llama-imatrix writes and llama-quantize reads: for each weight X a tensor X.in_sum2 (F32, one row
-per expert, sums as they are, not divided) and X.counts (F32, one number, or one per expert: how many input rows were
-summed), and four keys. A file that breaks any of this is refused with one line; callers can rely on sums that are
-finite and not negative, and on counts that fit them.
+llama-imatrix writes this GGUF format, and llama-quantize reads it. Each weight X has a tensor X.in_sum2 (F32, one row
+of sums per expert) and X.counts (F32, number of summed input rows, one or one per expert). The file has four keys.
+Invalid files are refused with one line. Sums are finite and not negative, and counts fit them.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from ..values import TYPE_F32, Array
 SUMS, COUNTS = ".in_sum2", ".counts"
 _ALIGNMENT = 32
 _LARGEST_COUNT = 2**53
-_LEAST_WEIGHT = 1e-4  # of the mean: a block must not be lost because its inputs were zero in the calibration text
+_LEAST_WEIGHT = 1e-4  # of the mean, so that a block whose inputs were zero in the text is not lost
 
 
 @dataclass
 class Statistics:
-    """Of one weight."""
+    """The statistics of one weight."""
 
     sums: Array  # (matrices, cols), >= 0
     counts: Array  # int64, one per matrix, or one for all
 
     @property
     def n_unused(self) -> int:
-        """Experts that no token was routed to."""
+        """The number of experts without tokens."""
         return int(np.count_nonzero(self.counts == 0))
 
 
@@ -53,8 +52,8 @@ class Imatrix:
     def of(self, tensor: Tensor) -> Statistics:
         """The statistics of a tensor of the model, sums (n_mat, cols) and counts (n_mat,).
 
-        counts[i] is 0, and sums[i] all zero, for an expert that no token was routed to. Raises MackoError when there
-        are none or when they are of another shape.
+        counts[i] and sums[i] are 0 for an expert without tokens. Raises MackoError without statistics or for another
+        shape.
         """
         found = self.entries.get(tensor.name)
         if found is None:
@@ -69,20 +68,19 @@ class Imatrix:
         return Statistics(found.sums.reshape(n_mat, cols), np.broadcast_to(found.counts, n_mat))
 
     def column_weights(self, tensor: Tensor) -> Array | None:
-        """How much the squared error of a weight counts: float32 (matrices, cols), the mean square of each input
-        column, scaled to a mean of 1 in each matrix. None: nothing was measured for this tensor. Raises MackoError as
-        `of` does.
+        """Weights of squared errors, float32 (matrices, cols): the mean square of each input column, scaled to a mean
+        of 1 per matrix. None for a tensor without statistics. Raises the errors of `of`.
         """
         if tensor.name not in self.entries:
             return None
         found = self.of(tensor)
         mean = found.sums / np.maximum(found.counts, 1)[:, None]
-        mean[found.counts == 0] = 1  # an expert that no token was routed to
+        mean[found.counts == 0] = 1  # an expert without tokens
         mean /= mean.mean(axis=1, keepdims=True)
         return np.maximum(mean, _LEAST_WEIGHT).astype(np.float32)
 
     def check_model(self, model: Model) -> None:
-        """Raises MackoError unless each entry belongs to a tensor of the model and has its shape."""
+        """Raises MackoError unless each entry has the name and the shape of a tensor of the model."""
         tensors = {t.name: t for t in model.tensors}
         for name in self.entries:
             if name not in tensors:
@@ -105,7 +103,7 @@ def _shape(a: Array) -> str:
 
 
 def read(path: str | os.PathLike[str]) -> Imatrix:
-    """Raises MackoError naming file, tensor, place and value, or OSError."""
+    """Reads a file. Raises MackoError with file, tensor, position and value, or OSError."""
     path = Path(path)
     with named(path), open_regular(path) as f:
         magic = bytearray(4)
@@ -181,7 +179,7 @@ def _read_entry(path: Path, name: str, parts: Mapping[str, Tensor]) -> Statistic
 
 
 def write(imatrix: Imatrix, output: AtomicOutput) -> None:
-    """Writes all of the file into an open output; sealing and committing it is left to the caller."""
+    """Writes the file into an open output, which the caller seals and commits."""
     keys = [
         make_key("general.type", "str", "imatrix"),
         make_key("imatrix.datasets", "[str", imatrix.datasets),
@@ -199,7 +197,7 @@ _TYPES = {np.dtype(np.float32): TYPE_F32, np.dtype(np.int64): 27, np.dtype(np.fl
 
 
 def write_arrays(arrays: Mapping[str, Array], keys: Sequence[Key], output: AtomicOutput) -> None:
-    """A GGUF of NumPy arrays, name -> array of at most two dimensions."""
+    """Writes a GGUF of NumPy arrays with at most two dimensions, by name."""
     tensors = []
     for name, a in arrays.items():
         ne = a.shape[::-1]

@@ -1,8 +1,8 @@
 """Files that appear complete or not at all, and scratch folders.
 
-What is temporary has a random name that did not exist before, and an object owns that name from before the file is made
-until it is gone. So it is removed wherever an exception arrives, that of a signal handler included: by the with block,
-else when the object goes, at the latest when the process exits.
+A temporary file has a new random name, which an object owns before the file exists and until it is removed. So the file
+is removed after any exception, even of a signal handler: by the with block, by the end of the object, or at the latest
+at the exit of the process.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Callable, TypeVar
 from .. import console, errors
 from ..regular_files import check_regular, named, new_file, write_at
 
-_MAX_NAME = 200  # bytes of an output's name that its partial file repeats; the rest of 255 is ours
-_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)  # what link() says on such a file system
+_MAX_NAME = 200  # bytes of an output's name in the name of its partial file, which has at most 255
+_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)  # errors of link() on such a file system
 
 _NO_FSYNC_OF_FOLDERS = (errno.EINVAL, errno.EOPNOTSUPP)
 
@@ -37,14 +37,14 @@ _Made = TypeVar("_Made")
 
 
 class _Temporary:
-    """A random name in a folder. The file or folder that is made under it is removed with this object."""
+    """A random name in a folder. The file or folder with this name is removed with this object."""
 
     def __init__(self, folder: Path, prefix: str, suffix: str = ""):
         self.path = folder / f"{prefix}{secrets.token_hex(8)}{suffix}"
         self._finalizer = weakref.finalize(self, _remove_own, self.path, os.getpid())
 
     def make(self, how: Callable[[Path], _Made]) -> _Made:
-        """Makes it. how: raises FileExistsError if anything has that name already."""
+        """Makes the file or folder. how: raises FileExistsError if the name exists."""
         try:
             return how(self.path)
         except FileExistsError:
@@ -52,13 +52,13 @@ class _Temporary:
             raise
 
     def remove(self) -> None:
-        """Removes what has the name, if anything has."""
+        """Removes the file or folder, if it exists."""
         if self._finalizer.alive:
             _remove(self.path)
-            self.forget()  # last: until here, an exception leaves the removal to the finalizer
+            self.forget()  # last, so that the finalizer removes the file after an exception
 
     def forget(self) -> None:
-        """What has the name, if anything has, is not ours."""
+        """Gives up the name."""
         self._finalizer.detach()
 
 
@@ -71,14 +71,14 @@ def _remove(path: Path) -> None:
 
 
 def _remove_own(path: Path, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has copies of its parent's objects
+    if os.getpid() == pid:  # a forked child has copies of the parent's objects
         with contextlib.suppress(OSError):
             _remove(path)
 
 
 @contextlib.contextmanager
 def scratch_folder(parent: str | os.PathLike[str], prefix: str) -> Iterator[Path]:
-    """A new folder, for this user only, that is removed with all it holds."""
+    """A new folder for this user only, which is removed with its content."""
     temporary = _Temporary(Path(parent), prefix)
     try:
         temporary.make(lambda path: os.mkdir(path, 0o700))
@@ -99,11 +99,11 @@ class AtomicOutput:
             ... verify out.partial ...
             out.commit()
 
-    The data goes to `.NAME.RANDOM.partial` in the same folder, which is made exclusively and locked with flock. Its
-    first four bytes are this process's id until seal() writes the signature (the GGUF magic, or that of another
-    format), so that no reader takes an incomplete file for a model. Leaving the block without commit() removes the
-    partial file. After kill -9 or a power cut it stays; the next run of the same user that writes the same output
-    removes it, if it can lock it. A lock that is held means that the output is in use.
+    The data is in `.NAME.RANDOM.partial` in the same folder, which is created exclusively and locked with flock. Its
+    first four bytes are the id of this process until seal() writes the signature (the GGUF magic or that of another
+    format), so that no reader mistakes an incomplete file for a model. Leaving the block without commit() removes the
+    partial file. It remains after kill -9 or a power cut; the next run of the same user with the same output removes
+    it, if it can lock it. A held lock means that the output is in use.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class AtomicOutput:
 
     @property
     def partial(self) -> Path:
-        """Where the data is until commit()."""
+        """The path of the data until commit()."""
         assert self._temporary is not None
         return self._temporary.path
 
@@ -163,7 +163,7 @@ class AtomicOutput:
         while True:
             temporary = self._temporary = _Temporary(self.path.parent, prefix, suffix)
             self._file = temporary.make(lambda path: new_file(path, "x+", self._inputs))
-            # another run may hold the lock for a moment, and then has taken the file for what a killed run left
+            # another run may briefly lock and remove the file, as if a killed run had left it
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(self._file.fileno()).st_nlink:
@@ -171,7 +171,7 @@ class AtomicOutput:
             temporary.remove()
 
     def _look_for_others(self) -> None:
-        """Raises MackoError if another process writes the same output; removes what killed ones left."""
+        """Raises MackoError if another process writes the same output. Removes files of killed processes."""
         prefix, suffix = _partial_name(self.path)
         name = re.compile(re.escape(prefix) + "[0-9a-f]{16}" + re.escape(suffix))
         for other in sorted(entry for entry in os.listdir(self.path.parent) if name.fullmatch(entry)):
@@ -180,13 +180,13 @@ class AtomicOutput:
                 self._look_at(path)
 
     def _look_at(self, path: Path) -> None:
-        """Of _look_for_others. A link is not followed, and what is not a file of this user is not touched."""
+        """A step of _look_for_others(). It follows no links and ignores files of other users."""
         try:
             found = os.lstat(path)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                 return
             file = io.FileIO(path, "r+", opener=_open_no_link)
-        except OSError:  # it has gone, or is not ours after all
+        except OSError:  # the file is gone or not ours
             return
         with file:
             if not os.path.samestat(found, os.fstat(file.fileno())):
@@ -198,7 +198,7 @@ class AtomicOutput:
                 unknown = len(owner) < 4 or owner == self._signature
                 by = "another process" if unknown else f"pid {struct.unpack('<I', owner)[0]}"
                 raise errors.error(errors.IO, f"{self.path}: in use by {by}") from e
-            # its owner may have given it its final name before it let the lock go
+            # the owner may have renamed the file before it released the lock
             if os.path.lexists(path) and os.path.samestat(found, os.lstat(path)):
                 os.unlink(path)
                 console.log(f"{path}: removed; it was left by a run that was killed")
@@ -215,7 +215,7 @@ class AtomicOutput:
                 view = view[os.write(self._fd, view[: 1 << 30]) :]
 
     def seal(self) -> None:
-        """All data is written: make it durable, then turn it into a file of its format."""
+        """Makes the complete data durable, and then writes the signature of the format."""
         with named(self.path):
             assert self._file is not None
             os.fsync(self._fd)
@@ -223,10 +223,10 @@ class AtomicOutput:
             os.fsync(self._fd)
 
     def commit(self) -> None:
-        """Gives the sealed file its name. Raises MackoError if an output without force appeared meanwhile, or if the
-        new name could not be made durable; in the latter case the output is complete and in its place.
+        """Gives the sealed file its name. Raises MackoError if the output has appeared meanwhile (without force), or if
+        the new name is not durable; in the latter case, the output is complete and in its place.
         """
-        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # while nothing is done yet
+        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # before any change
         try:
             self._check_free()
             with named(self.path, always=True):
@@ -244,7 +244,7 @@ class AtomicOutput:
 
     @contextlib.contextmanager
     def _complete(self, what: str) -> Iterator[None]:
-        """The output has its name: says so if anything fails inside."""
+        """Adds to errors inside the block that the output is complete."""
         try:
             yield
         except OSError as e:
@@ -255,7 +255,7 @@ class AtomicOutput:
         assert self._temporary is not None
         if not self._force:
             try:
-                os.link(self.partial, self.path, follow_symlinks=False)  # unlike rename, never replaces a file
+                os.link(self.partial, self.path, follow_symlinks=False)  # unlike rename(), link() never replaces a file
             except FileExistsError:
                 self._check_free()
                 raise
@@ -271,7 +271,7 @@ class AtomicOutput:
 
 
 def _partial_name(path: Path) -> tuple[str, str]:
-    """What precedes and what follows the random part."""
+    """The parts of the name before and after the random part."""
     name = os.fsencode(path.name)
     return f".{path.name if len(name) <= _MAX_NAME else hashlib.sha256(name).hexdigest()}.", ".partial"
 
@@ -283,5 +283,5 @@ def _open_no_link(path: str, flags: int) -> int:
 def _is_same(path: Path, other: Path) -> bool:
     try:
         return path.samefile(other)
-    except OSError:  # one of them does not exist
+    except OSError:  # one of the files does not exist
         return False

@@ -1,4 +1,4 @@
-"""Which tensors of a model the tools work on. The rule itself is in src/load/compress.cpp: the loader needs it too."""
+"""The tensors of a model that the tools change. The rule is in src/load/compress.cpp, because the loader needs it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ ENDS = (HEAD, EMBEDDING, "per_layer_token_embd.weight")
 
 
 def is_block_weight(name: str, n_dims: int) -> bool:
-    """A weight matrix of a block, or the weights of its experts (3-D)."""
+    """Whether a tensor is a weight matrix of a block, or the weights of its experts (3-D)."""
     return bindings.weight_use(name, n_dims) == bindings.WEIGHT_BLOCK
 
 
 def is_multiplied(name: str, n_dims: int) -> bool:
-    """llama.cpp uses the tensor in nothing but matrix products: it may be stored sparse."""
+    """Whether llama.cpp uses the tensor in matrix products only, so that it may be stored sparse."""
     return bindings.weight_use(name, n_dims) != bindings.WEIGHT_OTHER
 
 
 def check_pattern(option: str, pattern: str, names: Iterable[str], others: Iterable[str] = (), why: str = "") -> None:
-    """Raises MackoError (BAD_ARGUMENT), with the nearest names, unless a regular expression is found in a name.
+    """Raises MackoError (BAD_ARGUMENT), with the nearest names, unless a regular expression matches a name.
 
-    option: what the user gave, for the message. others: names of tensors for which the option means nothing, and why.
+    option: text of the option, for the message. others, why: names of tensors without this option, and the reason.
     """
     names = list(names)
     if any(re.search(pattern, name) for name in names):

@@ -1,4 +1,4 @@
-"""Writing GGUF files front to back: the header of known tensors first, then their data."""
+"""Writes GGUF files front to back: the header, then the data of each tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .outputs import AtomicOutput
 
 @dataclass(frozen=True)
 class NewTensor:
-    """An entry of the tensor table of a file that is being written."""
+    """An entry of the tensor table of a new file."""
 
     name: str
     type: int
@@ -25,7 +25,7 @@ class NewTensor:
 
 
 def build_header(keys: Iterable[Key], tensors: Sequence[NewTensor], alignment: int) -> bytes:
-    """Everything before the data, padded to where the data starts."""
+    """All bytes before the data, with padding."""
     keys = list(keys)
     header = bytearray(struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(keys)))
     for key in keys:
@@ -38,12 +38,12 @@ def build_header(keys: Iterable[Key], tensors: Sequence[NewTensor], alignment: i
 
 
 def file_nbytes(keys: Iterable[Key], tensors: Sequence[NewTensor], alignment: int) -> int:
-    """The exact size of the file that Writer will write."""
+    """The exact size of the file that Writer writes."""
     return len(build_header(keys, tensors, alignment)) + sum(align(t.nbytes, alignment) for t in tensors)
 
 
 class Writer:
-    """Writes a GGUF front to back into an open output: header first, then the data of each tensor in table order."""
+    """Writes a GGUF into an open output: the header, then the data of each tensor in table order."""
 
     def __init__(self, output: AtomicOutput, keys: Iterable[Key], tensors: Sequence[NewTensor], alignment: int):
         self._output = output
@@ -52,7 +52,7 @@ class Writer:
         output.write(output.magic + build_header(keys, tensors, alignment)[4:])
 
     def write(self, blocks: Iterable[Array]) -> None:
-        """The data of the next tensor."""
+        """Writes the data of the next tensor."""
         nbytes = self._left.pop(0)
         written = 0
         for block in blocks:
@@ -76,8 +76,8 @@ def align(n: int, alignment: int) -> int:
 
 
 def write_with_keys(model: Model, keys: Iterable[Key], output: AtomicOutput) -> None:
-    """Writes a model as it is stored, sparse tensors included, with these metadata; the parts of a split one become one
-    file. Sealing is left to the caller. Raises MackoError if the model has changed meanwhile.
+    """Copies a model, with its sparse tensors and these metadata, into one file, which the caller seals. Raises
+    MackoError if the model has changed meanwhile.
     """
     stored = [(shard, t) for shard in model.shards for t in shard.tensors]
     tensors = [NewTensor(t.name, t.type, t.ne, t.nbytes) for _, t in stored]
@@ -89,7 +89,7 @@ def write_with_keys(model: Model, keys: Iterable[Key], output: AtomicOutput) -> 
 
 
 def is_written(model: Model, written: Model) -> bool:
-    """Whether the data of all tensors are stored in both with the same bytes."""
+    """Whether the stored bytes of all tensors are equal in both files."""
     a, b = ([(shard, t) for shard in m.shards for t in shard.tensors] for m in (model, written))
     return len(a) == len(b) and all(
         (t.name, t.type, t.ne) == (u.name, u.type, u.ne)

@@ -4,6 +4,7 @@
   python3 tools/fuzz.py build build/fuzz                 with clang: programs that need no library of it at run time
   python3 tools/fuzz.py run build/fuzz --seconds 480     one process per core; a table, new inputs and crashes
   python3 tools/fuzz.py merge build/fuzz                 the fewest new inputs that cover as much: tests/fuzz/corpus
+  .venv/bin/python tools/fuzz.py grammars --count 1000000    random grammars, in processes of ggml_macko.grammar
 
 Each target is built twice: with the address and undefined-behaviour sanitizers, and without, which is several times
 faster. `run` needs only Python: copy this file and the folder to another x86-64 machine, without compiler or network.
@@ -255,6 +256,17 @@ def merge(args: argparse.Namespace) -> None:
         print(f"{name}: {len(found)} inputs, {sum(p.stat().st_size for p in found):,} bytes")
 
 
+def grammars(args: argparse.Namespace) -> None:
+    sys.path.insert(0, str(ROOT / "tests"))
+    from support import generators, random_grammars
+
+    start = time.monotonic()
+    seen = random_grammars.run(args.model or generators.DEMO, args.count, args.seed, args.workers)
+    rows = [(f"{n:,}", text) for text, n in seen.most_common()]
+    print(table([("grammars", "answer"), *rows, (f"{sum(seen.values()):,}", "all")]))
+    print(f"{time.monotonic() - start:.0f} s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -281,8 +293,14 @@ def main() -> None:
     one.add_argument("--max-files", type=int, default=40, help="of each target")
     one.add_argument("--max-nbytes", type=int, default=2048, help="of an input")
     one.set_defaults(func=merge)
+    one = commands.add_parser("grammars", help="follow random grammars; a table of the answers")
+    one.add_argument("--count", type=int, default=10_000)
+    one.add_argument("--seed", type=int, default=1)
+    one.add_argument("--workers", type=int, default=CPUS, help="threads with a process each (default: one per core)")
+    one.add_argument("--model", type=pathlib.Path, help="whose vocabulary (default: the bundled model)")
+    one.set_defaults(func=grammars)
     args = parser.parse_args()
-    if getattr(args, "out", args.folder) is None:
+    if getattr(args, "out", "") is None:
         args.out = args.folder / "out"
     try:
         args.func(args)

@@ -1,244 +1,186 @@
-"""Grammars (GBNF) that llama.cpp would not survive, found before it sees them.
+"""Grammars (GBNF) in a process of their own.
 
-llama.cpp refuses plain left recursion itself. It misses recursion behind what may be empty, where its stacks grow until
-memory ends; it follows every path of leftmost rules, whose number can be exponential; and it parses and copies without
-a limit. What is no grammar at all is left to llama.cpp.
+llama.cpp ends the process on many grammars: it throws exceptions through its C interface, and bounds neither the time
+nor the memory nor the stack that a grammar needs. So a worker process computes which tokens may follow, within limits.
+The worker loads the vocabulary once. A child of the worker follows the grammar; if it dies, the worker forks another.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field
+import contextlib
+import ctypes
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+from multiprocessing import Pipe, connection, spawn
+from typing import Any
 
-from . import errors
+import llama_cpp
+import numpy as np
+from llama_cpp._logger import logger
 
-MAX_NBYTES = 1 << 20  # of the text
-MAX_DEPTH = 500  # of parentheses
-MAX_ELEMENTS = 1_000_000  # characters, ranges and references, repetitions written out
-MAX_CHAIN = 10_000  # leftmost rules below one another
-MAX_PATHS = 100_000_000  # of leftmost rules
-_UNBOUNDED_FROM = 2000  # llama.cpp takes a larger maximum for none
+from . import errors, system
 
-_WORD = re.compile(
-    r"""(?P<space> [ \t\r\n]+ | \#[^\r\n]*) | (?P<define> [a-zA-Z0-9-]+ (?: [ \t]* ::= ))
-      | (?P<literal> "(?: \\. | [^"\\] )*") | (?P<characters> \[ (?: \\. | [^\]\\] )* \]) | (?P<name> [a-zA-Z0-9-]+)
-      | (?P<token> !?<[^>]*>) | (?P<any> \.) | (?P<open> \() | (?P<close> \)) | (?P<or> \|)
-      | (?P<repeat> [*+?] | \{ \s* [0-9]{1,9} \s* (?: , \s* (?: [0-9]{1,9} )? \s* )? \} )""",
-    re.VERBOSE | re.DOTALL,
-)
-_TERMINAL = -1
+MAX_SECONDS = 5  # of CPU time, for the tokens that may follow one token
+MAX_NBYTES = 1 << 29  # of memory, besides that of the vocabulary
+_BEGIN, _ACCEPT, _ALLOWED, _REFUSED, _DIED = b"bamrd"
 
 
 def _refuse(why: str) -> errors.MackoError:
     return errors.error(errors.BAD_ARGUMENT, f"grammar: {why}")
 
 
-def _times(text: str) -> tuple[int, int | None]:
-    """The least and the largest number of repetitions; None: no maximum."""
-    if text in "*+?":
-        return (1 if text == "+" else 0), (1 if text == "?" else None)
-    numbers = [int(x) for x in re.findall("[0-9]+", text)]
-    most = numbers[-1] if len(numbers) > 1 or "," not in text else None
-    return numbers[0], None if most is not None and most > _UNBOUNDED_FROM else most
+# ---- this process ----
 
 
-@dataclass
-class _Rule:
-    alternates: list[list[int]] = field(default_factory=list)  # numbers of rules, or _TERMINAL
+class Worker:
+    """A process with the vocabulary of a model. It follows one grammar at a time."""
+
+    def __init__(self, model: Any) -> None:
+        """model: llama_cpp._internals.LlamaModel"""
+        self._connection, theirs = Pipe()
+        overrides, n = model.params.kv_overrides, 0
+        while overrides and overrides[n].key:
+            n += 1
+        keys = ctypes.string_at(overrides, (n + 1) * ctypes.sizeof(overrides.contents)) if n else b""
+        code = (
+            f"import sys; sys.path = {sys.path!a}; from ggml_macko.grammar import serve; "
+            f"serve({theirs.fileno()}, {model.path_model!a}, {keys!a}, {MAX_SECONDS}, {MAX_NBYTES})"
+        )
+        with theirs:
+            self._process = subprocess.Popen(
+                [spawn.get_executable(), "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for this process
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "GGML_NO_BACKTRACE": "1"},
+            )
+        self.creator = os.getpid()
+        self.grammar: Grammar | None = None  # the one that the worker follows
+
+    def ask(self, kind: int, content: bytes) -> np.ndarray:
+        """Which tokens may follow. Raises ArgumentError for a grammar that llama.cpp refuses or does not survive."""
+        try:
+            self._connection.send_bytes(bytes([kind]) + content)
+            answer = self._connection.recv_bytes()
+        except (EOFError, OSError) as e:
+            self.close()
+            raise RuntimeError("the process that follows grammars has ended") from e
+        except BaseException:  # the answer to this question must not become that to the next
+            self.close()
+            raise
+        if answer[0] == _REFUSED:
+            raise _refuse("llama.cpp refused it; its log says why")
+        if answer[0] == _DIED:
+            limits = f"{MAX_SECONDS} s or {MAX_NBYTES >> 20} MiB"
+            raise _refuse(f"llama.cpp failed, or needed more than {limits} for a token ({answer[1:].decode()})")
+        return np.frombuffer(answer, np.bool_, offset=1)
+
+    def is_usable(self) -> bool:
+        """False after a fork, too: the connection belongs to the parent."""
+        return not self._connection.closed and self.creator == os.getpid()
+
+    def close(self) -> None:
+        if self.is_usable():
+            self._connection.close()
+            os.killpg(self._process.pid, signal.SIGKILL)  # its child, too
+            self._process.wait()
 
 
-@dataclass
-class _Open:
-    """A rule that is being read."""
+class Grammar:
+    """A grammar in use, and the place in it."""
 
-    rule: int
-    last: int = 0  # where the item that a repetition would repeat begins in the last alternate
-    size: int = 0  # its elements
+    def __init__(self, worker: Worker, text: str, root: str) -> None:
+        try:
+            content = root.encode() + b"\0" + text.encode()
+        except UnicodeEncodeError as e:
+            raise _refuse(f"character {e.start} is half of a surrogate pair") from e
+        self._worker = worker
+        self._allowed = worker.ask(_BEGIN, content)
+        self._token: int | None = None  # chosen, but not accepted yet
+        worker.grammar = self
 
+    def advance(self) -> None:
+        """Raises ArgumentError if no token may follow."""
+        if self._worker.grammar is not self:
+            raise RuntimeError("the model follows another grammar by now")
+        if self._token is not None:
+            self._allowed = self._worker.ask(_ACCEPT, self._token.to_bytes(4, "little"))
+            self._token = None
+        if not self._allowed.any():
+            raise _refuse("no token of the vocabulary can follow")
 
-class _Reader:
-    def __init__(self) -> None:
-        self.rules: list[_Rule] = []
-        self.names: dict[str, int] = {}
-        self.n_elements = 0
-        self.stack: list[_Open] = []
+    def apply(self, candidates: Any) -> None:
+        """Excludes tokens that must not follow. candidates: a pointer to llama_token_data_array"""
+        array = candidates.contents
+        tokens = np.ctypeslib.as_array(array.data, (array.size,))
+        tokens["logit"][~self._allowed[tokens["id"]]] = -np.inf
 
-    def rule(self, *alternates: list[int]) -> int:
-        self.rules.append(_Rule(list(alternates)))
-        return len(self.rules) - 1
-
-    def named(self, name: str) -> int:
-        if name not in self.names:
-            self.names[name] = self.rule()
-        return self.names[name]
-
-    def add(self, items: list[int], size: int) -> None:
-        top = self.stack[-1]
-        alternate = self.rules[top.rule].alternates[-1]
-        top.last, top.size = len(alternate), size
-        alternate += items
-        self.count(size)
-
-    def count(self, size: int) -> None:
-        self.n_elements += size
-        if self.n_elements > MAX_ELEMENTS:
-            raise _refuse(f"more than {MAX_ELEMENTS} elements, repetitions written out")
-
-    def repeat(self, text: str) -> None:
-        """S{m,n} as llama.cpp writes it: S m times, and a rule for the others."""
-        top = self.stack[-1]
-        alternate = self.rules[top.rule].alternates[-1]
-        items = alternate[top.last :]
-        least, most = _times(text)
-        n_more = 1 if most is None else max(most - least, 0)
-        self.count(top.size * max(least - 1, 0) + (top.size + 3) * n_more)
-        del alternate[top.last :]
-        alternate += items * min(least, 2)
-        if n_more:
-            more = self.rule([], [])
-            behind = [more] if most is None else [self.rule(list(items), [])] if n_more > 1 else []
-            self.rules[more].alternates[0] = [*items, *behind]
-            alternate.append(more)
-        top.size = top.size * max(least, 1) + 1
-
-    def read(self, text: str) -> bool:
-        """False if this is no grammar."""
-        at = 0
-        while at < len(text):
-            word = _WORD.match(text, at)
-            if word is None:
-                return False
-            at, kind = word.end(), word.lastgroup
-            if kind == "space":
-                continue
-            if kind == "define":
-                self.stack = [_Open(self.named(word.group()[:-3].rstrip()))]
-                self.rules[self.stack[0].rule].alternates = [[]]
-            elif not self.stack:
-                return False
-            elif kind == "open":
-                group = self.rule([])
-                self.stack.append(_Open(group))
-                if len(self.stack) > MAX_DEPTH:
-                    raise _refuse(f"more than {MAX_DEPTH} parentheses inside one another")
-            elif kind == "close":
-                if len(self.stack) == 1:
-                    return False
-                group = self.stack.pop().rule
-                self.add([group], 1)
-            elif kind == "or":
-                self.rules[self.stack[-1].rule].alternates.append([])
-                self.stack[-1].last = self.stack[-1].size = 0
-            elif kind == "repeat":
-                self.repeat(word.group())
-            elif kind == "name":
-                self.add([self.named(word.group())], 1)
-            else:
-                size = len(word.group()) - 2 if kind in ("literal", "characters") else 1
-                self.add([_TERMINAL] if size > 0 else [], size)
-        return len(self.stack) == 1
+    def choose(self, token: int) -> None:
+        if not self._allowed[token]:
+            raise _refuse("all tokens that can follow have the probability 0")
+        self._token = token
 
 
-def _nullable(rules: list[_Rule]) -> list[bool]:
-    """Which rules may produce nothing."""
-    empty = [False] * len(rules)
-    uses: list[list[list[int]]] = [[] for _ in rules]  # of a rule: counters of alternates with only rules, and theirs
-    ready = []
-    for number, rule in enumerate(rules):
-        for alternate in rule.alternates:
-            if _TERMINAL not in alternate:
-                counter = [len(alternate), number]
-                for item in alternate:
-                    uses[item].append(counter)
-                if not alternate:
-                    ready.append(number)
-    while ready:
-        number = ready.pop()
-        if empty[number]:
-            continue
-        empty[number] = True
-        for counter in uses[number]:
-            counter[0] -= 1
-            if counter[0] == 0:
-                ready.append(counter[1])
-    return empty
+# ---- the worker ----
 
 
-def _leftmost(rules: list[_Rule], empty: list[bool]) -> list[list[tuple[int, bool]]]:
-    """Of each rule, the rules that it may begin with, and whether something follows each."""
-    edges: list[list[tuple[int, bool]]] = []
-    for rule in rules:
-        found = []
-        for alternate in rule.alternates:
-            for i, item in enumerate(alternate):
-                if item == _TERMINAL:
-                    break
-                found.append((item, i + 1 < len(alternate)))
-                if not empty[item]:
-                    break
-        edges.append(found)
-    return edges
-
-
-def _components(edges: list[list[tuple[int, bool]]]) -> list[list[int]]:
-    """Strongly connected components, those that others lead to first (Tarjan's algorithm without recursion)."""
-    index = [-1] * len(edges)
-    low = [0] * len(edges)
-    on_stack = [False] * len(edges)
-    stack: list[int] = []
-    result: list[list[int]] = []
-    count = 0
-    for root in range(len(edges)):
-        if index[root] >= 0:
-            continue
-        work = [(root, 0)]
-        while work:
-            node, at = work.pop()
-            if at == 0:
-                index[node] = low[node] = count
-                count += 1
-                stack.append(node)
-                on_stack[node] = True
-            elif on_stack[edges[node][at - 1][0]]:
-                low[node] = min(low[node], low[edges[node][at - 1][0]])
-            if at < len(edges[node]):
-                work.append((node, at + 1))
-                target = edges[node][at][0]
-                if index[target] < 0:
-                    work.append((target, 0))
-                continue
-            if low[node] == index[node]:
-                component: list[int] = []
-                while not component or component[-1] != node:
-                    component.append(stack.pop())
-                    on_stack[component[-1]] = False
-                result.append(component)
-    return result
-
-
-def check(text: str) -> None:
-    """Raises ArgumentError for a grammar that llama.cpp would loop on, or run out of memory or stack with."""
-    text = text.split("\0", 1)[0]
-    if len(text) > MAX_NBYTES:
-        raise _refuse(f"{len(text)} characters; the limit is {MAX_NBYTES}")
-    reader = _Reader()
-    if not reader.read(text):
+def serve(fd: int, model_path: str, keys: bytes, max_seconds: int, max_nbytes: int) -> None:
+    """Answers until the other end is closed."""
+    logger.setLevel(logging.CRITICAL + 1)  # llama.cpp has reported what there is to report about the model
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only, params.n_gpu_layers = True, 0
+    if keys:
+        kind = llama_cpp.llama_model_kv_override
+        params.kv_overrides = (kind * (len(keys) // ctypes.sizeof(kind))).from_buffer_copy(keys)
+    model = llama_cpp.llama_model_load_from_file(os.fsencode(model_path), params)
+    if not model:
         return
-    edges = _leftmost(reader.rules, _nullable(reader.rules))
-    names = {number: name for name, number in reader.names.items()}
-    paths, chain = [1] * len(edges), [1] * len(edges)
-    total = 0
-    for component in _components(edges):
-        inside = set(component)
-        for number in component:
-            for target, followed in edges[number]:
-                if target in inside:
-                    if followed:
-                        known = sorted(names[n] for n in component if n in names)
-                        raise _refuse(f"left recursion ({', '.join(known[:5]) or 'in a group'})")
-                else:
-                    paths[number] += paths[target]
-                    chain[number] = max(chain[number], chain[target] + 1)
-            total += paths[number]
-            if total > MAX_PATHS or chain[number] > MAX_CHAIN:
-                raise _refuse("too many rules that begin with one another")
+    vocabulary = llama_cpp.llama_model_get_vocab(model)
+    logger.setLevel(logging.ERROR)
+    system.limit(resource.RLIMIT_CORE, 0)
+    with connection.Connection(fd) as parent:
+        while child := os.fork():
+            _, status = os.waitpid(child, 0)
+            if status == 0:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            parent.send_bytes(bytes([_DIED]) + why.encode())
+        code = 1
+        try:
+            system.limit_memory(max_nbytes)
+            _follow(parent, vocabulary, max_seconds)
+            code = 0
+        finally:
+            os._exit(code)
+
+
+def _follow(parent: connection.Connection, vocabulary: Any, max_seconds: int) -> None:
+    n = llama_cpp.llama_vocab_n_tokens(vocabulary)
+    data = (llama_cpp.llama_token_data * n)()
+    tokens = np.ctypeslib.as_array(data)
+    tokens["id"] = np.arange(n)
+    array = llama_cpp.llama_token_data_array(data, n, -1, False)
+    sampler = None
+    with contextlib.suppress(EOFError):
+        while message := parent.recv_bytes():
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            system.limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + max_seconds)
+            if message[0] == _BEGIN:
+                if sampler:
+                    llama_cpp.llama_sampler_free(sampler)
+                root, text = message[1:].split(b"\0", 1)
+                sampler = llama_cpp.llama_sampler_init_grammar(vocabulary, text, root)
+                if not sampler:
+                    parent.send_bytes(bytes([_REFUSED]))
+                    continue
+            else:
+                llama_cpp.llama_sampler_accept(sampler, int.from_bytes(message[1:], "little"))
+            tokens["logit"] = 0
+            llama_cpp.llama_sampler_apply(sampler, ctypes.byref(array))
+            parent.send_bytes(bytes([_ALLOWED]) + (tokens["logit"] == 0).tobytes())

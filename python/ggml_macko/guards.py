@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
+import os
 import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +24,8 @@ from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from . import errors, grammar
+from . import errors, regular_files
+from .grammar import Grammar, Worker
 
 OLDEST, NEWEST = "0.3.21", "0.3.36"  # llama-cpp-python that the guards were tested with
 MAX_TEMPLATE_NBYTES = 1 << 18  # of a chat template; published ones have 40 KB at most
@@ -32,7 +35,7 @@ MAX_TEMPLATE_NBYTES = 1 << 18  # of a chat template; published ones have 40 KB a
 class Guard:
     """A function of llama_cpp, and the check in front of it."""
 
-    function: str  # MODULE:NAME, or Llama.NAME: a method that GuardedLlama overrides
+    function: str  # MODULE:NAME, or Llama.NAME: a method that GuardedLlama overrides; Llama.*: all, properties too
     failure: str  # of the function without the check
     report: str | None  # section of upstream-reports.md; None: not reported
     replace: Callable[[Any], Any]  # the function -> the one that takes its place
@@ -42,51 +45,43 @@ class Guard:
 # ---- checks of Llama: context managers around a method ----
 
 
-class Uses:
-    """The calls in progress of a Llama: the model is freed after the last, and not while one of them reads it."""
+class Turns:
+    """The calls of a Llama: threads take turns, and the model is freed when no call is in progress."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._n = 0
+        self._depth = 0
         self._closed = False
+        self.sequence = 0  # counts the texts: see _sequence_begins
+        self.is_generating = False
 
     @contextlib.contextmanager
     def use(self, free: Callable[[], None]) -> Iterator[None]:
         with self._lock:
             if self._closed:
-                raise errors.error(errors.BAD_ARGUMENT, "this Llama has been closed")
-            self._n += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._n -= 1
-                is_last = self._closed and self._n == 0
-            if is_last:
-                free()
+                raise closed()
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                if self._closed and self._depth == 0:
+                    free()
 
     def close(self, free: Callable[[], None]) -> None:
+        """A call in progress in another thread ends at its next token."""
+        self._closed = True
         with self._lock:
-            self._closed = True
-            is_idle = self._n == 0
-        if is_idle:
-            free()
+            if self._depth == 0:
+                free()
 
 
-def _in_use(llama: GuardedLlama, *unused: Any, **also_unused: Any) -> AbstractContextManager[None]:
-    return llama._uses.use(super(GuardedLlama, llama).close)
+def closed() -> errors.MackoError:
+    return errors.error(errors.BAD_ARGUMENT, "this Llama has been closed")
 
 
-def _grammar_is_accepted(llama: GuardedLlama, *unused: Any, **options: Any) -> AbstractContextManager[None]:
-    found = options.get("grammar")
-    if found is not None:
-        grammar.check(found._grammar)
-        vocabulary, text, root = llama._model.vocab, found._grammar.encode(), found._root.encode()
-        sampler = llama_cpp.llama_sampler_init_grammar(vocabulary, text, root)
-        if not sampler:
-            raise errors.error(errors.BAD_ARGUMENT, "grammar: llama.cpp refused it; its log says why")
-        llama_cpp.llama_sampler_free(sampler)
-    return contextlib.nullcontext()
+def _in_turn(llama: GuardedLlama, *unused: Any, **also_unused: Any) -> AbstractContextManager[None]:
+    return llama._turns.use(llama._free)
 
 
 def _tokens_are_known(
@@ -125,24 +120,109 @@ def _inside(*checks: Callable[..., AbstractContextManager[None]]) -> Callable[[A
     return replace
 
 
-def _inside_while_iterating(check: Callable[..., AbstractContextManager[None]]) -> Callable[[Any], Any]:
-    """The same for a method that is a generator."""
-
-    def replace(method: Any) -> Any:
-        @functools.wraps(method)
-        def guarded(self: GuardedLlama, *args: Any, **kwargs: Any) -> Any:
-            with check(self, *args, **kwargs):
-                yield from method(self, *args, **kwargs)
-
-        return guarded
-
-    return replace
+@contextlib.contextmanager
+def _sequence_begins(llama: GuardedLlama, *unused: Any, **also_unused: Any) -> Iterator[None]:
+    """A text that generate() has begun cannot be continued after this call, unless generate() itself makes it."""
+    if not llama._turns.is_generating:
+        llama._turns.sequence += 1
+    yield
 
 
-def _close_after_the_last_use(close: Any) -> Any:
-    @functools.wraps(close)
-    def guarded(self: GuardedLlama) -> None:
-        self._uses.close(lambda: close(self))
+def _only_with_its_own_state(generate: Any) -> Any:
+    @functools.wraps(generate)
+    def guarded(self: GuardedLlama, *args: Any, **kwargs: Any) -> Any:
+        turns, sent = self._turns, None
+        turns.sequence += 1
+        mine = turns.sequence
+        tokens = generate(self, *args, **kwargs)
+        while True:
+            if turns.sequence != mine:
+                raise RuntimeError("another call has replaced the text that this one generates")
+            turns.is_generating = True
+            try:
+                token = tokens.send(sent)
+            except StopIteration:
+                return
+            finally:
+                turns.is_generating = False
+            sent = yield token
+
+    return guarded
+
+
+def _everything_in_turn(attribute: Any) -> Any:
+    """A generator takes one turn per item, since nobody knows whether it will be asked for another."""
+    if isinstance(attribute, property):
+        return property(_inside(_in_turn)(attribute.fget), doc=attribute.__doc__)
+    if not inspect.isgeneratorfunction(attribute):
+        return _inside(_in_turn)(attribute)
+
+    @functools.wraps(attribute)
+    def guarded(self: GuardedLlama, *args: Any, **kwargs: Any) -> Any:
+        items, sent = attribute(self, *args, **kwargs), None
+        while True:
+            with _in_turn(self):
+                try:
+                    item = items.send(sent)
+                except StopIteration:
+                    return
+            sent = yield item
+
+    return guarded
+
+
+def _close_after_the_last_use(unused: Any) -> Any:
+    def close(self: GuardedLlama) -> None:
+        """Frees the model. Every later call raises ArgumentError."""
+        self._turns.close(self._free)
+
+    return close
+
+
+# ---- NULL pointers, which ctypes does not turn into None ----
+
+
+def _no_null_adapter(init: Any) -> Any:
+    @functools.wraps(init)
+    def llama_adapter_lora_init(model: Any, path_lora: bytes, /) -> Any:
+        path = os.fsdecode(path_lora)
+        if os.path.exists(path):
+            regular_files.check_regular(path)
+        adapter = init(model, path_lora)
+        if not adapter:
+            raise errors.error(errors.BAD_ARGUMENT, f"{path}: llama.cpp refused this LoRA adapter; its log says why")
+        return adapter
+
+    return llama_adapter_lora_init
+
+
+# ---- grammars ----
+
+
+def _follow_in_a_worker(unused: Any) -> Any:
+    def add_grammar(self: Any, model: Any, grammar: Any) -> None:
+        worker = vars(model).get("grammar_worker")
+        if worker is None or not worker.is_usable():
+            worker = model.grammar_worker = Worker(model)
+            model._exit_stack.callback(worker.close)
+        self.grammar = Grammar(worker, grammar._grammar, grammar._root)
+        self.add_custom(self.grammar.apply)
+
+    return add_grammar
+
+
+def _sample_what_may_follow(sample: Any) -> Any:
+    @functools.wraps(sample)
+    def guarded(self: Any, ctx: Any, idx: int = -1) -> int:
+        if not llama_cpp.llama_get_logits_ith(ctx.ctx, idx):
+            raise RuntimeError("there are no logits to choose a token from")
+        grammar = vars(self).get("grammar")
+        if grammar:
+            grammar.advance()
+        token: int = sample(self, ctx, idx)
+        if grammar:
+            grammar.choose(token)
+        return token
 
     return guarded
 
@@ -196,33 +276,49 @@ def _answer_bad_arguments(answer: Any) -> Any:
 # ---- the table ----
 
 _FREED = "close() while another thread generates, and any use after it, read freed memory"
-_USE_AFTER_CLOSE = "reads freed memory after close()"
+_MIXED = "changes the state that generate() uses: wrong text, or a read of logits that do not exist"
 
 GUARDS = (
-    Guard(
-        "Llama._init_sampler",
-        "a grammar that llama.cpp refuses, loops on or fills the memory with ends the process",
-        "A refused grammar ends the process",
-        _inside(_grammar_is_accepted),
-    ),
     Guard(
         "Llama.detokenize",
         "a token outside the vocabulary ends the process",
         "A token outside the vocabulary ends the process",
-        _inside(_in_use, _tokens_are_known),
+        _inside(_tokens_are_known),
     ),
     Guard(
         "Llama.eval",
-        "goes on with NaN for the logits that a failed GPU did not write",
+        "goes on with NaN for the logits that a failed GPU did not write; and " + _MIXED,
         None,
-        _inside(_in_use, _logits_are_numbers),
+        _inside(_sequence_begins, _logits_are_numbers),
     ),
-    Guard("Llama.sample", _USE_AFTER_CLOSE, _FREED, _inside(_in_use)),
-    Guard("Llama.embed", _USE_AFTER_CLOSE, _FREED, _inside(_in_use)),
-    Guard("Llama.tokenize", _USE_AFTER_CLOSE, _FREED, _inside(_in_use)),
-    Guard("Llama.generate", _USE_AFTER_CLOSE, _FREED, _inside_while_iterating(_in_use)),
-    Guard("Llama._create_completion", _USE_AFTER_CLOSE, _FREED, _inside_while_iterating(_in_use)),
+    Guard("Llama.reset", _MIXED, None, _inside(_sequence_begins)),
+    Guard("Llama.load_state", _MIXED, None, _inside(_sequence_begins)),
+    Guard("Llama.generate", "two that take turns use each other's state", None, _only_with_its_own_state),
     Guard("Llama.close", "frees a model that another thread reads", _FREED, _close_after_the_last_use),
+    Guard(
+        "Llama.*",
+        "reads state that another thread changes, and freed memory after close()",
+        "Threads that share a Llama end the process",
+        _everything_in_turn,
+    ),
+    Guard(
+        "llama_cpp.llama_cpp:llama_adapter_lora_init",
+        "a LoRA adapter that cannot be used ends the process at the first token",
+        "A LoRA adapter that cannot be used ends the process",
+        _no_null_adapter,
+    ),
+    Guard(
+        "llama_cpp._internals:LlamaSampler.add_grammar",
+        "a grammar that llama.cpp refuses, loops on or fills the memory with ends the process",
+        "A refused grammar ends the process",
+        _follow_in_a_worker,
+    ),
+    Guard(
+        "llama_cpp._internals:LlamaSampler.sample",
+        "missing logits, and a grammar that no token can follow, end the process",
+        "A grammar that no token can follow ends the process",
+        _sample_what_may_follow,
+    ),
     Guard(
         "llama_cpp.llama_chat_format:ImmutableSandboxedEnvironment",
         "computes constant expressions of a model's chat template while the model loads, for hours or in all memory",
@@ -248,20 +344,42 @@ GUARDS = (
 class GuardedLlama(llama_cpp.Llama):
     """llama_cpp.Llama with the guards of its methods."""
 
-    _uses: Uses
+    _turns: Turns
 
     def __new__(cls, *unused: Any, **also_unused: Any) -> GuardedLlama:
         """What close() needs, which __del__ calls even if __init__ has not begun."""
         self = super().__new__(cls)
         self._stack = contextlib.ExitStack()
-        self._uses = Uses()
+        self._turns = Turns()
         return self
 
+    def _free(self) -> None:
+        super().close()
+        for part in ("_model", "_ctx", "_batch"):
+            if part in vars(self):
+                vars(self)[part].__class__ = Closed  # a tokenizer may still have it
 
-for _guard in GUARDS:
-    _class, _, _name = _guard.function.partition(".")
-    if _class == "Llama" and hasattr(llama_cpp.Llama, _name):  # register() refuses a version that has other methods
-        setattr(GuardedLlama, _name, _guard.replace(getattr(llama_cpp.Llama, _name)))
+
+class Closed:
+    """A part of a Llama that has been closed."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise closed()
+
+
+def _guard_methods() -> None:
+    for guard in GUARDS:
+        owner, _, name = guard.function.partition(".")
+        if owner != "Llama":
+            continue
+        others = vars(llama_cpp.Llama).keys() - {"__init__", "__del__", "close"}
+        for method in others if name == "*" else [name]:
+            found = vars(GuardedLlama).get(method) or vars(llama_cpp.Llama).get(method)
+            if inspect.isfunction(found) or isinstance(found, property):  # register() refuses a version without it
+                setattr(GuardedLlama, method, guard.replace(found))
+
+
+_guard_methods()
 
 
 @functools.cache

@@ -29,9 +29,13 @@ class Llama(GuardedLlama):
 
     A GPU that fails while the logits are read is an error: llama_cpp would go on with what is not there.
 
-    Three things that end the process in llama_cpp raise ArgumentError here: a grammar that llama.cpp refuses or would
-    not survive, a token outside of the vocabulary in detokenize, and any use after close(). close() while another
-    thread generates lets it finish its token; the model is freed when nothing uses it any more.
+    Four things that end the process in llama_cpp raise ArgumentError here: a grammar that llama.cpp refuses or does not
+    survive, or that no token can follow; a LoRA adapter that does not fit; a token outside the vocabulary in
+    detokenize; and any use after close(). close() while another thread generates lets it finish its token.
+
+    Threads that share a Llama take turns: one call at a time, or one item of a stream. A call that changes the state
+    ends the streams that others have begun: their next item is a RuntimeError. pickle, copy.deepcopy and spawned
+    processes load the model again, with the same options.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,6 +58,18 @@ def container_memory(root: Path = Path("/")) -> int | None:
     with contextlib.suppress(OSError, ValueError):  # no limit is "max"
         return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
     return None
+
+
+def limit(kind: int, value: int) -> None:
+    """Sets the soft limit of a resource, no higher than the hard one."""
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+def limit_memory(more: int) -> None:
+    """Lets this process allocate this many bytes more than it has."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    limit(resource.RLIMIT_AS, used + more)
 
 
 def peak_rss() -> int:

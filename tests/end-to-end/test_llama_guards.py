@@ -1,56 +1,25 @@
-"""What ends the process in llama_cpp.Llama and is an error in ours: grammars, tokens, close()."""
+"""Calls that end the process in llama_cpp.Llama, and are errors in ours."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
 import pkgutil
+import re
+import signal
+import subprocess
+import sys
 import threading
 
+import gguf
 import llama_cpp
+import numpy as np
 import pytest
 
 from ggml_macko import Llama, errors, grammar, guards
 from ggml_macko.native import bindings
-from support import generators
-
-REFUSED = {
-    'root ::= root "a"': "left recursion (root)",
-    'root ::= a "z"\na ::= b root\nb ::= "x"?': "left recursion (a, root)",
-    'root ::= a root "z"\na ::= b b\nb ::= "x"?': "left recursion (root)",
-    'root ::= ( "" | root "x")+': "left recursion (root)",
-    "root ::= " + "(" * 600 + '"a"' + ")" * 600: "more than 500 parentheses",
-    'root ::= "' + "a" * 1000 + '"{2000}': "more than 1000000 elements",
-    'root ::= "a"\n' + "x" * (1 << 20): "the limit is 1048576",
-    "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1} | r{i + 1}" for i in range(40)) + '\nr40 ::= "a"': "too many rules",
-    "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(11_000)) + '\nr11000 ::= "a"': "too many rules",
-}
-ACCEPTED = [
-    'root ::= ("a"?)*',
-    'root ::= ws* "a" root | ""\nws ::= [ ]*',
-    'root ::= ["\\]a-z"]+ "\\"" [^"] . <[5]> !<[6]> # root ::= root "x"\n',
-    'root ::= "a"{3} "b"{2,} "c"{0,4} ("d" | "e"){1,3}',
-    'root ::= "x" root',
-    "root ::= nothing",  # llama.cpp's to refuse
-    "this is no grammar",
-]
-
-
-@pytest.mark.parametrize("text", REFUSED, ids=range(len(REFUSED)))
-def test_grammar_that_llama_cpp_would_not_survive_is_refused(text):
-    with pytest.raises(errors.ArgumentError) as e:
-        grammar.check(text)
-    assert REFUSED[text] in str(e.value)
-
-
-@pytest.mark.parametrize("text", ACCEPTED, ids=range(len(ACCEPTED)))
-def test_other_grammars_are_left_to_llama_cpp(text):
-    grammar.check(text)
-
-
-def test_grammars_of_llama_cpp_python_are_accepted():
-    known = {name: text for name, text in vars(llama_cpp.llama_grammar).items() if name.endswith("_GBNF")}
-    assert len(known) > 5
-    for text in known.values():
-        grammar.check(text)
+from support import generators, random_grammars
 
 
 @pytest.mark.parametrize("guard", guards.GUARDS, ids=lambda guard: guard.function)
@@ -61,8 +30,8 @@ def test_guard_names_a_function_and_a_report_that_exist(guard):
     if module.startswith("llama_cpp.server"):
         pytest.importorskip("llama_cpp.server.app")
     if guard.versions[1] == guards.NEWEST:
-        assert pkgutil.resolve_name(f"{module or 'llama_cpp'}:{name}") is not None
-    if not module:
+        assert pkgutil.resolve_name(f"{module or 'llama_cpp'}:{name.removesuffix('.*')}") is not None
+    if not module and not name.endswith("*"):
         assert name.partition(".")[2] in vars(guards.GuardedLlama)
 
 
@@ -75,12 +44,99 @@ def llama():
     return Llama(str(generators.DEMO), n_ctx=128, verbose=False)
 
 
-def test_refused_grammar_is_an_error_and_the_model_works_on(llama):
-    for text in ("root ::= root", "root ::= nothing", 'root ::= "', *list(REFUSED)[:2]):
-        with pytest.raises(errors.ArgumentError, match="grammar: "):
-            llama("x", max_tokens=3, grammar=llama_cpp.LlamaGrammar.from_string(text))
-    yes = llama_cpp.LlamaGrammar.from_string('root ::= "yes"')
-    assert llama("x", max_tokens=5, grammar=yes)["choices"][0]["text"] == "yes"
+YES = llama_cpp.LlamaGrammar.from_string('root ::= "yes"')
+NESTED = "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1} | r{i + 1}" for i in range(40)) + '\nr40 ::= "a"'
+NULLABLE = 'a ::= b b\nb ::= "x"?'
+REFUSED, FAILED, DEAD_END = "llama.cpp refused it", "llama.cpp failed", "no token of the vocabulary can follow"
+GRAMMARS = {
+    "root ::= root": REFUSED,
+    "root ::= nothing": REFUSED,
+    'root ::= "': REFUSED,
+    'root ::= "a"\nroot2 ::= (': REFUSED,
+    'root ::= "' + "a" * 100_000 + '"{2000}': REFUSED,
+    'root ::= "\ud800"': "half of a surrogate pair",
+    'root ::= a root "z"\n' + NULLABLE: FAILED,
+    'root ::= "yes" b2\nb2 ::= a b2 "z"\n' + NULLABLE: FAILED,  # after three tokens
+    'root ::= "a"{3,1}': FAILED,
+    "root ::= " + "(" * 200_000 + '"a"' + ")" * 200_000: FAILED,
+    NESTED: FAILED,
+    "root ::= [z-a]": DEAD_END,
+    'root ::= "\\x00"': DEAD_END,
+    "root ::= <[100000]>": DEAD_END,
+    "root ::= [\\UFFFFFFFF]+": DEAD_END,
+    'root ::= "yes" [z-a]': DEAD_END,
+}
+
+
+@pytest.fixture(scope="module")
+def limited():
+    """With little time and memory for grammars."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammar, "MAX_SECONDS", 1)
+        patch.setattr(grammar, "MAX_NBYTES", 1 << 26)
+        llama = Llama(str(generators.DEMO), n_ctx=128, verbose=False)
+        assert llama("x", max_tokens=5, grammar=YES)["choices"][0]["text"] == "yes"
+        return llama
+
+
+@pytest.mark.parametrize("text", GRAMMARS, ids=range(len(GRAMMARS)))
+def test_grammar_that_llama_cpp_does_not_survive_is_an_error(limited, text):
+    for stream in (False, True):
+        with pytest.raises(errors.ArgumentError, match=f"grammar: .*{GRAMMARS[text]}"):
+            list(limited("x", max_tokens=9, grammar=llama_cpp.LlamaGrammar.from_string(text), stream=stream))
+    assert limited("x", max_tokens=5, grammar=YES)["choices"][0]["text"] == "yes"
+
+
+def test_excluding_all_tokens_that_may_follow_is_an_error(llama):
+    nothing = llama_cpp.LogitsProcessorList([lambda _, scores: np.full_like(scores, -np.inf)])
+    with pytest.raises(errors.ArgumentError, match="grammar: all tokens that can follow have the probability 0"):
+        llama("x", max_tokens=5, grammar=YES, logits_processor=nothing)
+
+
+WHAT_GRAMMARS_SAY = [
+    'root ::= ("a"?)*',
+    'root ::= ws* "a" root | ""\nws ::= [ ]*',
+    'root ::= ["\\]a-z"]+ "\\"" [^"] . <[5]> !<[6]> # root ::= root "x"\n',
+    'root ::= "a"{3} "b"{2,} "c"{0,4} ("d" | "e"){1,3}',
+    'root ::= "a"{1,9999999999}',
+    'root ::= [^] "a" { 3 }',
+    "",
+    *(text for name, text in vars(llama_cpp.llama_grammar).items() if name.endswith("_GBNF")),
+]
+
+
+def test_texts_are_those_of_llama_cpp():
+    """With llama.cpp's grammar sampler in the process, as llama_cpp uses it. The overrides must reach the worker."""
+    make = (
+        "def make(Llama):\n"
+        f"    llama = Llama({str(generators.DEMO)!r}, n_ctx=128, seed=7, verbose=False,\n"
+        "        kv_overrides={'tokenizer.ggml.eos_token_id': 300})\n"
+        f"    for text in {WHAT_GRAMMARS_SAY!r}:\n"
+        "        g = llama_cpp.LlamaGrammar.from_string(text)\n"
+        "        for t in (0, 1):\n"
+        "            print(ascii(llama('x', max_tokens=20, grammar=g, temperature=t)['choices'][0]['text']))\n"
+    )
+    run = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
+    want = run([sys.executable, "-c", f"import llama_cpp\n{make}make(llama_cpp.Llama)"])
+    got = run([sys.executable, "-c", f"import llama_cpp, ggml_macko\n{make}make(ggml_macko.Llama)"])
+    assert got.stdout == want.stdout and len(want.stdout.splitlines()) == 2 * len(WHAT_GRAMMARS_SAY)
+
+
+def test_random_grammars_are_followed_or_refused():
+    """tools/fuzz.py grammars --count N follows more of them."""
+    seen = random_grammars.run(generators.DEMO, 2000, seed=1, n_workers=2)
+    assert sum(seen.values()) == 2000 and seen["followed"] > 300 and seen["llama.cpp refused it"] > 300
+
+
+def test_worker_that_has_been_killed_is_replaced(llama):
+    assert llama("x", max_tokens=5, grammar=YES)["choices"][0]["text"] == "yes"
+    os.killpg(llama._model.grammar_worker._process.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="the process that follows grammars has ended"):
+        llama("x", max_tokens=5, grammar=YES)
+    assert llama("x", max_tokens=5, grammar=YES)["choices"][0]["text"] == "yes"
+    worker = llama._model.grammar_worker
+    llama.close()
+    assert worker._process.returncode == -signal.SIGKILL
 
 
 def test_token_outside_of_the_vocabulary_is_an_error(llama):
@@ -90,28 +146,51 @@ def test_token_outside_of_the_vocabulary_is_an_error(llama):
     assert llama.detokenize(llama.tokenize(b"The function", add_bos=False)).strip() == b"The function"
 
 
-def test_closed_model_is_an_error(llama):
+METHODS = sorted(
+    name
+    for name, value in vars(llama_cpp.Llama).items()
+    if (inspect.isfunction(value) or isinstance(value, property)) and name not in ("__init__", "__del__", "close")
+)
+
+
+def test_use_of_a_closed_model_is_an_error(llama):
+    """Of every method and property, found by introspection."""
+    tokenizers = llama.tokenizer(), llama.tokenizer_
+    state = llama.save_state()
     llama.close()
     llama.close()
-    for use in (lambda: llama("x"), lambda: llama.tokenize(b"x"), lambda: llama.eval([1]), lambda: llama.embed("x")):
+    arguments = {
+        "tokenize": [b"x"], "detokenize": [[1]], "eval": [[1]], "generate": [[1]], "load_state": [state],
+        "set_cache": [None], "set_seed": [1], "create_chat_completion": [[{"role": "user", "content": "x"}]],
+        "create_chat_completion_openai_v1": [[{"role": "user", "content": "x"}]], "__setstate__": [{}],
+    }  # fmt: skip
+    texts = ("embed", "create_embedding", "create_completion", "_create_completion", "__call__")
+    assert len(METHODS) > 30
+    for name in METHODS:
         with pytest.raises(errors.ArgumentError, match="has been closed"):
-            use()
+            found = getattr(llama, name)
+            list(found(*arguments.get(name, ["x"] if name in texts else [])))
+    for tokenizer in tokenizers:
+        with pytest.raises(errors.ArgumentError, match="has been closed"):
+            tokenizer.tokenize(b"x")
 
 
-def test_model_closed_while_it_streams_is_freed_later(llama):
+def test_model_closed_while_it_streams_is_freed(llama):
+    model = llama._model
     stream = llama("The", max_tokens=100, stream=True)
     next(stream)
     llama.close()
-    assert llama._model.model is not None
+    assert type(model) is guards.Closed
     with pytest.raises(errors.ArgumentError, match="has been closed"):
         list(stream)
-    assert llama._model.model is None
-    dropped = Llama(str(generators.DEMO), n_ctx=128, verbose=False)
-    stream = dropped("The", max_tokens=100, stream=True)
-    next(stream)
-    dropped.close()
-    del stream
-    assert dropped._model.model is None
+
+
+def test_model_closed_inside_a_call_is_freed_at_its_end(llama):
+    model, seen = llama._model, []
+    stop = llama_cpp.StoppingCriteriaList([lambda *_: llama.close() or seen.append(type(model))])
+    with pytest.raises(errors.ArgumentError, match="has been closed"):
+        llama("The", max_tokens=100, stopping_criteria=stop)
+    assert seen == [llama_cpp._internals.LlamaModel] and type(model) is guards.Closed
 
 
 def test_close_in_another_thread_ends_the_stream(llama):
@@ -134,4 +213,74 @@ def test_close_in_another_thread_ends_the_stream(llama):
         assert seen.wait(60)
         model.close()
         thread.join(60)
-        assert result == ["this Llama has been closed"] and model._model.model is None
+        assert result == ["this Llama has been closed"]
+
+
+def test_threads_take_turns(llama):
+    """Ten calls each of three threads, with grammars, embeddings and states among them."""
+    want = llama("The", max_tokens=8, temperature=0)["choices"][0]["text"]
+    got: list = []
+
+    def work() -> None:
+        for _ in range(10):
+            got.append(llama("The", max_tokens=8, temperature=0)["choices"][0]["text"])
+            got.append(llama("The", max_tokens=8, grammar=YES)["choices"][0]["text"])
+            llama.load_state(llama.save_state())
+            llama.reset()
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert sorted(got) == sorted([want, "yes"] * 30)
+
+
+@pytest.mark.parametrize("call", ["generate", "eval", "reset", "load_state"])
+def test_stream_whose_state_another_call_replaced_ends(llama, call):
+    """In llama_cpp the text goes wrong, or the process ends."""
+    stream = llama("The", max_tokens=20, temperature=0, stream=True)
+    next(stream)
+    llama.tokenize(b"x")
+    next(stream)
+    state = llama.save_state()
+    next(stream)
+    argument = {"generate": [[1, 2]], "eval": [[1]], "reset": [], "load_state": [state]}[call]
+    result = getattr(llama, call)(*argument)
+    if call == "generate":
+        next(result)
+    with pytest.raises(RuntimeError, match="another call has replaced the text"):
+        list(stream)
+    assert llama("The", max_tokens=3)["choices"][0]["text"]
+
+
+def test_sampling_without_logits_is_an_error(llama):
+    llama.eval([1, 2, 3])
+    with pytest.raises(RuntimeError, match="there are no logits"):
+        llama.sample(idx=100)
+
+
+@pytest.mark.parametrize("fault", ["missing", "shape", "tied", "fifo", "folder", "text"])
+def test_lora_adapter_that_does_not_fit_is_an_error(tmp_path, fault):
+    path = tmp_path / "adapter.gguf"
+    names = {"tied": "output.weight", "shape": "blk.0.attn_q.weight"}
+    if fault in names:
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_type("adapter")
+        writer.add_string("adapter.type", "lora")
+        writer.add_float32("adapter.lora.alpha", 4.0)
+        for suffix, shape in ((".lora_a", (4, 8)), (".lora_b", (8, 4))):
+            writer.add_tensor(names[fault] + suffix, np.ones(shape, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    elif fault == "fifo":
+        os.mkfifo(path)
+    elif fault == "folder":
+        path.mkdir()
+    elif fault == "text":
+        path.write_text("no adapter")
+    with pytest.raises(errors.MackoError, match=re.escape(str(path))) as e:
+        Llama(str(generators.DEMO), n_ctx=64, verbose=False, lora_path=str(path))
+    assert isinstance(e.value, errors.FileAccessError if fault in ("fifo", "folder") else errors.ArgumentError)

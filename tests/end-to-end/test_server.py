@@ -209,7 +209,18 @@ def post(server, path: str, body: dict) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "grammar", ["root ::= root", 'root ::= a root "z"\na ::= b b\nb ::= "x"?', "root ::= nothing", 'root ::= "']
+    "grammar",
+    [
+        "root ::= root",
+        'root ::= a root "z"\na ::= b b\nb ::= "x"?',
+        "root ::= nothing",
+        'root ::= "',
+        'root ::= "a"{3,1}',
+        "root ::= [z-a]",
+        'root ::= "yes" [z-a]',
+        "root ::= <[100000]>",
+        'root ::= "\ud800"',
+    ],
 )
 def test_bad_grammar_is_answered(server, grammar):
     status, text = post(server, "/v1/completions", {"model": "sparse", "prompt": "a", "grammar": grammar})
@@ -217,8 +228,9 @@ def test_bad_grammar_is_answered(server, grammar):
     assert complete(server.client, "sparse")
 
 
-def test_bad_grammar_in_a_stream_leaves_the_server_running(server):
-    body = {"model": "sparse", "prompt": "a", "grammar": "root ::= root", "stream": True}
+@pytest.mark.parametrize("grammar", ["root ::= root", 'root ::= "yes" [z-a]'])
+def test_bad_grammar_in_a_stream_leaves_the_server_running(server, grammar):
+    body = {"model": "sparse", "prompt": "a", "grammar": grammar, "stream": True}
     with contextlib.suppress(OSError, http.client.HTTPException):  # the stream has begun: it breaks off
         post(server, "/v1/completions", body)
     assert complete(server.client, "sparse")

@@ -435,33 +435,49 @@ def _(p):
     return p.macko("generate", "-m", p.tmp_path / "long.gguf", "-p", "The")
 
 
-def closed_or_with_grammar(p, text: str | None) -> str:
-    import llama_cpp
+def failure(p, use, **options) -> str:
+    """The message of what `use` does with a model."""
+    from ggml_macko import Llama
 
-    from ggml_macko import Llama, errors
-
-    llama = Llama(str(p.sparse), n_ctx=64, verbose=False)
-    if text is None:
-        llama.close()
-    grammar = llama_cpp.LlamaGrammar.from_string(text or "")
-    with pytest.raises(errors.ArgumentError) as e:
-        llama("The", max_tokens=1, grammar=grammar)
+    with pytest.raises((ValueError, RuntimeError)) as e:
+        use(Llama(str(p.sparse), n_ctx=64, verbose=False, **options))
     return str(e.value)
 
 
-@row("grammar: left recursion")
-def _(p):
-    return closed_or_with_grammar(p, 'root ::= list\nlist ::= list "," "a" | "a"')
+def with_grammar(text: str):
+    import llama_cpp
+
+    return lambda llama: llama("The", max_tokens=1, grammar=llama_cpp.LlamaGrammar.from_string(text))
 
 
 @row("grammar: llama.cpp refused it")
 def _(p):
-    return closed_or_with_grammar(p, "root ::= nothing")
+    return failure(p, with_grammar('root ::= list\nlist ::= list "," "a" | "a"'))
+
+
+@row("grammar: llama.cpp failed")
+def _(p):
+    return failure(p, with_grammar('root ::= "a"{3,1}'))
+
+
+@row("grammar: no token")
+def _(p):
+    return failure(p, with_grammar("root ::= [z-a]"))
+
+
+@row("<file>: llama.cpp refused this LoRA adapter")
+def _(p):
+    return failure(p, lambda _: None, lora_path="nosuch.gguf")
+
+
+@row("another call has replaced the text")
+def _(p):
+    return failure(p, lambda llama: list(zip(llama.generate([1]), llama.generate([2]))))
 
 
 @row("this Llama has been closed")
 def _(p):
-    return closed_or_with_grammar(p, None)
+    return failure(p, lambda llama: (llama.close(), llama("The")))
 
 
 @row("no weight would shrink")

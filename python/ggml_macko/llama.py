@@ -76,6 +76,14 @@ class Llama(GuardedLlama):
         set_verbose(verbose)  # before the plugin is loaded, so that it is as quiet as the rest
         register()
         options = bindings.LoadOptions(compress, keep_negative_zeros, sparse_only, strict, weight_cache)
+        self._given = dict(
+            kwargs,
+            compress=compress,
+            keep_negative_zeros=keep_negative_zeros,
+            sparse_only=sparse_only,
+            strict=strict,
+            weight_cache=weight_cache,
+        )
         init = super().__init__
         try:
             run_with(options, lambda: init(model_path, *args, verbose=verbose, **kwargs))
@@ -84,6 +92,10 @@ class Llama(GuardedLlama):
             raise
         # llama.cpp rounds a context up to a multiple of 256; llama_cpp has room for as many tokens as were asked for
         self._n_ctx = min(self._n_ctx, len(self.input_ids))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All options, those with their present values that llama_cpp keeps."""
+        return {**self._given, **super().__getstate__()}  # type: ignore[no-untyped-call]
 
 
 def _say_what_is_wrong(path: str, error: ValueError) -> None:

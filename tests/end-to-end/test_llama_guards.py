@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import json
+import multiprocessing
 import os
+import pickle
 import pkgutil
 import re
 import signal
@@ -18,6 +22,7 @@ import numpy as np
 import pytest
 
 from ggml_macko import Llama, errors, grammar, guards
+from ggml_macko import llama as llama_module
 from ggml_macko.native import bindings
 from support import generators, random_grammars
 
@@ -284,3 +289,31 @@ def test_lora_adapter_that_does_not_fit_is_an_error(tmp_path, fault):
     with pytest.raises(errors.MackoError, match=re.escape(str(path))) as e:
         Llama(str(generators.DEMO), n_ctx=64, verbose=False, lora_path=str(path))
     assert isinstance(e.value, errors.FileAccessError if fault in ("fifo", "folder") else errors.ArgumentError)
+
+
+OPTIONS = dict.fromkeys(["compress", "keep_negative_zeros", "sparse_only", "strict", "weight_cache"], True)
+
+
+def print_options(llama: Llama) -> None:
+    print(json.dumps({name: llama.__getstate__()[name] for name in OPTIONS}))
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy", "spawn"])
+def test_copy_has_all_options(how, monkeypatch, tmp_path, capfd):
+    """Also in the new process, where the same arguments reach the same load."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    seen = []
+    original = Llama(str(generators.DEMO), n_ctx=64, n_batch=16, seed=5, verbose=False, logits_all=True, **OPTIONS)
+    original.set_seed(6)
+    want = original.__getstate__()
+    assert {name: want[name] for name in OPTIONS} == OPTIONS and want["seed"] == 6
+    monkeypatch.setattr(llama_module, "run_with", lambda options, load: (seen.append(options), load()))
+    if how == "spawn":
+        process = multiprocessing.get_context("spawn").Process(target=print_options, args=(original,))
+        process.start()
+        process.join(120)
+        assert process.exitcode == 0 and json.loads(capfd.readouterr().out.splitlines()[-1]) == OPTIONS
+        return
+    copied = pickle.loads(pickle.dumps(original)) if how == "pickle" else copy.deepcopy(original)
+    assert copied.__getstate__() == want
+    assert seen == [bindings.LoadOptions(True, True, True, True, True)]

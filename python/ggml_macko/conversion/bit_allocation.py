@@ -1,4 +1,4 @@
-"""Which type for which tensor: the least error that fits into a number of bytes."""
+"""Assigns a type to each tensor, with the least error within a number of bytes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 
 class Point(NamedTuple):
-    """What a tensor would be in one of the types that it may have."""
+    """A tensor in one of its possible types."""
 
     nbytes: int
     error: float
 
 
 class _Step(NamedTuple):
-    """Another point for one tensor. Steps are ordered by the error that they save per byte."""
+    """A change to another point for one tensor. Steps are ordered by saved error per byte."""
 
     gain: float
     tensor: int
@@ -46,7 +46,7 @@ def choose(
                     steps.append(_Step(gain, t, i))
         for step in sorted(steps, reverse=True):
             after = [*picks[: step.tensor], step.pick, *picks[step.tensor + 1 :]]
-            new_size = nbytes_of(after)  # exact: what is stored dense needs fewer header bytes
+            new_size = nbytes_of(after)  # exact: dense tensors need fewer header bytes
             if new_size <= limit:
                 picks, size = after, new_size
                 break

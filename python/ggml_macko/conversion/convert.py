@@ -27,12 +27,12 @@ from .write import check_and_commit, write_model
 
 Overrides = Union[Mapping[str, str], Iterable["tuple[str, str]"]]
 
-# ---- what was done ----
+# ---- results ----
 
 
 @dataclass(frozen=True)
 class TensorConversion:
-    """What becomes of a tensor."""
+    """The conversion of a tensor."""
 
     name: str
     shape: tuple[int, ...]  # ggml order: the number of columns first
@@ -40,12 +40,12 @@ class TensorConversion:
     storage: str  # dense, a quantized ggml type, or a TYPE with its index
     is_sparse: bool
     density: float | None  # non-zeros over weights, if they were counted
-    break_even_density: float | None  # of random non-zeros: from there on it would be as large as dense
-    n_negative_zeros: int  # -0.0 that became +0.0, because it is stored sparse
+    break_even_density: float | None  # of random non-zeros, at which sparse is as large as dense
+    n_negative_zeros: int  # -0.0 that became +0.0 in a sparse tensor
     nbytes_source: int
     nbytes: int  # in the new file
     n_elements: int
-    note: str  # why it stays dense, or what else it could have been; empty if there was no choice
+    note: str  # why the tensor stays dense, or the alternatives; empty without a choice
 
     @property
     def bits_per_weight(self) -> float:
@@ -54,14 +54,14 @@ class TensorConversion:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """A model that was converted, or in a dry run what would become of it."""
+    """A converted model, or the result that a dry run predicts."""
 
     path: Path | None  # of the sparse file; None: a dry run
     tensors: tuple[TensorConversion, ...]
-    quantized: tuple[QuantizationError, ...]  # measured errors of tensors that lost something; empty in a dry run
+    quantized: tuple[QuantizationError, ...]  # measured errors of lossy tensors; empty in a dry run
     nbytes_source: int
     nbytes: int  # of the new file
-    load_error: str | None = None  # why ggml_macko will refuse to load the file
+    load_error: str | None = None  # why ggml_macko cannot load the file
 
     @property
     def n_parameters(self) -> int:
@@ -88,10 +88,10 @@ class ConversionReport:
 class ConvertOptions:
     """How to convert a model.
 
-    overrides: (regular expression, type or "dense") for tensors in whose name it is found; the first counts.
-    keep_negative_zeros: -0.0 is stored like any other value, in more bytes.
-    granularity, min_columns, seed: how ec-csr looks for blocks. imatrix: a file of activation statistics that weighs
-    the errors of quantized values. target_bpw, with auto: the file's bits per weight at most, with the least error.
+    overrides: (regular expression, type or "dense") for tensors with matching names; the first match counts.
+    keep_negative_zeros: store -0.0 as a value, in more bytes.
+    granularity, min_columns, seed: search for blocks in ec-csr. imatrix: file of activation statistics, which weight
+    the errors of quantized values. target_bpw, with auto: largest number of bits per weight, with the least error.
     output_tensor_type, token_embedding_type: a ggml type that quantizes these tensors, which stay dense; "dense" leaves
     them as they are. Without it they become Q6_K or Q8_0 if TYPE is quantized.
     n_threads: 0 uses all cores.
@@ -176,7 +176,7 @@ def _describe(p: TensorPlan) -> TensorConversion:
 
 
 def why_not_loadable(path: Path) -> str | None:
-    """llama.cpp gets a sparse file only after stricter checks of its metadata: better to hear of it now."""
+    """The reason why the metadata checks of a later load will fail, if any."""
     try:
         bindings.File(path, require_model=True).close()
     except errors.MackoError as e:
@@ -188,13 +188,13 @@ def why_not_loadable(path: Path) -> str | None:
 
 
 def check_inputs(source: str | os.PathLike[str], type: str, options: ConvertOptions) -> None:
-    """Raises what convert() with these arguments would find wrong before it does any work."""
+    """Raises the errors that convert() with these arguments raises before any work."""
     with Model(source) as model:
         parse_options(model, type, options)
 
 
 def parse_options(model: Model, type: str, o: ConvertOptions) -> Options:
-    """The arguments of convert(), checked against each other and the model. Raises MackoError or OSError."""
+    """The arguments of convert() after checks. Raises MackoError or OSError."""
     if not 0 <= o.seed < 2**64 or not all(0 <= n < 2**31 for n in (o.granularity, o.min_columns)):
         raise errors.usage_error("--seed, --granularity or --min-columns is out of range")
     options = Options(
@@ -226,7 +226,7 @@ def parse_options(model: Model, type: str, o: ConvertOptions) -> Options:
 
 
 def checked_type(name: str, more: tuple[str, ...] = ()) -> str:
-    """The TYPE that is meant, or one of the words in `more`."""
+    """The TYPE with this name, or one of the words in `more`."""
     if name.lower() in more:
         return name.lower()
     found = registry.type_named(name)
@@ -237,7 +237,7 @@ def checked_type(name: str, more: tuple[str, ...] = ()) -> str:
 
 
 def _type_hint(name: str, known: Sequence[str]) -> str:
-    """What somebody may have meant by a TYPE that there is not: often the name of a type of llama-quantize."""
+    """A hint for an unknown TYPE, which is often a type of llama-quantize."""
     quantized = [kind for kind in known if kind == f"sparse-{name}"]
     if quantized or not (name in ggml_quants.DENSE_TYPES or re.match(r"i?q\d", name)):
         return errors.did_you_mean(quantized[0] if quantized else name, known)
@@ -256,7 +256,7 @@ def checked_overrides(overrides: Overrides) -> tuple[Override, ...]:
 
 
 def dense_types_of(model: Model, output: str | None, embedding: str | None) -> dict[str, str]:
-    """Options.dense_types: the embedding is the output head, too, in a model that has no other."""
+    """Options.dense_types. In a model without output head, the embedding is also the head."""
     out = {}
     names = {t.name for t in model.tensors}
     for option, name in (("--output-tensor-type", output), ("--token-embedding-type", embedding)):
@@ -271,7 +271,7 @@ def dense_types_of(model: Model, output: str | None, embedding: str | None) -> d
 
 
 def check_options(options: Options) -> None:
-    """Raises MackoError for what does not fit together."""
+    """Raises MackoError for options that do not go together."""
     bpw = options.target_bpw
     if bpw is not None and (options.type != registry.AUTO or not 0 < bpw < 64):
         raise errors.usage_error(f"--target-bpw {bpw:g}: needs type auto and a number above 0")

@@ -1,7 +1,7 @@
-"""What storing a model sparse would bring, before anything is written: `plan(model)`.
+"""Predicts size, memory and speed of a model that is stored sparse: `plan(model)`.
 
 Sizes come from the codecs themselves, on the real weights. Of large tensors a sample of rows is encoded and scaled up;
-EC-CSR is left out, because what it gains lies in groups of rows anywhere in a matrix, and it takes seconds per tensor.
+EC-CSR is omitted, because its gain depends on groups of rows anywhere in a matrix, and it takes seconds per tensor.
 Speeds are those of measured_speed.py, on other machines.
 """
 
@@ -28,12 +28,12 @@ from .model_memory import ContextMemory, DeviceMemory
 from .tensor_plan import dense_nbytes, stored_nbytes
 
 SAMPLE_WEIGHTS = 1 << 20
-"""Weights of a tensor that are looked at; of a larger one, rows in evenly spread blocks."""
+"""Number of encoded weights of a tensor. A larger tensor has rows in evenly spread blocks encoded."""
 
 _BLOCK_ROWS = 16
 
 Q8_0, Q4_K_M = "Q8_0", "Q4_K_M"
-"""Types of llama-quantize that sparse types are compared with."""
+"""Types of llama-quantize for comparison."""
 
 _K_TYPES = {"q4_k": "q5_0", "q6_k": "q8_0"}  # what llama-quantize takes where the columns are no multiple of 256
 
@@ -75,7 +75,7 @@ class TypePlan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What storing a model sparse would bring."""
+    """The prediction for a model."""
 
     path: str
     n_parameters: int
@@ -144,7 +144,7 @@ def plan(
 
 
 def default_types() -> list[str]:
-    """TYPEs that leave the coding of places to the codec, of codecs that take no seconds."""
+    """TYPEs of fast codecs, which choose the index themselves."""
     return [
         name
         for name, choices in registry.types().items()
@@ -166,7 +166,7 @@ def _checked(name: str) -> str:
 
 @dataclass(frozen=True)
 class _Frame:
-    """What the size of a tensor depends on besides the tensor."""
+    """Settings that influence the size of a tensor."""
 
     alignment: int
     head: str  # the tensor that gives the logits
@@ -197,7 +197,7 @@ def _dense(nbytes: int) -> _Stored:
 
 @dataclass(frozen=True)
 class _Looked:
-    """A tensor, and what was found in it."""
+    """A tensor and its counts."""
 
     tensor: Tensor
     can_be_sparse: bool
@@ -208,7 +208,7 @@ class _Looked:
 
 
 def sample_rows(t: Tensor, all_rows: bool, n_threads: int = 0) -> Array:
-    """Bit patterns (rows, cols) of evenly spread blocks of rows of an F16, BF16 or F32 tensor, or of all rows."""
+    """Bit patterns (rows, cols) of all rows of an F16, BF16 or F32 tensor, or of evenly spread blocks of rows."""
     dtype, row_nbytes = bits_dtype(t.type), t.nbytes // t.rows
     n = t.rows if all_rows else min(t.rows, max(_BLOCK_ROWS, SAMPLE_WEIGHTS // t.cols))
     if t.sparse is not None or n == t.rows:
@@ -252,7 +252,7 @@ def _look(t: Tensor, names: Sequence[str], of: _Frame, all_rows: bool, n_threads
 def _stored(
     t: Tensor, source: Source, choices: Sequence[Choice], alignment: int, scale: float, n_threads: int
 ) -> _Stored:
-    """What `macko convert` would make of the tensor: the smallest choice, or dense where that is smaller."""
+    """The tensor after `macko convert`: the smallest choice, or dense if that is smaller."""
     settings = Settings(n_threads, search=False)  # the search for scales changes no size
     found = []
     for choice in choices:
@@ -298,7 +298,7 @@ def _quantized_nbytes(t: Tensor, name: str, of: _Frame) -> float:
 
 
 def _q4_k_m_type(name: str, of: _Frame) -> str:
-    """Q6_K for the output head, and for half of the tensors that suffer most; else Q4_K."""
+    """Q6_K for the output head and for half of the most sensitive tensors, otherwise Q4_K."""
     layer = re.match(r"blk\.(\d+)\.(attn_v|ffn_down)", name)
     if layer is None:
         return "q6_k" if name == of.head else "q4_k"
@@ -348,7 +348,7 @@ def _groups(looked: Sequence[_Looked]) -> Iterator[GroupPlan]:
 
 
 def _coding_of_group(members: Sequence[_Looked]) -> tuple[float | None, float | None]:
-    """(bits of a value, share of values that are no outliers), of the type that codes values without loss."""
+    """(bits of a value, share of values that are not outliers) of the lossless coded type."""
     found = [x.coding for member in members for x in member.stored.values() if x.coding is not None]
     n = sum(c.n_values for c in found)
     if not n:
@@ -433,7 +433,7 @@ def _random_break_even(choices: Sequence[Choice], cols: int, type_id: int, limit
 
 
 def _measured_kind(name: str, looked: Sequence[_Looked]) -> str | None:
-    """What measured_speed.py calls a type: plain values of any format run alike, quantized ones under their name."""
+    """The name of a type in measured_speed.py: the same for lossless values in any format, the type if quantized."""
     if any(choice.is_lossy for choice in registry.types().get(name, ())):
         return name
     is_f16 = any(x.can_be_sparse and x.tensor.type == TYPE_F16 for x in looked)
@@ -514,7 +514,7 @@ def _lossless_advice(p: ModelPlan, best: TypePlan, quantized: TypePlan) -> Itera
 
 
 def _speed_advice(p: ModelPlan) -> Iterator[str]:
-    """What the measured tables say about the types that are planned, against dense Q4_K_M."""
+    """The measured speeds of the planned types, relative to dense Q4_K_M."""
     for machine in machines():
         parts: list[str] = []
         for t in p.types:

@@ -1,4 +1,4 @@
-"""What is in a model file: types, shapes, densities, real bytes."""
+"""The contents of a model file: types, shapes, densities and bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..native.devices import shared_nbytes
 
 @dataclass(frozen=True)
 class BlockSet:
-    """Blocks of one shape, of a tensor that is stored in blocks of rows."""
+    """Blocks of one shape in a tensor with blocks of rows."""
 
     granularity: int  # rows of a block
     vector_size: int
@@ -33,13 +33,13 @@ class BlockSet:
 
 @dataclass(frozen=True)
 class TensorReport:
-    """A tensor of the dense model, and how it is stored."""
+    """A tensor of the dense model and its storage."""
 
     name: str
     type: str  # of the dense tensor
     shape: tuple[int, ...]  # ggml order: the number of columns first
     storage: str  # dense, or a TYPE of `macko convert` with its index
-    density: float | None  # non-zeros over weights; None where a type has no bit pattern for zero
+    density: float | None  # non-zeros over weights; None for types without a bit pattern for zero
     padding: float | None  # share of stored entries that only bridge gaps; None of a dense tensor
     nbytes: int  # as stored
     nbytes_dense: int
@@ -52,7 +52,7 @@ class TensorReport:
 
     @property
     def effective_density(self) -> float:
-        """Bytes as stored over bytes of the dense tensor."""
+        """Stored bytes over bytes of the dense tensor."""
         return self.nbytes / self.nbytes_dense
 
     @property
@@ -62,7 +62,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """A model file, or all shards of a split one."""
+    """A model file, or all shards of a split model."""
 
     path: str
     is_sparse: bool
@@ -90,7 +90,7 @@ class ModelReport:
 
 
 SHARED_KB = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227, "sm_120": 99}
-"""Shared memory that a block may use, in KB, by compute capability."""
+"""Shared memory per block in KB, by compute capability."""
 
 
 def parse_device(text: str) -> int:

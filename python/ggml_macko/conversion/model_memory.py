@@ -1,4 +1,4 @@
-"""What a model needs beside its weights, by its metadata: the cache of keys and values, and buffers of the graph."""
+"""Memory of a model besides its weights, from its metadata: the KV cache and the buffers of the graph."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ N_PANELS, MAX_PANEL_NBYTES, PANEL_SHARE = 2, 96 << 20, 512
 that one may take.
 """
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
-"""What llama.cpp can keep keys and values in."""
+"""The types of llama.cpp's KV cache."""
 
 
 @dataclass(frozen=True)
 class ContextMemory:
-    """Memory that a context takes, in bytes."""
+    """Memory of a context, in bytes."""
 
     n_ctx: int
     type_k: str  # of CACHE_TYPES
     type_v: str
-    kv_cache: int  # at most, where the model's attention has windows
+    kv_cache: int  # an upper bound for models with attention windows
     compute: int  # an estimate
     gpu: int  # beside these on a GPU, for a sparse model: an estimate
 
@@ -49,7 +49,7 @@ class DeviceMemory:
 
 
 def cache_type(name: str) -> gguf.GGMLQuantizationType:
-    """ggml's type of one of CACHE_TYPES. Raises MackoError for another name."""
+    """The ggml type of a name in CACHE_TYPES. Raises MackoError for other names."""
     if name not in CACHE_TYPES:
         raise errors.error(errors.BAD_ARGUMENT, f"{name} is no type of a cache: {', '.join(CACHE_TYPES)}")
     return gguf.GGMLQuantizationType[name.upper()]
@@ -104,7 +104,7 @@ def context_memory(
 
 
 def _gpu_nbytes(model: Model, total: int | None) -> int:
-    """CUDA's own memory, and what products with many columns need."""
+    """Memory of CUDA itself and of products with many columns."""
     multiplied = [t for t in model.tensors if tensor_rules.is_multiplied(t.name, len(t.ne))]
     largest = max((2 * t.cols * t.ne[1] for t in multiplied), default=0)
     most = MAX_PANEL_NBYTES if total is None else min(MAX_PANEL_NBYTES, total // PANEL_SHARE)
@@ -112,13 +112,13 @@ def _gpu_nbytes(model: Model, total: int | None) -> int:
 
 
 def _per_layer(value: Any, n_layer: int) -> Sequence[int] | None:
-    """A number, or one for each layer, as a list."""
+    """A list of a number, or of the numbers of all layers."""
     numbers = value if isinstance(value, list) else [value] * n_layer
     return numbers if all(isinstance(n, int) and n >= 0 for n in numbers) and numbers else None
 
 
 def gpu_memory() -> list[DeviceMemory]:
-    """The GPUs that the plugin uses; else those that nvidia-smi names, if there is one."""
+    """The GPUs of the plugin, or those of nvidia-smi without any."""
     try:
         found = [DeviceMemory(f"{g.name} {g.description}", g.free, g.total) for g in devices.gpus()]
     except errors.MackoError:
@@ -140,6 +140,6 @@ def _nvidia_smi() -> list[DeviceMemory]:
 
 
 def host_memory() -> DeviceMemory | None:
-    """Memory of this machine, None if the system does not tell."""
+    """The memory of this machine, or None if unknown."""
     found = system.memory()
     return found and DeviceMemory("RAM", found.free, found.total)

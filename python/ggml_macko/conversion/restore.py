@@ -15,7 +15,7 @@ from .write import check_and_commit
 
 @dataclass(frozen=True)
 class RestorationReport:
-    """What was restored."""
+    """A restored model."""
 
     path: Path  # of the dense file
     was_dense: bool  # the source was dense already; the output is a copy
@@ -50,7 +50,7 @@ def restore(
 
 
 def write_dense(model: Model, output: AtomicOutput, n_threads: int = 0) -> None:
-    """Writes all of the dense file into an open output."""
+    """Writes the dense file into an open output."""
     tensors = [NewTensor(t.name, t.type, t.ne, t.nbytes) for t in model.tensors]
     writer = Writer(output, model.keys, tensors, model.alignment)
     for i, t in enumerate(console.tracked(model.tensors, "restoring", lambda t: t.nbytes, "B")):

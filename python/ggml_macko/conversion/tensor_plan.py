@@ -1,7 +1,7 @@
-"""What becomes of each tensor when a model is converted: the first of two passes over it.
+"""Plans the storage of each tensor of a converted model, in the first of two passes over the model.
 
-One tensor is in memory at a time. How large a codec makes a tensor may show only when it is encoded; such arrays wait
-in a `Spool` for the second pass.
+One tensor is in memory at a time. The size of some tensors is known only after encoding; their arrays wait in a `Spool`
+for the second pass.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ..regular_files import named, read_at, write_at
 from ..values import Array
 
 MIXED_DENSE_FROM = 0.65
-"""Density of a tensor from which `--target-bpw` tries dense quantized types: below, each takes more bytes than the
-sparse type with as many bits, the widest from 0.654 on.
+"""Lowest density for which `--target-bpw` tries dense quantized types. Below it, each takes more bytes than the sparse
+type with as many bits; the limit of the widest type is 0.654.
 """
 
 DENSE = "dense"
-"""The override that leaves a tensor as it is."""
+"""The override that keeps a tensor unchanged."""
 
 _FORMAT_VERSION = 1
 """`macko.version` of the files that convert writes (FORMAT.md section 2)."""
@@ -43,7 +43,7 @@ _FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Override:
-    """The type of tensors in whose name a pattern is found."""
+    """The type of the tensors whose names match a pattern."""
 
     pattern: re.Pattern[str]
     type: str
@@ -54,12 +54,12 @@ class Options:
     """How to convert a model."""
 
     type: str = registry.AUTO
-    overrides: tuple[Override, ...] = ()  # the first whose pattern is found decides, else `type`
-    keep_negative_zeros: bool = False  # store -0.0 like any other value, else it counts as zero
+    overrides: tuple[Override, ...] = ()  # the first match counts, otherwise `type`
+    keep_negative_zeros: bool = False  # store -0.0 as a value; otherwise it counts as zero
     settings: Settings = field(default_factory=Settings)
-    imatrix: imatrix.Imatrix | None = None  # how much the error of a quantized weight counts
+    imatrix: imatrix.Imatrix | None = None  # weights of the errors of quantized values
     dense_types: Mapping[str, str] = field(default_factory=dict)  # tensor -> key of ggml_quants.DENSE_TYPES, or DENSE
-    target_bpw: float | None = None  # bits per weight of the file at most
+    target_bpw: float | None = None  # largest number of bits per weight of the file
     measure: bool = False  # fill in TensorPlan.error
 
     @property
@@ -73,24 +73,24 @@ class Options:
         return next((o.type for o in self.overrides if o.pattern.search(t.name)), None)
 
     def is_fixed(self, t: Tensor) -> bool:
-        """The user has said what becomes of this tensor."""
+        """Whether an option gives the storage of this tensor."""
         return self.asked(t) is not None or t.name in self.dense_types
 
     def column_weights(self, t: Tensor) -> Array | None:
         return None if self.imatrix is None else self.imatrix.column_weights(t)
 
 
-# ---- what becomes of a tensor ----
+# ---- storage of a tensor ----
 
 
 @dataclass(frozen=True)
 class KeptDense:
-    """It stays byte for byte what it was."""
+    """The tensor is copied byte for byte."""
 
 
 @dataclass(frozen=True)
 class QuantizedDense:
-    """It stays dense, in one of ggml's quantized types."""
+    """The tensor stays dense, in a quantized type of ggml."""
 
     type: int  # ggml type
     nbytes: int
@@ -99,7 +99,7 @@ class QuantizedDense:
 
 @dataclass(frozen=True)
 class StoredSparse:
-    """It becomes the arrays of a codec."""
+    """The tensor becomes the arrays of a codec."""
 
     candidate: Candidate
     spooled_at: int  # -1: encoded in the second pass
@@ -110,22 +110,22 @@ Storage = Union[KeptDense, QuantizedDense, StoredSparse]
 
 @dataclass(frozen=True)
 class Contents:
-    """What was found in a tensor's data."""
+    """Counts of a tensor's data."""
 
     count: ElementCount
-    n_negative_zeros: int  # that counted as zeros
+    n_negative_zeros: int  # counted as zeros
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What becomes of a tensor, and why."""
+    """The storage of a tensor, and the reason."""
 
     tensor: Tensor
     storage: Storage
-    nbytes: int  # in the new file, alignment included
-    reason: str = ""  # why it stays dense, or what else it could have been; empty if there was no choice
+    nbytes: int  # in the new file, with alignment
+    reason: str = ""  # why the tensor stays dense, or the alternatives; empty without a choice
     contents: Contents | None = None
-    error: float = 0.0  # if measured: MatrixError.relative of what is stored
+    error: float = 0.0  # MatrixError.relative, if measured
 
     @property
     def is_sparse(self) -> bool:
@@ -138,15 +138,15 @@ class TensorPlan:
 
     @property
     def type(self) -> str:
-        """How it is stored, as `macko inspect` names it."""
+        """The storage, with the names of `macko inspect`."""
         if isinstance(self.storage, StoredSparse):
             return self.storage.candidate.name
         return DENSE if isinstance(self.storage, KeptDense) else type_name(self.storage.type)
 
     @property
     def break_even(self) -> float | None:
-        """Density of random non-zeros at which this tensor would be as large as dense, in the format that was chosen or
-        else the default TYPE.
+        """Density of random non-zeros at which the tensor is as large as dense, in the chosen format or the default
+        TYPE.
         """
         t = self.tensor
         if self.contents is None:
@@ -157,7 +157,7 @@ class TensorPlan:
         return registry.break_even_density(t.cols, t.type)
 
     def new_tensors(self) -> list[NewTensor]:
-        """Its entries in the tensor table of the new file."""
+        """The entries in the tensor table of the new file."""
         t = self.tensor
         if isinstance(self.storage, KeptDense):
             return [NewTensor(t.name, t.type, t.ne, t.nbytes)]
@@ -171,8 +171,8 @@ class TensorPlan:
 
 
 class Spool:
-    """Arrays between the two passes: a file without a name, in the folder of the output. Without an output nothing is
-    kept. An OSError names the output.
+    """A nameless file in the folder of the output, with arrays between the two passes; no file without an output. An
+    OSError names the output.
     """
 
     def __init__(self, output: Path | None):
@@ -183,7 +183,7 @@ class Spool:
     def __enter__(self) -> Spool:
         if self._output is not None:
             with named(self._output, always=True):
-                # unbuffered, so that closing it has nothing left to write
+                # unbuffered, so that close() writes nothing
                 self._file = tempfile.TemporaryFile(dir=self._output.parent, buffering=0)
         return self
 
@@ -194,7 +194,7 @@ class Spool:
             self._file.close()
 
     def put(self, arrays: Sequence[Array]) -> int:
-        """Keeps them, one behind the other; returns where, or -1 if nothing is kept."""
+        """Stores arrays one after another. Returns their offset, or -1 without an output."""
         if self._file is None or self._output is None:
             return -1
         begin = self._end
@@ -205,7 +205,7 @@ class Spool:
         return begin
 
     def get(self, at: int, nbytes: Sequence[int]) -> list[Array]:
-        """uint8 arrays of these lengths."""
+        """The stored arrays of these lengths, uint8."""
         if self._file is None or self._output is None:
             raise RuntimeError("nothing was kept")
         arrays = []
@@ -223,7 +223,7 @@ class Spool:
 
 
 def read_weights(t: Tensor, options: Options, is_lossy: bool = False) -> tuple[Array, int]:
-    """(bit patterns (rows, cols), how many -0.0 became +0.0). Quantized, a -0.0 would only take room."""
+    """(bit patterns (rows, cols), number of -0.0 that became +0.0). Quantized tensors never keep -0.0."""
     bits = t.read_bits(options.n_threads)
     if options.keep_negative_zeros and not is_lossy:
         return bits, 0
@@ -231,7 +231,7 @@ def read_weights(t: Tensor, options: Options, is_lossy: bool = False) -> tuple[A
 
 
 def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> TensorPlan:
-    """Raises MackoError if the tensor cannot be what the user asked for, or the file cannot be read."""
+    """Raises MackoError if the tensor cannot have the requested storage, or the file cannot be read."""
     asked = options.asked(t)
     wanted = asked or options.type
 
@@ -303,7 +303,7 @@ def why_dense(t: Tensor, asked: str | None, wanted: str) -> str | None:
 
 
 def try_choices(t: Tensor, source: Source, choices: Sequence[Choice], options: Options) -> tuple[list[Candidate], str]:
-    """The choices that can hold the matrix, and why the last of the others cannot."""
+    """The possible choices, and the reason against the last of the others."""
     for note in dict.fromkeys(choice.codec.note for choice in choices if choice.codec.note):
         console.log(f"{t.name}: {note}")
     found, refusal = [], ""
@@ -347,12 +347,12 @@ def dense_instead(t: Tensor, wanted: str, source: Source, chosen: Candidate, nby
 
 
 def stored_nbytes(candidate: Candidate, alignment: int) -> int:
-    """In a file, alignment included."""
+    """Bytes in a file, with alignment."""
     return sum(align(part.nbytes, alignment) for part in candidate.components)
 
 
 def plan_dense(t: Tensor, name: str, options: Options, alignment: int, spool: Spool) -> TensorPlan | str:
-    """A tensor that stays dense, in a quantized type, or why it cannot have that type."""
+    """A tensor that stays dense in a quantized type, or the reason against that type."""
     type_id = ggml_quants.DENSE_TYPES[name]
     block = ggml_quants.block_size(type_id)
     if t.cols % block:
@@ -372,7 +372,7 @@ def plan_dense(t: Tensor, name: str, options: Options, alignment: int, spool: Sp
 
 
 def _why_smallest(found: Sequence[Candidate], alignment: int) -> str:
-    """What auto chose from: the smallest of each format."""
+    """The candidates of auto: the smallest of each format."""
     best = []
     for codec in registry.CODECS:
         of_codec = [c for c in found if c.codec is codec]
@@ -385,7 +385,7 @@ def _why_smallest(found: Sequence[Candidate], alignment: int) -> str:
 
 
 def plan_model(model: Model, options: Options, spool: Spool) -> list[TensorPlan]:
-    """In the order of the model's tensors."""
+    """The plans, in the order of the model's tensors."""
     if options.target_bpw is not None:
         return plan_for_target(model, options, options.target_bpw, spool)
     return [plan_tensor(t, options, model.alignment, spool) for t in _tracked(model.tensors, "planning")]
@@ -431,7 +431,7 @@ def plan_for_target(model: Model, options: Options, target_bpw: float, spool: Sp
 
 
 def mixed_dense_types(t: Tensor, contents: Contents | None) -> tuple[str, ...]:
-    """The dense quantized types that a tensor may get to reach a size."""
+    """The dense quantized types that may help to reach a size."""
     if contents is None or contents.count.n_nonfinite or contents.count.nnz < MIXED_DENSE_FROM * t.n_elements:
         return ()
     return ggml_quants.mixed_types(t.cols)
@@ -477,7 +477,7 @@ def _smallest_plan(t: Tensor, options: Options, alignment: int) -> TensorPlan:
 
 
 def output_nbytes(model: Model, plans: Sequence[TensorPlan]) -> int:
-    """Size of the file that would be written."""
+    """Size of the new file."""
     return file_nbytes([*model.keys, *sparse_keys(plans)], new_tensors(plans), model.alignment)
 
 

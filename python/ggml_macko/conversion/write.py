@@ -1,4 +1,4 @@
-"""Writing a converted or restored model: the second pass over it, and the check of what was written."""
+"""Writes and checks a converted or restored model, in the second pass over the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .verify import Comparison, QuantizationError
 def write_model(
     model: Model, plans: Sequence[TensorPlan], output: AtomicOutput, options: Options, spool: Spool
 ) -> None:
-    """Writes all of the file into an open output; sealing it is left to the caller."""
+    """Writes the file into an open output, which the caller seals."""
     writer = Writer(output, [*model.keys, *sparse_keys(plans)], new_tensors(plans), model.alignment)
     for i, p in enumerate(console.tracked(plans, "writing", lambda p: p.tensor.nbytes, "B")):
         t = p.tensor
@@ -65,7 +65,7 @@ def _new_arrays(
 
 
 def encode_as_planned(p: TensorPlan, storage: StoredSparse, options: Options) -> EncodedMatrix:
-    """The arrays that the plan counted on."""
+    """The arrays of the plan."""
     t, c = p.tensor, storage.candidate
     assert p.contents is not None
     source = Source(read_weights(t, options)[0], t.type, p.contents.count)

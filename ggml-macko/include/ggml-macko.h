@@ -217,12 +217,13 @@ struct ggml_macko_error {
     int64_t struct_size;
     bool    is_equal;         // all elements are equal, bit for bit
     int32_t fault;            // an enum ggml_macko_fault
-    int64_t row;              // position of the first faulty element (NOT_ZERO, TOO_LARGE)
+    int64_t row;              // NOT_ZERO, TOO_LARGE: position of the first faulty element; NONE: the worst row
     int64_t col;              //
     int64_t n_nonzero;        // non-zeros of the dense matrix, with -0.0 if that matches the encoded matrix
     double  max_error;        // largest error of an element
     double  rms_relative;     // RMS of a row's errors / RMS of the row; the mean over non-zero rows
-    double  rms_relative_max; // the same ratio in the worst row
+    double  rms_relative_max; // the same in the worst row with 64 non-zeros and 2^-24 of the largest row's RMS
+    double  rms_total;        // RMS of all errors / RMS of all elements
     double  weighted_error;   // sum of weight * error^2
     double  weighted_power;   // sum of weight * value^2
 };

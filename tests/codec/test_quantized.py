@@ -18,8 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ggml_macko
 from ggml_macko import SparseMatrix, errors, values
-from ggml_macko.codecs import coded, value_types
+from ggml_macko.codecs import coded, quantize, value_types
 from ggml_macko.codecs.packed import TYPE_CODED
 from ggml_macko.codecs.value_types import TYPE_Q4_0, TYPE_Q4_NL, TYPE_Q5_0, TYPE_Q8_0
 from ggml_macko.conversion import bit_allocation
@@ -269,10 +270,13 @@ def test_measured_error_is_that_of_float64(data):
     lost, power = (generators.to_float64(c_codecs.decode(m), type_id) - x) ** 2, x**2
     w = 1 if weights is None else np.repeat(weights, rows // 3, axis=0).astype(np.float64)
     of_rows = np.sqrt(lost.sum(axis=1)[x.any(axis=1)] / power.sum(axis=1)[x.any(axis=1)])
+    competes = (np.count_nonzero(x, axis=1) >= 64) & (power.sum(axis=1) >= 2.0**-48 * power.sum(axis=1).max(initial=0))
+    of_competing = of_rows[competes[x.any(axis=1)]]
     assert got.is_equal == np.array_equal(c_codecs.decode(m), dense) and got.fault == native_codec.NO_FAULT
     assert got.n_nonzero == m.nnz and got.max_error == np.sqrt(lost.max())
-    want = [of_rows.mean() if len(of_rows) else 0, of_rows.max(initial=0), np.sum(w * lost), np.sum(w * power)]
-    found = [got.rms_relative, got.rms_relative_max, got.weighted_error, got.weighted_power]
+    want = [of_rows.mean() if len(of_rows) else 0, of_competing.max(initial=0), np.sum(w * lost), np.sum(w * power)]
+    want += [np.sqrt(lost.sum() / power.sum()) if power.any() else 0]
+    found = [got.rms_relative, got.rms_relative_max, got.weighted_error, got.weighted_power, got.rms_total]
     assert np.allclose(found, want, rtol=1e-9, atol=0)
 
 
@@ -784,6 +788,41 @@ def test_verify_names_damage_of_a_quantized_model(tmp_path, macko):
         damaged.write_bytes(data)
         done = macko("verify", dense, damaged)
         assert done.code == 1 and "blk.0.attn_q.weight" in done.out and what in done.out, done.out
+
+
+TOO_SMALL = {  # what is scaled how, and whether scales in F16 cannot represent it
+    "all": (slice(None), 2.0**-20, "of the weights"),
+    "a row": (5, 2.0**-20, "of row 5"),
+    "an untrained token": (5, 2.0**-50, None),
+}
+
+
+@pytest.mark.parametrize("case", TOO_SMALL)
+@pytest.mark.parametrize("kind", [*KINDS, "q6_k"])
+def test_tensor_that_a_type_cannot_represent_stays_dense(tmp_path, macko, monkeypatch, kind, case):
+    """And a file in which it did not is refused by verify."""
+    where, scale, message = TOO_SMALL[case]
+    rng = np.random.default_rng(3)
+    w = np.where(rng.random((16, 512)) < 0.5, 0.02 * rng.standard_normal((16, 512)), 0).astype(np.float32)
+    w[where] *= scale
+    good = 0.02 * rng.standard_normal((16, 512)).astype(np.float32)
+    name = "token_embd.weight" if kind == "q6_k" else "blk.0.ffn_up.weight"
+    tensors = {"blk.0.attn_q.weight": (good.view(np.uint32), TYPE_F32), name: (w.view(np.uint32), TYPE_F32)}
+    dense = generators.write_gguf(tmp_path / "d.gguf", tensors)
+    arguments = {"type": "sparse-q5_0" if kind == "q6_k" else kind}
+    done = {t.name: t for t in ggml_macko.convert(dense, tmp_path / "s.gguf", **arguments).tensors}[name]
+    assert (done.storage == "dense") == (message is not None)
+    if message is None:
+        return
+    assert re.fullmatch(rf"(sparse-)?q\S+ cannot represent it: .* {message}, limit .*", done.note)
+    if kind == "q6_k":
+        refused = macko("convert", dense, tmp_path / "x.gguf", "sparse-q5_0", "--token-embedding-type", kind)
+        assert refused.code == 1 and f"{name} cannot become q6_k: q6_k cannot represent it: the error" in refused.err
+    monkeypatch.setattr(quantize, "excess", lambda *_: None)
+    ggml_macko.convert(dense, tmp_path / "bad.gguf", **arguments)
+    monkeypatch.undo()
+    difference = ggml_macko.verify(dense, tmp_path / "bad.gguf").difference
+    assert difference.startswith(f"{name}: the error is too large (RMS ") and message in difference
 
 
 # ---- models ----

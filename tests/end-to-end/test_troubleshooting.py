@@ -22,7 +22,7 @@ import pytest
 
 from ggml_macko.gguf.outputs import AtomicOutput
 from ggml_macko.native import bindings
-from ggml_macko.values import TYPE_F16
+from ggml_macko.values import TYPE_F16, TYPE_F32
 from support import generators, gguf_bytes, gpu_models, llama_faults, upstream
 
 PAGE = generators.ROOT / "docs" / "guide" / "troubleshooting.md"
@@ -584,6 +584,12 @@ def _(p):
     bits, kind = matrix(0.3)
     bits[1, 2] = 0x7C00
     return p.convert({"blk.0.attn_q.weight": (bits, kind)})
+
+
+@row("stays dense: <type> cannot represent it")
+def _(p):
+    tiny = generators.from_float32(1e-9 * np.random.default_rng(1).standard_normal((32, 64), np.float32), TYPE_F32)
+    return p.convert({"blk.0.attn_q.weight": (tiny, TYPE_F32), "blk.0.attn_k.weight": matrix(0.3)}, "sparse-q8_0")
 
 
 @row("stays dense: its name is longer")

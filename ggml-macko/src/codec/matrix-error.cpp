@@ -110,25 +110,37 @@ row_error measure_row(const codec_view & view, const dense_source<T> & source, i
     return e;
 }
 
-// Adds the totals of the rows, in row order.
-ggml_macko_error sum_rows(const std::vector<row_error> & rows) {
+// Adds the totals of the rows, in row order, and finds the worst row. Two kinds of rows do not compete: a row with less
+// than two blocks of values, because it may share all its scales with larger rows; and a row below what sums in F32
+// resolve beside the largest row, an untrained token for example.
+ggml_macko_error sum_rows(const std::vector<row_error> & rows, const std::vector<int64_t> & first) {
     ggml_macko_error out     = {};
-    double           sum_rms = 0;
-    int64_t          n       = 0;
-    out.is_equal             = true;
+    double           sum_rms = 0, least = 0, lost = 0, power = 0;
+    int64_t          n = 0;
+    out.is_equal       = true;
+    for (const row_error & e : rows) {
+        least = std::max(least, e.power * 0x1p-48);
+    }
     for (const row_error & e : rows) {
         out.is_equal  = out.is_equal && e.is_equal;
         out.max_error = std::max(out.max_error, e.max_error);
+        lost += e.lost;
+        power += e.power;
         out.weighted_error += e.weighted_lost;
         out.weighted_power += e.weighted_power;
         if (e.power > 0) {
-            const double rms     = std::sqrt(e.lost / e.power);
-            out.rms_relative_max = std::max(out.rms_relative_max, rms);
+            const auto   r   = static_cast<size_t>(&e - rows.data());
+            const double rms = std::sqrt(e.lost / e.power);
+            if (e.power >= least && first[r + 1] - first[r] >= 2 * QUANT_BLOCK && rms > out.rms_relative_max) {
+                out.rms_relative_max = rms;
+                out.row              = static_cast<int64_t>(r);
+            }
             sum_rms += rms;
             n++;
         }
     }
     out.rms_relative = n > 0 ? sum_rms / static_cast<double>(n) : 0;
+    out.rms_total    = power > 0 ? std::sqrt(lost / power) : 0;
     return out;
 }
 
@@ -163,7 +175,7 @@ int measure(const codec_view & view, const T * dense, const float * weights, int
     if (status) {
         return status;
     }
-    *out           = sum_rows(rows);
+    *out           = sum_rows(rows, source.first);
     out->n_nonzero = source.first.back();
     find_fault(rows, has_bounds, out);
     return GGML_MACKO_STATUS_OK;

@@ -13,9 +13,11 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
+from .. import errors
 from ..native import codec as native_codec
 from ..native.codec import EncodedMatrix, MatrixError, MatrixHeader
 from ..values import TYPE_BF16, TYPE_F16, TYPE_F32, TYPE_I8, TYPE_I16, TYPE_I32, Array
+from . import quantize
 
 _DTYPES: dict[int, type[np.generic]] = {  # of the array of a component; other types are bytes
     TYPE_F32: np.uint32,
@@ -131,6 +133,7 @@ class Candidate:
     value_type: int
     components: tuple[Component, ...]
     matrix: EncodedMatrix | None = None  # None: Codec.encode makes it later
+    error: MatrixError | None = None  # of quantized values
 
     @property
     def name(self) -> str:
@@ -166,7 +169,8 @@ class Codec(ABC):
     """A storage format.
 
     Methods with an `EncodedMatrix` raise PayloadError or FileFormatError if it breaks a rule of FORMAT.md. `plan` and
-    `encode` raise MackoError with the code LIMIT or NOT_FINITE if the format cannot represent the matrix.
+    `encode` raise MackoError with the code LIMIT or NOT_FINITE if the format cannot represent the matrix. Only `plan`
+    checks the errors of quantized values, unless their scales are not searched.
     """
 
     name: ClassVar[str]
@@ -210,6 +214,10 @@ class Codec(ABC):
         """Whether values of the type may differ from the encoded values."""
         return self.value_name(value_type) is not None
 
+    def value_bits(self, value_type: int) -> float:
+        """Bits of a quantized value, without its share of a scale."""
+        raise NotImplementedError
+
     @abstractmethod
     def break_even_density(self, cols: int, type_id: int, bits: int | None, value_type: int) -> float:
         """Density of random non-zeros at which a matrix with rows of `cols` is as large as dense. bits None: best."""
@@ -219,7 +227,14 @@ class Codec(ABC):
     def plan(self, source: Source, choice: Choice, settings: Settings) -> Candidate:
         """The size of the matrix. By default, the matrix is encoded."""
         matrix = self.encode(source, choice.index_bits, choice.value_type, settings)
-        return Candidate(self, matrix.index_bits, matrix.value_type, self.components_of(matrix), matrix)
+        error = None
+        if self.is_lossy(matrix.value_type) and settings.search:
+            error = self.measure_error(matrix, source.bits, source.column_weights, settings.n_threads)
+            why = self.fault_of(error, matrix.value_type)
+            if why is not None:
+                name = self.type_name(matrix.value_type)
+                raise errors.error(errors.LIMIT, f"{name} cannot represent it: {why}")
+        return Candidate(self, matrix.index_bits, matrix.value_type, self.components_of(matrix), matrix, error)
 
     @abstractmethod
     def encode(self, source: Source, bits: int | None, value_type: int | None, settings: Settings) -> EncodedMatrix:
@@ -301,6 +316,17 @@ class Codec(ABC):
         type. column_weights: as in Source.
         """
         return native_codec.measure_error(m, source, column_weights, n_threads)
+
+    def fault_of(self, found: MatrixError, value_type: int) -> str | None:
+        """Why a matrix does not represent its source, or None."""
+        if found.fault == native_codec.FAULT_NNZ:
+            return f"not all of {found.n_nonzero} non-zeros are stored"
+        if found.fault != native_codec.NO_FAULT:
+            is_zero = found.fault == native_codec.FAULT_NOT_ZERO
+            what = "a zero did not stay one" if is_zero else "the error is too large"
+            return f"row {found.row}, column {found.col}: {what}"
+        bits = self.value_bits(value_type)
+        return quantize.excess(bits, found.rms_total, found.rms_relative_max, found.row)
 
 
 class DeltaCodec(Codec):

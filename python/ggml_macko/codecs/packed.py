@@ -6,12 +6,13 @@ libggml searches the scales of its own types, and the C library searches the sca
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from .. import errors
 from ..native import codec as native_codec
 from ..native.codec import EncodedMatrix
 from ..values import TYPE_I8, TYPE_I32, Array, value_bits
@@ -139,6 +140,9 @@ class PackedCodec(Codec):
     def value_name(self, value_type: int) -> str | None:
         return QUANT_NAMES.get(value_type)
 
+    def value_bits(self, value_type: int) -> float:
+        return (BLOCK_NBYTES[value_type] - 2) * 8 / BLOCK
+
     def break_even_density(self, cols: int, type_id: int, bits: int | None, value_type: int) -> float:
         """With a bitmap, since an index takes at most one bit per weight. Coded values count as plain values."""
         n = value_bits(type_id)
@@ -150,24 +154,33 @@ class PackedCodec(Codec):
         return plain + sum(part.nbytes for part in places)
 
     def plan(self, source: Source, choice: Choice, settings: Settings) -> Candidate:
-        """Uses plain values unless coded values are smaller; the index is the same."""
+        """Uses plain values unless coded values are smaller; the index is the same. Q4_NL has no levels near zero, so
+        Q4_0 fits matrices that were not pruned better, such as most heads.
+        """
+        if choice.value_type == TYPE_Q4_NL and settings.search:
+            return self._nearest(source, (choice, Choice(self, choice.index_bits, TYPE_Q4_0)), settings)
         found = super().plan(source, choice, settings)
         if found.value_type != TYPE_CODED or found.components[0].nbytes < _plain_nbytes(source):
             return found
         return super().plan(source, Choice(self, choice.index_bits), settings)
 
+    def _nearest(self, source: Source, choices: Sequence[Choice], settings: Settings) -> Candidate:
+        """The candidate with the least error."""
+        found, refusals = [], []
+        for choice in choices:
+            try:
+                found.append(super().plan(source, choice, settings))
+            except errors.MackoError as e:
+                refusals.append(e)
+        if not found:
+            raise refusals[0]
+        return min(found, key=lambda c: c.error.relative if c.error else 0.0)
+
     def encode(self, source: Source, bits: int | None, value_type: int | None, settings: Settings) -> EncodedMatrix:
         kind = source.type if value_type is None else value_type
         if kind in (source.type, TYPE_CODED) or not settings.search:
             return _encode_in_c(source.bits, source.type, kind, bits, settings.n_threads)
-        weights, n_threads = source.column_weights, settings.n_threads
-        # Q4_NL has no levels near zero, so Q4_0 fits matrices that were not pruned better, such as most heads
-        kinds = (kind, TYPE_Q4_0) if kind == TYPE_Q4_NL else (kind,)
-        tried = [quantize_non_zeros(source.bits, source.type, k, weights, n_threads) for k in kinds]
-        if len(tried) == 1:
-            return tried[0]
-
-        return min(tried, key=lambda m: self.measure_error(m, source.bits, weights, n_threads).relative)
+        return quantize_non_zeros(source.bits, source.type, kind, source.column_weights, settings.n_threads)
 
     def n_elements(self, m: EncodedMatrix, i: int) -> int:
         """ggml counts the values of its quantized types; blocks of other types are bytes or words."""

@@ -18,7 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "split, bit for bit. Prints the first difference and exits with 1, or prints that they are identical and exits "
         "with 0. Zeros that differ only in their sign, as after `macko convert`, are counted and allowed. "
         "Tensors with quantized values in one of the models need not be identical: the command prints their errors, "
-        "and exits with 0 if the errors are within the bounds of the type and zeros are still zeros."
+        "and exits with 0 if the RMS errors of each tensor and each row are within the limit for the bits of the type, "
+        "and zeros are still zeros."
     )
     parser.add_argument("a", metavar="A", help="GGUF model")
     parser.add_argument("b", metavar="B", help="GGUF model to compare with")

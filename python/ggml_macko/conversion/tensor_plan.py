@@ -279,9 +279,7 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Te
     instead = dense_instead(t, wanted, source, chosen, nbytes)
     if asked is None and not options.measure and instead is not None:
         return stay_as(instead)
-    error = 0.0
-    if options.measure and is_lossy and chosen.matrix is not None:
-        error = chosen.codec.measure_error(chosen.matrix, bits, source.column_weights, options.n_threads).relative
+    error = 0.0 if chosen.error is None else chosen.error.relative
     why = why or (f"error {math.sqrt(error):.2%}" if options.measure else "")
     spooled_at = -1 if chosen.matrix is None else spool.put(chosen.matrix.arrays)
     storage = StoredSparse(replace(chosen, matrix=None), spooled_at)
@@ -365,10 +363,13 @@ def plan_dense(t: Tensor, name: str, options: Options, alignment: int, spool: Sp
         return f"{n_nonfinite} values are not finite"
     weights = options.column_weights(t)
     data = quantize.dense(bits, t.type, type_id, weights, options.n_threads)
-    error = quantize.dense_error(bits, t.type, data, type_id, weights, options.n_threads) if options.measure else 0.0
+    found = quantize.dense_error(bits, t.type, data, type_id, weights, options.n_threads)
+    why = quantize.excess(8 * data.nbytes / bits.size, found.rms_total, found.rms_relative_max, found.row)
+    if why is not None:
+        return f"{name} cannot represent it: {why}"
     storage = QuantizedDense(type_id, data.nbytes, spool.put([data]))
-    why = f"error {math.sqrt(error):.2%}" if options.measure else ""
-    return TensorPlan(t, storage, align(data.nbytes, alignment), why, error=error)
+    why = f"error {math.sqrt(found.relative):.2%}" if options.measure else ""
+    return TensorPlan(t, storage, align(data.nbytes, alignment), why, error=found.relative)
 
 
 def _why_smallest(found: Sequence[Candidate], alignment: int) -> str:

@@ -1,6 +1,6 @@
 """Are two models the same, bit for bit but for the signs of zeros, whatever way each is stored?
 
-Where one of them has quantized values: is the error what the type allows, and did zeros stay zeros?
+Where one of them has quantized values: is the error within the limit of the type, and did zeros stay zeros?
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import gguf
 import numpy as np
 
 from .. import console
-from ..codecs import ggml_quants, quantize, registry
+from ..codecs import quantize, registry
 from ..gguf import tensor_rules
 from ..gguf.files import Model, Tensor, type_name
 from ..native import codec as native_codec
+from ..native.codec import MatrixError
 from ..values import NEGATIVE_ZERO, Array, bits_dtype, to_float
 
 # ---- what was found ----
@@ -67,9 +67,9 @@ def verify(
     """Compares two GGUF models, each dense, sparse or split: metadata, tensor names, types, shapes and values.
 
     The order of tensors and keys does not count, nor how a tensor is stored. A tensor that only one of the models has
-    with quantized values need not be identical: each error must be within what the type allows, and zeros must be
-    zeros. Where one model has -0.0 and the other +0.0, as convert() leaves it, the places are counted; with exact=True
-    that is a difference like any other.
+    with quantized values need not be identical: errors must be within the limits of quantize.excess(), and zeros must
+    be zeros. Where one model has -0.0 and the other +0.0, as convert() leaves it, the places are counted; with
+    exact=True that is a difference like any other.
 
     metadata=False compares tensors only; n_threads=0 uses all cores.
     Raises MackoError if a file is not a valid model, OSError if it cannot be read. A difference is a result, no error.
@@ -186,53 +186,29 @@ def quantization_error(quantized: Tensor, bits: Array, n_threads: int = 0) -> Qu
     if found.is_equal:
         return None
     codec = registry.codec_of(m)
-    fault = None
-    if found.fault == native_codec.FAULT_NNZ:
-        fault = f"{quantized.name}: {m.nnz} weights are stored, but {found.n_nonzero} are not zero"
-    elif found.fault != native_codec.NO_FAULT:
-        is_zero = found.fault == native_codec.FAULT_NOT_ZERO
-        what = "a zero did not stay one" if is_zero else "the error is too large"
+    fault = codec.fault_of(found, m.value_type)
+    if found.fault in (native_codec.FAULT_NOT_ZERO, native_codec.FAULT_TOO_LARGE):
         x, y = (to_float(b[found.row], m.type)[found.col] for b in (bits, codec.decode(m, n_threads)))
-        fault = f"{quantized.name}: row {found.row}, column {found.col}: {what} ({x:g}, {y:g})"
-    return QuantizationError(
-        name=quantized.name,
-        value_type=codec.value_name(m.value_type) or codec.name,
-        max_error=found.max_error,
-        rms_relative=found.rms_relative,
-        rms_relative_max=found.rms_relative_max,
-        fault=fault,
-    )
+        fault = f"{fault} ({x:g}, {y:g})"
+    return _error_of(quantized.name, codec.value_name(m.value_type) or codec.name, found, fault)
 
 
 def dense_quantization_error(quantized: Tensor, bits: Array, type_id: int, n_threads: int = 0) -> QuantizationError:
-    """Of a dense tensor in one of ggml's types; bits: its source (rows, cols). A fault is an error that its bits do not
-    excuse: of n bits per weight 2^(2-n), 2 to 4 times what ggml's types leave of normally distributed weights.
-    """
-    data = quantized.read().reshape(quantized.rows, -1)
-    kind = gguf.GGMLQuantizationType(quantized.type)
+    """Of a dense tensor in one of ggml's types; bits: its source (rows, cols)."""
+    found = quantize.dense_error(bits, type_id, quantized.read(), quantized.type, n_threads=n_threads)
+    value_bits = 8 * quantized.nbytes / quantized.n_elements
+    fault = quantize.excess(value_bits, found.rms_total, found.rms_relative_max, found.row)
+    return _error_of(quantized.name, type_name(quantized.type), found, fault)
 
-    def measure(rows: tuple[int, int]) -> tuple[float, Array, Array]:
-        """(largest error, sums of squares of the rows' errors, and of the rows)"""
-        want = to_float(bits[slice(*rows)], type_id)
-        difference = gguf.quants.dequantize(data[slice(*rows)], kind).reshape(want.shape) - want
-        squares = (np.einsum("ij,ij->i", x, x, dtype=np.float64) for x in (difference, want))
-        return (float(np.abs(difference).max()), *squares)
 
-    parts = ggml_quants.in_threads(measure, quantize.row_ranges(bits), n_threads)
-    lost, power = (np.concatenate([part[i] for part in parts]) for i in (1, 2))
-    rms = float(np.sqrt(lost.sum() / max(power.sum(), 1e-300)))
-    limit = 2.0 ** (2 - 8 * quantized.nbytes / quantized.n_elements)
-    fault = None
-    if not rms <= limit:
-        fault = f"{quantized.name}: the error is too large (RMS {rms:.2%} of the weights, limit {limit:.2%})"
-    relative = np.sqrt(lost[power > 0] / power[power > 0])
+def _error_of(name: str, value_type: str, found: MatrixError, fault: str | None) -> QuantizationError:
     return QuantizationError(
-        name=quantized.name,
-        value_type=type_name(quantized.type),
-        max_error=max(part[0] for part in parts),
-        rms_relative=float(relative.mean()) if len(relative) else 0.0,
-        rms_relative_max=float(relative.max()) if len(relative) else 0.0,
-        fault=fault,
+        name=name,
+        value_type=value_type,
+        max_error=found.max_error,
+        rms_relative=found.rms_relative,
+        rms_relative_max=found.rms_relative_max,
+        fault=None if fault is None else f"{name}: {fault}",
     )
 
 

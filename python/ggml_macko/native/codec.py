@@ -271,12 +271,13 @@ class MatrixError:
 
     is_equal: bool  # all elements are the same, bit for bit
     fault: int  # one of NO_FAULT ... FAULT_TOO_LARGE
-    row: int  # of the first faulty element
+    row: int  # of the first faulty element, or the worst row
     col: int
     n_nonzero: int  # of the dense matrix; includes -0.0 if the encoded matrix does
     max_error: float  # largest error of an element
     rms_relative: float  # RMS of a row's errors over RMS of the row; the mean over non-zero rows
-    rms_relative_max: float  # the same ratio in the worst row
+    rms_relative_max: float  # the same in the worst row with 64 non-zeros and 2^-24 of the largest row's RMS
+    rms_total: float  # RMS of all errors over RMS of all elements
     weighted_error: float  # sum of weight * error^2
     weighted_power: float  # sum of weight * value^2
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Builds llama.cpp's own programs, for `macko run -- PROGRAM`, from the source that the pinned llama-cpp-python brings.
+"""Builds llama.cpp's programs, for `macko run -- PROGRAM`, from the source in the pinned llama-cpp-python.
 
-  python3 tools/build_llama_cpp.py               CPU backend linked in, for this machine: build/llama.cpp/bin
+  python3 tools/build_llama_cpp.py               with the CPU backend for this machine: build/llama.cpp/bin
   python3 tools/build_llama_cpp.py --dynamic     backends as plugins (GGML_BACKEND_DL), AVX2: build/llama.cpp-dl/bin
   python3 tools/build_llama_cpp.py llama-server  only that program
 
@@ -22,7 +22,7 @@ import tarfile
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Without llama-save-load-state, which is a test in this version of llama.cpp; test_llama_features.py covers it.
+# without llama-save-load-state, a test in this version of llama.cpp; test_llama_features.py covers it
 PROGRAMS = (
     "llama-cli", "llama-completion", "llama-server", "llama-bench", "llama-perplexity", "llama-imatrix",
     "llama-tokenize", "llama-quantize", "llama-gguf-split", "llama-embedding", "llama-speculative",
@@ -41,7 +41,7 @@ def pinned_version() -> str:
 
 
 def fetch(version: str, folder: pathlib.Path) -> pathlib.Path:
-    """The source tree of llama.cpp inside llama-cpp-python; downloaded by pip if it is not in the folder yet."""
+    """The source tree of llama.cpp in llama-cpp-python. pip downloads it if it is missing."""
     tree = folder / f"llama_cpp_python-{version}" / "vendor" / "llama.cpp"
     if (tree / "CMakeLists.txt").exists():
         return tree

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 """Coverage-guided fuzzing of model files and matrices with libFuzzer (tests/fuzz/).
 
-  python3 tools/fuzz.py build build/fuzz                 with clang: programs that need no library of it at run time
+  python3 tools/fuzz.py build build/fuzz                 with clang: programs without its libraries at run time
   python3 tools/fuzz.py run build/fuzz --seconds 480     one process per core; a table, new inputs and crashes
-  python3 tools/fuzz.py merge build/fuzz                 the fewest new inputs that cover as much: tests/fuzz/corpus
+  python3 tools/fuzz.py merge build/fuzz                 the fewest new inputs with the same coverage: tests/fuzz/corpus
   .venv/bin/python tools/fuzz.py grammars --count 1000000    random grammars, in processes of ggml_macko.grammar
 
-Each target is built twice: with the address and undefined-behaviour sanitizers, and without, which is several times
-faster. `run` needs only Python: copy this file and the folder to another x86-64 machine, without compiler or network.
-An input that takes over 5 s is a hang; 512 MB are the limit for a process. Exits with 1 if there was any such input.
+Each target is built with the address and undefined-behavior sanitizers and, several times faster, without them.
+`run` needs only Python: copy this file and the folder to another x86-64 machine without compiler or network. An input
+of more than 5 s is a hang; a process may use 512 MB. The exit code is 1 after a crash, a hang or too much memory.
 
-The stored inputs and mutants of them also run in `tools/dev.py test`, with any compiler.
+`tools/dev.py test` also runs the stored inputs and mutants of them, with any compiler.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CORPUS = ROOT / "tests" / "fuzz" / "corpus"
 CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-# name -> largest input, as in tests/fuzz/fuzz-NAME.cpp; and its part of the processes
+# name -> largest input, as in tests/fuzz/fuzz-NAME.cpp, and share of the processes
 TARGETS = {
     "header": (8192, 3),
     "model": (8192, 3),
@@ -42,9 +42,9 @@ TARGETS = {
 VARIANTS = {"sanitized": "ON", "plain": "OFF"}
 HANG_SECONDS, RSS_MB = 5, 512
 MAX_STOPS = 20
-"""Inputs at which one process stops before it is given up: the same bug would be found over and over."""
+"""Stops of one target after which it is not restarted, because it finds the same bug again."""
 KINDS_OF_STOPS = ("timeout", "out-of-memory")
-"""What libFuzzer says of an input that does not crash."""
+"""libFuzzer's names of stops without a crash."""
 DICTIONARY_OF = (
     "gguf/model-keys.cpp",
     "load/activation-keys.cpp",
@@ -59,7 +59,7 @@ def run_build(*command: object, env: dict[str, str] | None = None) -> None:
 
 
 def write_dictionary(path: pathlib.Path) -> None:
-    """The strings that the checks of a header compare with: names of keys, suffixes, architectures."""
+    """Writes the strings in the header checks: names of keys, suffixes, architectures."""
     words: set[str] = set()
     for source in DICTIONARY_OF:
         text = (ROOT / "ggml-macko" / "src" / source).read_text()
@@ -68,7 +68,7 @@ def write_dictionary(path: pathlib.Path) -> None:
 
 
 def build(args: argparse.Namespace) -> None:
-    """Leaves FOLDER/VARIANT/fuzz-NAME, FOLDER/corpus/NAME (seeds and stored inputs) and FOLDER/gguf.dict."""
+    """Makes FOLDER/VARIANT/fuzz-NAME, FOLDER/corpus/NAME (seeds and stored inputs) and FOLDER/gguf.dict."""
     env = {**os.environ, "CC": args.clang, "CXX": f"{args.clang}++"}
     generator = ["-GNinja"] if shutil.which("ninja") else []
     for variant in args.variants:
@@ -96,7 +96,7 @@ def build(args: argparse.Namespace) -> None:
 
 @dataclasses.dataclass
 class Worker:
-    """A process that fuzzes one target, and those that follow it after it has stopped at an input."""
+    """A process that fuzzes one target, and its successors after stops."""
 
     name: str
     variant: str
@@ -118,7 +118,7 @@ class Worker:
             "max_total_time": max(1, int(seconds)), "timeout": HANG_SECONDS, "rss_limit_mb": RSS_MB,
             "max_len": max_len, "print_final_stats": 1, "reload": 1, "seed": 1 + self.number * 1000 + self.stops,
             "dict": self.folder / "gguf.dict", "artifact_prefix": f"{self.out / 'crashes'}/{self.name}-",
-            # half of the processes look at compared values, too: slower, and deeper
+            # half of the processes also use compared values, which is slower and deeper
             "use_value_profile": self.number % 2,
         }  # fmt: skip
         environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0:quarantine_size_mb=8:handle_abort=1"}
@@ -138,11 +138,11 @@ class Worker:
         self.started = time.monotonic()
 
     def finish(self) -> bool:
-        """Adds up what the process did; True if it stopped at an input. The same input can stop several processes."""
+        """Adds the counts of the process. Returns whether it stopped at an input; one input can stop several."""
         assert self.process is not None
         text = self.log.read_text(errors="replace")
         counts = re.findall(r"^stat::number_of_executed_units: *(\d+)", text, re.MULTILINE)
-        last = re.findall(r"^#(\d+)\t", text, re.MULTILINE)  # where the end of the log was lost
+        last = re.findall(r"^#(\d+)\t", text, re.MULTILINE)  # if the end of the log is missing
         self.executions += int(counts[-1] if counts else last[-1] if last else 0)
         self.seconds += time.monotonic() - self.started
         stopped = self.process.returncode != 0
@@ -154,10 +154,10 @@ class Worker:
 
 
 def distribute(n: int, names: list[str], plain: float) -> list[tuple[str, str]]:
-    """Targets and variants of n processes: first one of each target, then by the targets' parts."""
+    """Targets and variants of n processes: one of each target first, then by the targets' shares."""
     order = names + [name for k in range(1, 4) for name in names if TARGETS[name][1] > k]
     chosen = [order[i % len(order)] for i in range(n)]
-    # of k processes of a target, the share `plain` is without sanitizers; the first has them
+    # the share `plain` of the processes of a target has no sanitizers; the first process has them
     nth = [chosen[:i].count(name) for i, name in enumerate(chosen)]
     return [(name, "plain" if int((k + 1) * plain) > int(k * plain) else "sanitized") for name, k in zip(chosen, nth)]
 
@@ -183,7 +183,7 @@ def campaign(args: argparse.Namespace, names: list[tuple[str, str]], seconds: fl
 
 
 def edges(args: argparse.Namespace, name: str) -> int:
-    """Edges of the program that its inputs, old and new, reach."""
+    """Edges of the program that its old and new inputs reach."""
     variant = next(v for v in VARIANTS if (args.folder / v / f"fuzz-{name}").exists())
     done = subprocess.run(
         [str(args.folder / variant / f"fuzz-{name}"), "-runs=0", str(args.out / "corpus" / name),
@@ -233,7 +233,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def merge(args: argparse.Namespace) -> None:
-    """Adds the new inputs that reach what the stored ones and the seeds do not; none over 2 KiB, to stay small."""
+    """Stores new inputs, up to 2 KiB each, that add coverage to the stored ones and the seeds."""
     for name in TARGETS:
         program = args.folder / args.variant / f"fuzz-{name}"
         merged = args.folder / "merged" / name
@@ -250,7 +250,7 @@ def merge(args: argparse.Namespace) -> None:
         found = [p for p in merged.iterdir() if p.read_bytes() not in known]
         found = sorted(found, key=lambda p: (p.stat().st_size, p.name))
         step = max(1, -(-len(found) // args.max_files))
-        found = found[::-step]  # of all sizes, since small ones alone are refused early
+        found = found[::-step]  # of all sizes, because small inputs are refused early
         for path in found:
             shutil.copy2(path, args.into / name / path.name[:16])
         print(f"{name}: {len(found)} inputs, {sum(p.stat().st_size for p in found):,} bytes")
@@ -272,7 +272,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("build", help="compile the targets with clang")
     one.add_argument("folder", type=pathlib.Path)
-    one.add_argument("--clang", default="clang", help="the C compiler; its C++ compiler has ++ behind the name")
+    one.add_argument("--clang", default="clang", help="C compiler; its C++ compiler has ++ after the name")
     one.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     one.add_argument("-j", "--jobs", type=int, default=CPUS)
     one.set_defaults(func=build)
@@ -280,18 +280,22 @@ def main() -> None:
     one.add_argument("folder", type=pathlib.Path)
     one.add_argument("--seconds", type=float, default=60)
     one.add_argument("--workers", type=int, default=CPUS, help="processes (default: one per core)")
-    one.add_argument("--plain", type=float, default=0.5, metavar="SHARE", help="of processes without sanitizers")
+    one.add_argument(
+        "--plain", type=float, default=0.5, metavar="SHARE", help="share of the processes without sanitizers"
+    )
     one.add_argument("--targets", nargs="+", choices=list(TARGETS), default=[])
-    one.add_argument("--one-by-one", action="store_true", help="one process at a time, the seconds divided among them")
+    one.add_argument(
+        "--one-by-one", action="store_true", help="one process at a time, with an equal share of the seconds"
+    )
     one.add_argument("--out", type=pathlib.Path, help="new inputs, crashes and logs (default: FOLDER/out)")
     one.set_defaults(func=run)
-    one = commands.add_parser("merge", help="keep the new inputs that matter in the repository")
+    one = commands.add_parser("merge", help="store useful new inputs in the repository")
     one.add_argument("folder", type=pathlib.Path)
-    one.add_argument("--out", type=pathlib.Path, help="of run (default: FOLDER/out)")
+    one.add_argument("--out", type=pathlib.Path, help="output of run (default: FOLDER/out)")
     one.add_argument("--into", type=pathlib.Path, default=CORPUS)
     one.add_argument("--variant", choices=list(VARIANTS), default="plain")
-    one.add_argument("--max-files", type=int, default=40, help="of each target")
-    one.add_argument("--max-nbytes", type=int, default=2048, help="of an input")
+    one.add_argument("--max-files", type=int, default=40, help="largest number per target")
+    one.add_argument("--max-nbytes", type=int, default=2048, help="largest size of an input")
     one.set_defaults(func=merge)
     one = commands.add_parser("grammars", help="follow random grammars; a table of the answers")
     one.add_argument("--count", type=int, default=10_000)

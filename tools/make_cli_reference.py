@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
-"""Writes docs/guide/command-line.md from the parsers of `macko` and the plugin's table of environment variables, so
-that the page cannot differ from the program.
+"""Writes docs/guide/command-line.md from the parsers of `macko` and the plugin's table of environment variables.
 
-tests/end-to-end/test_docs.py fails when the page is not what this prints.
+tests/end-to-end/test_docs.py fails if the page differs from the output.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from ggml_macko.native import bindings
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "guide" / "command-line.md"
 HEAD = """# Command-line reference
 
-Made by `tools/make_cli_reference.py` from the program's own parsers. Results go to standard output, progress and
-warnings to standard error. Exit codes: 0 done, 1 an error (one line on standard error), 2 a command line that is wrong
-whatever the files hold, 130 and 143 after Ctrl-C and SIGTERM. `macko --version` prints the versions and what the build
-can use; `macko help SUBCOMMAND` what this page says; `--debug` shows a traceback with an error. `macko
+`tools/make_cli_reference.py` makes this page from the parsers of the program. Results go to standard output, progress
+and warnings to standard error. Exit codes: 0 success; 1 an error (one line on standard error); 2 a command line that is
+wrong for any file; 130 and 143 after Ctrl-C and SIGTERM. `macko --version` prints versions, CPU kernels and GPUs.
+`macko help SUBCOMMAND` prints a section of this page. `--debug` shows a traceback with an error. `macko
 --print-completion bash` (or `zsh`, `tcsh`) prints a script that completes options and files in a shell; it needs `pip
 install ggml-macko[completion]`.
 """

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes a GGUF of the Llama architecture with random weights, of any size, to measure speed and memory with.
+"""Writes a GGUF of the Llama architecture with random weights, of any size, for measurements of speed and memory.
 
-Weights are normally distributed with standard deviation 1/sqrt(fan-in), so that logits stay in range. Zeros are at
+Weights are normally distributed with standard deviation 1/sqrt(fan-in), which keeps logits in range. Zeros are at
 independent random places of the block matrices, or at the smallest magnitudes. Memory holds 4 M weights at a time. The
-vocabulary is a valid SentencePiece vocabulary with byte fallback. With --relu-zeros the architecture is Arcee's: the
-feed-forward part is down(relu(up x)^2), and up has a mean that makes about the share of activations zero.
+vocabulary is a valid SentencePiece vocabulary with byte fallback. With --relu-zeros, the architecture is Arcee: the
+feed-forward part is down(relu(up x)^2), and the mean of up makes about this share of the activations zero.
 
     Llama 1B:    --layers 16 --embd 2048 --ff 8192 --heads 32 --kv-heads 8 --vocab 32000 --tied --density 0.5 OUT
     ReLU, 7B:    --layers 32 --embd 4096 --ff 11008 --heads 32 --kv-heads 32 --density 0.5 --relu-zeros 0.9 OUT
@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 BLOCK = 1 << 22
-"""Weights that are made at a time."""
+"""Weights per step."""
 
 EMBEDDED = 8.0
 """Mean of embeddings with --relu-zeros."""
@@ -72,15 +72,15 @@ def main() -> int:
     parser.add_argument("--ctx", type=int, default=4096, help="context length in the metadata")
     parser.add_argument("--experts", type=int, default=0, help="experts per layer; 0: dense feed-forward part")
     parser.add_argument("--experts-used", type=int, default=2, help="experts per token")
-    parser.add_argument("--relu-zeros", type=float, metavar="SHARE", help="of activations of a ReLU, above 0.5")
-    parser.add_argument("--tied", action="store_true", help="output head shares the token embeddings")
+    parser.add_argument("--relu-zeros", type=float, metavar="SHARE", help="zero activations of a ReLU, above 0.5")
+    parser.add_argument("--tied", action="store_true", help="use the token embeddings as the output head")
     parser.add_argument("--density", type=float, default=1.0, help="non-zeros in block matrices")
     parser.add_argument(
-        "--smallest", action="store_true", help="the smallest weights are zero, as magnitude pruning does"
+        "--smallest", action="store_true", help="make the smallest weights zero, as magnitude pruning does"
     )
-    parser.add_argument("--alike", type=int, default=1, help="neighbouring rows whose zeros are at the same places")
+    parser.add_argument("--alike", type=int, default=1, help="number of neighboring rows with the same places of zeros")
     parser.add_argument(
-        "--same-layers", action="store_true", help="every layer has the weights of the first, which takes less time"
+        "--same-layers", action="store_true", help="give all layers the weights of the first, which is faster"
     )
     parser.add_argument("--type", choices=sorted(TYPES), default="f16")
     parser.add_argument("--seed", type=int, default=0)
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 def write(args: argparse.Namespace) -> None:
-    """Writes the file that parsed arguments describe."""
+    """Writes the file for parsed arguments."""
     head_dim = args.embd // args.heads
     writer = gguf.GGUFWriter(args.output, "llama" if args.relu_zeros is None else "arcee")
     writer.add_name(f"random llama {args.layers}x{args.embd}x{args.ff}, density {args.density:g}, seed {args.seed}")
@@ -163,10 +163,10 @@ def write(args: argparse.Namespace) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    # GGUFWriter takes whole tensors only, so the data are written block by block after its header
+    # GGUFWriter writes whole tensors only, so the data follow its header block by block
     out = writer.fout[0]
     rng = np.random.default_rng(args.seed)
-    first_layer: dict[str, tuple[int, int]] = {}  # where a tensor of it begins and ends in the file
+    first_layer: dict[str, tuple[int, int]] = {}  # begin and end of its tensors in the file
     for name, shape in shapes.items():
         out.write(bytes(-out.tell() % writer.data_alignment))
         layer, _, part = name.removeprefix("blk.").partition(".")
@@ -183,7 +183,7 @@ def write(args: argparse.Namespace) -> None:
 
 
 def copy(out: BinaryIO, begin: int, end: int) -> None:
-    """Writes bytes begin to end of the file that out writes at its end."""
+    """Appends bytes begin to end of the output file to it."""
     out.flush()
     with open(out.name, "rb") as written:
         written.seek(begin)
@@ -192,10 +192,10 @@ def copy(out: BinaryIO, begin: int, end: int) -> None:
 
 
 def mean_of(name: str, args: argparse.Namespace) -> float:
-    """The mean of a tensor's weights that makes so many activations negative.
+    """The mean of a tensor's weights for this share of negative activations.
 
-    Embeddings have one that outweighs what the layers add to the hidden states, whose elements are then about EMBEDDED
-    times as large as their deviation; so a mean of up moves all activations by as much.
+    The mean of embeddings exceeds the additions of layers to the hidden states, so their elements are about EMBEDDED
+    times their deviation, and a mean of up shifts all activations equally.
     """
     if args.relu_zeros is None:
         return 0.0

@@ -21,7 +21,7 @@ SERIES = {
     "pruned to 50 %, recovered": ("pruned to 50 %", "#2f81c7"),
     "pruned to 70 %, recovered": ("pruned to 70 %", "#2da44e"),
 }
-LEFT_OUT = {"F16", "Q2_K", "Q4_0", "sparse-q4_0"}  # far from the others, or hidden by one of them
+LEFT_OUT = {"F16", "Q2_K", "Q4_0", "sparse-q4_0"}  # far from the others, or covered by one of them
 
 
 def rows() -> list[tuple[str, str, float, float]]:

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Compares the bundled model's text on an emulated 64-bit Arm with that on this machine: dense, and each TYPE.
+"""Compares the text of the bundled model, dense and in each TYPE, on an emulated 64-bit Arm and on this machine.
 
   .venv/bin/python tools/checks/check_arm64.py
 
 Cross-compiles the llama.cpp inside the pinned llama-cpp-python (fetched by pip), the plugin and run-llama.c into
-build/arm64-text, with g++-aarch64-linux-gnu, and runs them with qemu-user (Debian's names), on CPUs without and with
-the extensions by which kernels are chosen. Greedy texts must be those that llama-cpp-python and the plugin of this
-Python write on this machine, and lossless types must write what the dense model does. Prints a table; exits with 1 if a
-text differs or a program fails.
+build/arm64-text with g++-aarch64-linux-gnu, and runs them with qemu-user (Debian's names) on CPUs with and without the
+extensions of the kernels. Greedy texts must equal those of llama-cpp-python and the plugin on this machine, and texts
+of lossless types those of the dense model. Prints a table; exits with 1 if a text differs or a program fails.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def build(source: pathlib.Path, jobs: int) -> pathlib.Path:
 
 
 def emulated(cpu: str, sparse: bool) -> list[str]:
-    """A command that runs a program for arm64, with the plugin if `sparse`."""
+    """The command for a program for arm64, with the plugin if `sparse`."""
     plugin = OUT / "plugin"
     variables = (
         f"LD_PRELOAD={plugin / 'libggml-macko-preload.so'}",
@@ -70,9 +69,9 @@ def emulated(cpu: str, sparse: bool) -> list[str]:
 
 
 def text_of(command: list[str], model: pathlib.Path, n: int) -> str:
-    """What a command writes with the beginning of the sample, so that there are products with many x, too."""
+    """The text of a command for the start of the sample, which needs products with many columns of x."""
     prompt = (ROOT / "models" / "sample.txt").read_text()[:240]
-    # llama.cpp computes with two threads, and a waiting one must not take the core of another
+    # a waiting thread of llama.cpp's two must not take the core of the other
     environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
     done = subprocess.run(
         [*command, str(model), str(n), prompt], capture_output=True, text=True, timeout=600, env=environment
@@ -83,7 +82,7 @@ def text_of(command: list[str], model: pathlib.Path, n: int) -> str:
 
 
 def check(arm64: pathlib.Path, host: pathlib.Path, n: int) -> list[tuple[str, ...]]:
-    """A row of the table for each type: the name, and for each CPU whether its text is right."""
+    """A row of the table per type: its name, and the result on each CPU."""
     rows = []
     dense = text_of([str(host)], MODEL, n)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Compares a dense model and its sparse file on every device of a build of llama.cpp, with its own programs.
+"""Compares a dense model and its sparse file on every device of a llama.cpp build, with its programs.
 
   python3 tools/build_llama_cpp.py --dynamic
   python3 tools/checks/check_devices.py build/llama.cpp-dl/bin [--dense MODEL.gguf] [--rpc]
 
-The plugin's devices are among those that `macko run -- llama-bench --list-devices` names; a sparse model is dense on
-the others. For each device, for all of them together, and for what llama.cpp chooses by itself: the greedy text of
-llama-completion and the answer of llama-server must be those of the dense model in the same place, and llama-bench runs
-both. --rpc adds a server of llama.cpp's own, without the plugin, which offers the devices that it has.
-Prints a table; exits with 1 if a text differs or a program fails.
+`macko run -- llama-bench --list-devices` lists the devices, with those of the plugin; a sparse model is dense on the
+others. For each device, for all devices together, and for llama.cpp's own choice, the greedy text of llama-completion
+and the answer of llama-server must equal those of the dense model, and llama-bench runs both models. --rpc adds a
+server of llama.cpp without the plugin, with its devices. Prints a table; exits with 1 if a text differs or a program
+fails.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RPC = "RPC, server without the plugin"
 
 
 class Place(NamedTuple):
-    """Where a model goes: options of llama-completion and llama-server, and those of llama-bench."""
+    """The placement of a model: options of llama-completion and llama-server, and of llama-bench."""
 
     name: str
     options: tuple[str, ...]
@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 
 def devices(folder: pathlib.Path) -> list[str]:
-    """Those that layers can be placed on."""
+    """The devices for layers."""
     listed = programs.run(folder / "llama-bench", "--list-devices")
     names = re.findall(r"^\s+(\S+): ", listed.stdout + listed.stderr, re.MULTILINE)
     return [name for name in names if name != "MACKO_CPU"]
@@ -85,9 +85,9 @@ def with_rpc_server(folder: pathlib.Path, dense: pathlib.Path, sparse: pathlib.P
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=pathlib.Path, help="of llama.cpp's programs")
+    parser.add_argument("folder", type=pathlib.Path, help="folder of llama.cpp's programs")
     parser.add_argument("--dense", type=pathlib.Path, default=ROOT / "models" / "docs-4m-s70-f16.gguf")
-    parser.add_argument("--rpc", action="store_true", help="a server without the plugin, too")
+    parser.add_argument("--rpc", action="store_true", help="also use a server without the plugin")
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as tmp:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Runs the C++ tests of the GPU code that older GPUs get, on any newer one: each build holds PTX for one architecture.
+"""Runs the C++ tests of the code for older GPUs on any newer GPU. Each build has PTX for one architecture.
 
   python3 tools/checks/check_gpu_architectures.py --architectures 75 80 86 89
 
-Host code that asks for the architecture follows that of the PTX (op_compute_capability), so that what is launched is
-what that GPU would launch; its shared memory is that of the GPU at hand. Prints a table; exits with 1 if a test fails.
-Needs nvcc, CMake, an NVIDIA GPU, and no Python package. With --build-only the programs are built for another machine.
+Host code uses the architecture of the PTX (op_compute_capability), so it launches the same kernels as on that GPU, but
+with the shared memory of the present GPU. Prints a table; exits with 1 if a test fails. Needs nvcc, CMake, an NVIDIA
+GPU, and no Python package. --build-only builds the programs for another machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SKIPPED = 77
 
 @dataclasses.dataclass
 class Result:
-    """A row of the table. checks: -1 where the test ended before it said how many there were."""
+    """A row of the table. checks: -1 if the test ended before it printed their number."""
 
     architecture: int
     test: str
@@ -43,7 +43,7 @@ def run(*command: object) -> None:
 
 
 def gpu_tests(folder: pathlib.Path) -> dict[str, list[str]]:
-    """The command of each test that CMake labels `gpu`."""
+    """The command of each test with the CMake label `gpu`."""
     found = subprocess.run(
         ["ctest", "--test-dir", str(folder), "-L", "^gpu$", "--show-only=json-v1"],
         check=True,
@@ -66,8 +66,8 @@ def build(architecture: int, folder: pathlib.Path, jobs: int) -> None:
 
 
 def run_test(architecture: int, name: str, command: list[str], timeout: float) -> Result:
-    """Runs one program. It must say that it ran the code of the architecture."""
-    # the driver compiles the PTX; its cache must hold that of all kernels, and never that of another build
+    """Runs one program, which must print that it ran the code of the architecture."""
+    # the driver compiles the PTX; its cache must hold all kernels of this build, and no others
     environment = {**os.environ, "CUDA_CACHE_PATH": str(pathlib.Path(command[0]).parent / "ptx-cache")}
     environment["CUDA_CACHE_MAXSIZE"] = str(4 << 30)
     start = time.monotonic()

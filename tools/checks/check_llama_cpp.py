@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Runs llama.cpp's own programs with a dense model and its sparse file, through `macko run`, and compares the results.
+"""Runs llama.cpp's programs with a dense model and its sparse file, through `macko run`, and compares the results.
 
   python3 tools/build_llama_cpp.py
   python3 tools/checks/check_llama_cpp.py build/llama.cpp/bin [--dense MODEL.gguf] [--seconds 300]
 
-The greedy text and the tokens must be the same, perplexity to four digits, and the model identical after splitting and
-merging. llama-bench runs side by side. A server gets eight clients at once: with one slot, all answers must be those of
-a single client; with eight slots, answers may differ only where two tokens are nearly tied.
-Prints a table; exits with 1 if anything differs that should not.
+Greedy text and tokens must be equal, perplexity to four digits, and the model identical after splitting and merging.
+llama-bench runs both models. Eight clients use a server at once: with one slot, all answers must equal those of a
+single client; with eight slots, answers may differ only at nearly tied tokens. Prints a table; exits with 1 after a
+failure.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def check_server(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=pathlib.Path, metavar="BIN", help="of llama.cpp's programs")
+    parser.add_argument("folder", type=pathlib.Path, metavar="BIN", help="folder of llama.cpp's programs")
     parser.add_argument(
         "--dense",
         type=pathlib.Path,

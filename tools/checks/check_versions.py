@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Which versions of llama-cpp-python one build of the plugin fits.
+"""Tests one build of the plugin with several versions of llama-cpp-python.
 
-  python3 tools/checks/check_versions.py headers        record what the headers of every version in the range say about
-                                                        structs, enums and functions: tests/data/llama-cpp-versions.json
-  python3 tools/checks/check_versions.py run VERSION... build these versions from their source distributions, put one
-                                                        wheel of ours beside each, and compare sparse with dense
+  python3 tools/checks/check_versions.py headers        record structs, enums and functions of the headers of every
+                                                        version in the range: tests/data/llama-cpp-versions.json
+  python3 tools/checks/check_versions.py run VERSION... build these versions from their source distributions, install
+                                                        our wheel beside each, and compare sparse with dense
 
-`headers` takes a minute, and the time to download 1 GB; add a version by raising the range in pyproject.toml first.
-`run` takes some 5 minutes for each version on 2 cores, prints the rows of the table in docs/design/versions.md, and
-exits with 1 if a check failed. Where the plugin finds a GPU, it compares there, too, with all layers on the GPU.
+`headers` takes a minute plus the download of 1 GB; to add a version, raise the range in pyproject.toml first. `run`
+takes about 5 minutes per version on 2 cores, prints the rows of the table in docs/design/versions.md, and exits with 1
+if a check failed. If the plugin finds a GPU, `run` also compares there, with all layers on the GPU.
 tests/unit/test_versions.py compares the record with the plugin.
 """
 
@@ -38,7 +38,7 @@ OUT = ROOT / "build" / "versions"
 PROMPT = "The function returns"
 
 HEADERS = ("ggml.h", "ggml-backend.h", "ggml-backend-impl.h", "ggml-impl.h", "llama.h")
-# The structs whose members the plugin uses, and those members.
+# structs and their members that the plugin uses
 STRUCTS = {
     "ggml_tensor": "type buffer ne nb op op_params flags src view_src view_offs data name extra",
     "ggml_cgraph": "size n_nodes n_leafs nodes leafs use_counts visited_hash_set uid",
@@ -65,13 +65,13 @@ STRUCTS = {
     "llama_model_params": "progress_callback progress_callback_user_data vocab_only check_tensors no_alloc load_mode"
     " use_mmap use_direct_io use_mlock",
 }
-# functions of libllama whose addresses the plugin gets from its caller
+# functions of libllama whose addresses a caller passes to the plugin
 LLAMA_FUNCTIONS = (
     "llama_model_default_params", "llama_model_free", "llama_model_load_from_file", "llama_model_load_from_file_ptr",
 )  # fmt: skip
 
 
-# ---- what headers say ----
+# ---- headers ----
 
 
 def supported_range() -> tuple[str, str]:
@@ -144,7 +144,7 @@ int main() {{
 
 
 def facts_of(tree: pathlib.Path) -> dict[str, str]:
-    """What the headers of a llama.cpp tree say, by compiling a program. Needs g++."""
+    """The facts of the headers of a llama.cpp tree, from a compiled program. Needs g++."""
     with tempfile.TemporaryDirectory() as tmp:
         source, program = pathlib.Path(tmp, "facts.cpp"), pathlib.Path(tmp, "facts")
         source.write_text(probe_program(tree))
@@ -162,7 +162,9 @@ def ggml_version_of(tree: pathlib.Path) -> str:
 
 
 def make_record(trees: dict[str, pathlib.Path]) -> dict[str, Any]:
-    """trees: by version, the newest last. What differs from the newest is stored, None for what is missing."""
+    """The facts of the newest version, and the differences of the others, with None for missing facts. trees: by
+    version, the newest last.
+    """
     facts = {version: facts_of(tree) for version, tree in trees.items()}
     common = facts[list(trees)[-1]]
     return {
@@ -195,7 +197,7 @@ def record(args: argparse.Namespace) -> int:
     return 0
 
 
-# ---- running them ----
+# ---- runs ----
 
 # Runs in an environment that has the version and our wheel. argv: dense file, sparse file, prompt, "cpu" or "gpu".
 # Prints null if there is no GPU to check.
@@ -240,7 +242,7 @@ def run(*command: object, env: dict[str, str] | None = None) -> None:
 
 
 def install(version: str, wheel: pathlib.Path) -> pathlib.Path:
-    """A folder for PYTHONPATH with that llama-cpp-python and our wheel; their dependencies are this interpreter's."""
+    """A folder for PYTHONPATH with this llama-cpp-python and our wheel, without their dependencies."""
     site = OUT / "site" / version
     pip = (sys.executable, "-m", "pip", "install", "--no-deps", "--upgrade", "--target", site)
     if not (site / "llama_cpp").exists():
@@ -253,7 +255,7 @@ def install(version: str, wheel: pathlib.Path) -> pathlib.Path:
 
 
 def answer_of_server(environment: dict[str, str], model: pathlib.Path) -> str:
-    """The text that the server of an environment gives for a prompt; what is wrong if it gives none."""
+    """The server's answer to the prompt, or its error."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -280,7 +282,7 @@ def answer_of_server(environment: dict[str, str], model: pathlib.Path) -> str:
 
 
 def compare(environment: dict[str, str], sparse: pathlib.Path, where: str) -> tuple[dict[str, Any], list[str]]:
-    """What CHECK prints for "cpu" or "gpu", and what is wrong with it; nothing where there is no such device."""
+    """The output of CHECK for "cpu" or "gpu" and its faults; nothing without such a device."""
     done = subprocess.run(
         [sys.executable, "-c", CHECK, str(MODEL), str(sparse), PROMPT, where],
         env=environment, capture_output=True, text=True, errors="replace",
@@ -299,7 +301,7 @@ def compare(environment: dict[str, str], sparse: pathlib.Path, where: str) -> tu
 
 
 def check(site: pathlib.Path, sparse: pathlib.Path, with_server: bool) -> tuple[dict[str, Any], list[str]]:
-    """The figures of one version, and what is wrong with them. PYTHONPATH may name dependencies."""
+    """The figures of one version and their faults. PYTHONPATH may name dependencies."""
     path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path}
     without_gpu = {**environment, "CUDA_VISIBLE_DEVICES": ""}

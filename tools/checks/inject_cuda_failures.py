@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Lets each CUDA call of loading a model and generating with it fail in turn, and shows what becomes of it.
+"""Makes each CUDA call of a load and a generation fail in turn, and prints the outcomes.
 
   cmake -S . -B build -DGGML_MACKO_CUDA=ON && cmake --build build --target ggml-macko-failing ggml-macko-ffi
   python3 tools/checks/inject_cuda_failures.py --build build -m MODEL.gguf
 
-Two errors are tried: memory that is not there (the process goes on, and the model can be loaded again), and a failure
-of the GPU (which is no longer used: the process must be restarted). In a process that has just started, each
-call fails in a process of its own, which takes seconds where it makes a CUDA context: --every takes a sample of them.
-In processes that have loaded the model before, every call fails once for want of memory, one after the other. Where
-memory is missing for a launch or a copy, the GPU is given up, too, and the log says so.
-Exits with 1 if a process crashes or hangs, generates another text without an error, or cannot load after a failure
-that it should survive; with 130 after Ctrl-C, when the table has what was tried until then. Needs an NVIDIA GPU.
+The tool tries two errors: missing memory, after which the model can be loaded again, and a failure of the GPU, after
+which the process must be restarted. For the first load of a process, each failure has a separate process, which takes
+seconds if it makes a CUDA context; --every takes a sample. In processes that have loaded the model before, all calls
+fail once, in turn, because of missing memory. Without memory for a launch or a copy, the plugin stops using the GPU,
+and the log has a message.
+Exits with 1 if a process crashes or hangs, generates another text without an error, or cannot load after a failure that
+it should survive; with 130 after Ctrl-C, with a table of the finished trials. Needs an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def generate(path: str) -> str:
 
 
 def load_failing() -> Any:
-    """The plugin's function that lets a call fail and returns how many there were since it was called last."""
+    """The plugin's function that makes a call fail and returns the number of calls since its last call."""
     import llama_cpp  # noqa: F401  loads libggml-base, which the plugin needs
 
     import ggml_macko
@@ -70,7 +70,7 @@ def load_failing() -> Any:
 
 
 def try_call(fail: Any, path: str, call: int, error: int) -> dict[str, Any]:
-    """Prints and returns what becomes of one failure; a line begins its part of the log."""
+    """Prints and returns the result of one failure. A line marks the start of its log."""
     print(f"{LOG_OF}{call}", file=sys.stderr, flush=True)
     result: dict[str, Any] = {"call": call}
     fail(call, error)
@@ -93,7 +93,7 @@ def work(path: str, call: int, error: int) -> None:
 
 
 def work_on(path: str, first: int, step: int) -> None:
-    """Call first, first + step, ... of a load and generation that is not the first of its process: no memory."""
+    """Makes call first, first + step, ... fail for missing memory, after the first load of the process."""
     fail = load_failing()
     generate(path)
     fail(0, 0)
@@ -102,14 +102,14 @@ def work_on(path: str, first: int, step: int) -> None:
     for call in range(first, n_calls + 1, step):
         result = try_call(fail, path, call, OUT_OF_MEMORY)
         if result.get("again", result.get("text")) != want:
-            sys.exit(1)  # what follows needs a GPU that is used: another process goes on
+            sys.exit(1)  # later calls need the GPU: another process continues
 
 
 # ---- all processes ----
 
 
 class Trial(NamedTuple):
-    """A failure: what the process said of it, and its log."""
+    """A failure, its result, and its log."""
 
     call: int
     result: dict[str, Any]
@@ -117,15 +117,15 @@ class Trial(NamedTuple):
 
 
 HANG_SECONDS = 60.0
-"""Without a line of output, after which a process is taken to hang."""
+"""Longest time without output of a process that does not hang."""
 
 interrupted = threading.Event()
-"""Ctrl-C: no process begins any more, and what the others tried until then is kept."""
+"""Set by Ctrl-C: no process starts any more, and finished trials are kept."""
 running: set[subprocess.Popen[bytes]] = set()
 
 
 def wait(process: subprocess.Popen[bytes], err: IO[str]) -> str:
-    """How the process ended if not well."""
+    """How the process failed; empty after a success."""
     nbytes, since = 0, time.monotonic()
     while True:
         try:
@@ -141,7 +141,7 @@ def wait(process: subprocess.Popen[bytes], err: IO[str]) -> str:
 
 
 def run(package: pathlib.Path, arguments: Sequence[object]) -> tuple[list[Trial], str]:
-    """Runs a process; returns what it tried, and how it ended if not well: that is the outcome of its last trial."""
+    """Runs a process. Returns its trials and how it failed, which is the outcome of the last trial."""
     if interrupted.is_set():
         return [], ""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])}
@@ -171,7 +171,7 @@ def run_one(package: pathlib.Path, path: str, call: int, error: int) -> list[Tri
 
 
 def run_all(package: pathlib.Path, path: str, first: int, step: int) -> list[Trial]:
-    """Every step-th call in processes that have loaded the model before: a new one where one has ended early."""
+    """Every step-th call in processes that have loaded the model before; a new one replaces one that ended early."""
     found: list[Trial] = []
     while True:
         trials, end = run(package, ["--worker-of-all", path, first, step])
@@ -218,7 +218,7 @@ def make_package(build: pathlib.Path) -> pathlib.Path:
 
 
 def try_all(package: pathlib.Path, args: argparse.Namespace, n_calls: int) -> Iterator[tuple[str, Trial]]:
-    """(row of the table, failure) of all that is tried."""
+    """(row of the table, failure) of all trials."""
     pool = concurrent.futures.ThreadPoolExecutor(args.jobs)
     calls = range(1, n_calls + 1, args.every)
     rows = {
@@ -252,7 +252,11 @@ def main() -> None:
     parser.add_argument("-m", "--model", required=True, metavar="MODEL.gguf")
     parser.add_argument("--build", type=pathlib.Path, required=True, metavar="DIR", help="CMake's build folder")
     parser.add_argument(
-        "--every", type=int, default=1, metavar="N", help="only each N-th call of a process's first load (default: 1)"
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="only every N-th call of the first load of a process (default: 1)",
     )
     parser.add_argument("-j", "--jobs", type=int, default=4, help="processes at a time (default: 4)")
     args = parser.parse_args()

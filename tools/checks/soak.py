@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Loads a model, generates a few tokens and frees it, thousands of times; nothing may grow.
+"""Loads a model, generates a few tokens and frees it, thousands of times. No resource may grow.
 
   python3 tools/checks/soak.py --cycles 5000                    on the CPU
-  python3 tools/checks/soak.py --cycles 1000 --gpu              on the first GPU; no other program may use it meanwhile
+  python3 tools/checks/soak.py --cycles 1000 --gpu              on the first GPU, which no other program may use
 
-A small random model is stored in each format, and is also compressed on load; cycles take them by turns, and each must
-generate the tokens that it generated the first time. Prints a table of this process's resident memory, descriptors and
-threads, and of the GPU's free memory. Exits with 1 if they are not flat: the slope of resident memory over all cycles
-behind a warm-up of a tenth, at most --max-slope; the others must not be worse at the end than after the warm-up.
-Needs the package and llama-cpp-python.
+The cycles alternate between the formats of a small random model, with compression on load among them; each must
+generate the same tokens every time. Prints a table of the resident memory, descriptors and threads of this process, and
+of the free memory of the GPU. After a warm-up of a tenth of the cycles, the slope of the resident memory may be at most
+--max-slope, and the others must not be worse at the end; otherwise, the exit code is 1. Needs the package and
+llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORMATS = ("macko", "packed", "ec-csr", "sparse-q4_0")
 TOKENS = [5, 17, 42, 99]
 N_GENERATED = 6
 MAX_GPU_NBYTES = 2 << 20
-"""What the driver itself takes and gives back between two looks at its free memory."""
+"""Fluctuation of the free memory that the driver itself causes."""
 
 
 def make_models(folder: pathlib.Path) -> list[tuple[str, pathlib.Path, bool]]:
@@ -96,7 +96,7 @@ def soak(args: argparse.Namespace, models: list[tuple[str, pathlib.Path, bool]])
 
 
 def problems(seen: np.ndarray, max_slope: float) -> list[str]:
-    """What is not flat."""
+    """The resources that grew."""
     seen = seen[len(seen) // 10 :]
     slope = float(np.polyfit(np.arange(len(seen)), seen[:, 0], 1)[0]) if len(seen) > 1 else 0.0
     print(f"\nresident memory behind the warm-up: {slope:+.3f} KiB per cycle, at most {max_slope} are allowed")
@@ -115,9 +115,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cycles", type=int, default=5000)
     parser.add_argument("--gpu", action="store_true", help="all layers on the first GPU")
-    parser.add_argument("--threads", type=int, default=2, help="of generation (default: 2)")
-    parser.add_argument("--every", type=int, metavar="CYCLES", help="of a row of the table (default: a tenth)")
-    parser.add_argument("--max-slope", type=float, default=1.0, metavar="KIB", help="per cycle (default: 1)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of generation (default: 2)")
+    parser.add_argument("--every", type=int, metavar="CYCLES", help="cycles per row of the table (default: a tenth)")
+    parser.add_argument(
+        "--max-slope", type=float, default=1.0, metavar="KIB", help="largest slope per cycle (default: 1)"
+    )
     args = parser.parse_args()
     if args.cycles < 1:
         parser.error("--cycles: at least 1")

@@ -84,16 +84,6 @@ def _in_turn(llama: GuardedLlama, *unused: Any, **also_unused: Any) -> AbstractC
     return llama._turns.use(llama._free)
 
 
-def _tokens_are_known(
-    llama: GuardedLlama, tokens: Sequence[int], *unused: Any, **also_unused: Any
-) -> AbstractContextManager[None]:
-    n_vocab = llama.n_vocab()
-    for token in tokens:
-        if not 0 <= token < n_vocab:
-            raise errors.error(errors.BAD_ARGUMENT, f"token {token} is not in the vocabulary (0...{n_vocab - 1})")
-    return contextlib.nullcontext()
-
-
 @contextlib.contextmanager
 def _logits_are_numbers(llama: GuardedLlama, *unused: Any, **also_unused: Any) -> Iterator[None]:
     yield
@@ -177,6 +167,31 @@ def _close_after_the_last_use(unused: Any) -> Any:
         self._turns.close(self._free)
 
     return close
+
+
+# ---- what llama.cpp does not check ----
+
+
+def _known_tokens_only(detokenize: Any) -> Any:
+    @functools.wraps(detokenize)
+    def guarded(self: Any, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        n_vocab = self.n_vocab()
+        for token in tokens:
+            if not 0 <= token < n_vocab:
+                raise errors.error(errors.BAD_ARGUMENT, f"token {token} is not in the vocabulary (0...{n_vocab - 1})")
+        return detokenize(self, tokens, *args, **kwargs)
+
+    return guarded
+
+
+def _only_with_weights(decode: Any) -> Any:
+    @functools.wraps(decode)
+    def guarded(self: Any, batch: Any) -> None:
+        if self.model.params.vocab_only:
+            raise errors.error(errors.BAD_ARGUMENT, "this Llama has no weights: it was loaded with vocab_only")
+        decode(self, batch)
+
+    return guarded
 
 
 # ---- NULL pointers, which ctypes does not turn into None ----
@@ -280,10 +295,16 @@ _MIXED = "changes the state that generate() uses: wrong text, or a read of logit
 
 GUARDS = (
     Guard(
-        "Llama.detokenize",
+        "llama_cpp._internals:LlamaModel.detokenize",
         "a token outside the vocabulary ends the process",
         "A token outside the vocabulary ends the process",
-        _inside(_tokens_are_known),
+        _known_tokens_only,
+    ),
+    Guard(
+        "llama_cpp._internals:LlamaContext.decode",
+        "a model without weights ends the process",
+        None,
+        _only_with_weights,
     ),
     Guard(
         "Llama.eval",

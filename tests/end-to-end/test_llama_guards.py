@@ -146,8 +146,9 @@ def test_worker_that_has_been_killed_is_replaced(llama):
 
 def test_token_outside_of_the_vocabulary_is_an_error(llama):
     for token in (-1, llama.n_vocab(), 2**31 - 1):
-        with pytest.raises(errors.ArgumentError, match=f"token {token} is not in the vocabulary"):
-            llama.detokenize([token])
+        for part in (llama, llama.tokenizer(), llama.tokenizer_):
+            with pytest.raises(errors.ArgumentError, match=f"token {token} is not in the vocabulary"):
+                part.detokenize([token])
     assert llama.detokenize(llama.tokenize(b"The function", add_bos=False)).strip() == b"The function"
 
 
@@ -257,6 +258,13 @@ def test_stream_whose_state_another_call_replaced_ends(llama, call):
     with pytest.raises(RuntimeError, match="another call has replaced the text"):
         list(stream)
     assert llama("The", max_tokens=3)["choices"][0]["text"]
+
+
+def test_model_without_weights_is_an_error():
+    llama = Llama(str(generators.DEMO), n_ctx=64, verbose=False, vocab_only=True, embedding=True)
+    with pytest.raises(errors.ArgumentError, match="it was loaded with vocab_only"):
+        llama.embed("x")
+    assert llama.tokenize(b"x")
 
 
 def test_sampling_without_logits_is_an_error(llama):

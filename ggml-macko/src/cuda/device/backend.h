@@ -14,7 +14,7 @@ bool set_n_threads(ggml_backend_t backend, int n_threads);
 
 // For the backend of a server, which exists before any weight arrives and computes graphs that a client has laid out.
 // Kernels then use at least scratch_nbytes of the backend's own scratch memory, and products of many columns use memory
-// for the largest weight that is there. On false, with the reason in the log, no graph may be computed.
+// for the largest weight so far. If it returns false, it has logged the reason, and no graph may be computed.
 bool backend_prepare(ggml_backend_t backend, size_t scratch_nbytes);
 
 } // namespace macko::cuda

@@ -222,7 +222,7 @@ cudaError_t panel_pipeline::make_panels() {
     return cudaSuccess;
 }
 
-// Calls multiply(memory of the next panel) behind the event that marks the panel as complete.
+// Calls multiply(memory of the next panel) after the event that marks the panel as complete.
 template <typename F> cudaError_t panel_pipeline::use_panel(F && multiply) {
     const panel_buffers & b = *ctx.panels;
     CUDA_TRY(make_panels());

@@ -204,12 +204,17 @@ struct encoded {
     }
 };
 
+static cpu_plan plan_of(const macko_desc & desc, int32_t value_type, bool bundles = false) {
+    return plan_with(desc, shape_with(desc, value_type, bundles));
+}
+
+static bool is_coded(const cpu_matrix & w) { return std::holds_alternative<coded_bitmap_layout>(w); }
+
 // Packs m in blocks of rows, the last block first, because threads of a load process blocks in any order.
-static bitmap_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, const guarded & memory,
-                          bool bundles = false) {
+static cpu_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, const guarded & memory,
+                       bool bundles = false) {
     const encoded           e(m, delta_bits);
-    const bitmap_matrix     w = bitmap_bind(e.desc, { e.desc.type, bundles }, memory.data);
-    matrix_packer           packer(w);
+    matrix_packer           packer(plan_of(e.desc, e.desc.type, bundles), span_ops_in_use(), memory.data);
     std::vector<macko_view> views;
     std::vector<int64_t>    first_value = { 0 };
     if (packer.makes_bundles()) {
@@ -226,7 +231,7 @@ static bitmap_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, 
         }
     } while (!packer.finish());
     fastest_pack = std::min(fastest_pack, seconds() - start);
-    return w;
+    return packer.matrix();
 }
 
 TEST(packed_rows_turn_back_into_the_same_bytes) {
@@ -235,18 +240,18 @@ TEST(packed_rows_turn_back_into_the_same_bytes) {
         for (const int delta_bits : { 1, 2, 4, 8 }) {
             for (const int64_t cols : { 1, 2, 63, 64, 65, 127, 128, 129, 300, 4097 }) {
                 for (const double density : { 0.0, ONE_ELEMENT, 0.01, 0.1, 0.5, 1.0 }) {
-                    const bool          bundles = has_bundles(type) && random.bits() & 1;
-                    const int64_t       rows    = random.range(1, bundles ? 300 : 40);
-                    const matrix        m       = random_matrix(random, type, rows, cols, density);
-                    const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type, bundles }));
-                    const bitmap_matrix w          = pack(m, delta_bits, random.range(1, rows), memory, bundles);
-                    const int64_t       begin      = random.range(0, rows - 1);
-                    const int64_t       end        = random.range(begin, rows);
-                    const int64_t       row_nbytes = cols * value_nbytes(type);
-                    const guarded       all(rows * row_nbytes);
-                    const guarded       some((end - begin) * row_nbytes);
-                    bitmap_densify(w, type, 0, rows, all.data);
-                    bitmap_densify(w, type, begin, end, some.data);
+                    const bool       bundles = has_bundles(type) && random.bits() & 1;
+                    const int64_t    rows    = random.range(1, bundles ? 300 : 40);
+                    const matrix     m       = random_matrix(random, type, rows, cols, density);
+                    const guarded    memory(plan_of(m.desc, m.desc.type, bundles).nbytes);
+                    const cpu_matrix w          = pack(m, delta_bits, random.range(1, rows), memory, bundles);
+                    const int64_t    begin      = random.range(0, rows - 1);
+                    const int64_t    end        = random.range(begin, rows);
+                    const int64_t    row_nbytes = cols * value_nbytes(type);
+                    const guarded    all(rows * row_nbytes);
+                    const guarded    some((end - begin) * row_nbytes);
+                    densify(w, type, 0, rows, all.data);
+                    densify(w, type, begin, end, some.data);
                     CHECK(memcmp(all.data, m.dense.data(), m.dense.size()) == 0 && all.intact() && memory.intact(),
                           "type %d bits %d %ldx%ld density %g", type, delta_bits, (long)rows, (long)cols, density);
                     CHECK(memcmp(some.data, m.dense.data() + begin * row_nbytes,
@@ -255,13 +260,14 @@ TEST(packed_rows_turn_back_into_the_same_bytes) {
                           "rows %ld-%ld", (long)begin, (long)end);
                     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
                         const guarded made((end - begin) * row_nbytes);
-                        bitmap_densify_with(set->expand_row, w, type, begin, end, made.data);
+                        densify(w, type, begin, end, made.data, set->expand_row);
                         CHECK(made.intact() &&
                                   memcmp(made.data, some.data, static_cast<size_t>((end - begin) * row_nbytes)) == 0,
                               "%s: type %d, rows %ld-%ld of %ld columns", set->name, type, (long)begin, (long)end,
                               (long)cols);
                     }
-                    CHECK(w.row_off[0] == 0 && w.row_off[rows] == m.desc.nnz, "row_off %u", w.row_off[rows]);
+                    const uint32_t * row_off = base_of(w).row_off;
+                    CHECK(row_off[0] == 0 && row_off[rows] == m.desc.nnz, "row_off %u", row_off[rows]);
                 }
             }
         }
@@ -305,7 +311,7 @@ TEST(every_set_makes_the_same_bundles) {
 
 struct problem {
     const matrix &      m;
-    bitmap_matrix       w;
+    cpu_matrix          w;
     int64_t             row_begin, row_end, n;
     bool                round_x;
     guarded             x;             // [n][cols]
@@ -313,7 +319,7 @@ struct problem {
     std::vector<double> integer_bound; // quantized weights: where x may be rounded to 16 bits
 
     // zeros: share of zeros in x, of either sign
-    problem(rng & random, const matrix & m, const bitmap_matrix & w, int64_t row_begin, int64_t row_end, int64_t n,
+    problem(rng & random, const matrix & m, const cpu_matrix & w, int64_t row_begin, int64_t row_end, int64_t n,
             bool round_x, double zeros = 0)
         : m(m), w(w), row_begin(row_begin), row_end(row_end), n(n), round_x(round_x), x(n * m.desc.cols * 4) {
         const int64_t                   cols = m.desc.cols;
@@ -415,7 +421,7 @@ struct output {
 enum class how { dispatched, rows16, rows, panels, planes };
 
 static void multiply(const kernel_set & set, const problem & p, how with, int n_threads, output & out,
-                     const float * gate = nullptr, const bitmap_matrix & columns = {}, bool skip_zeros = true) {
+                     const float * gate = nullptr, const bitmap_layout & columns = {}, bool skip_zeros = true) {
     const guarded              scratch(mul_mat_scratch_nbytes(p.m.desc.cols, p.n));
     std::vector<const float *> x;
     for (int64_t i = 0; i < p.n; i++) {
@@ -428,13 +434,13 @@ static void multiply(const kernel_set & set, const problem & p, how with, int n_
         mul_mat_thread_with(set, params, omp_get_thread_num(), omp_get_num_threads());
     } else {
         const x_layout layout = with == how::rows16   ? x_layout::rows16
-                                : with == how::rows   ? x_layout::rows
+                                : with == how::rows   ? is_coded(p.w) ? x_layout::coded : x_layout::rows
                                 : with == how::planes ? x_layout::planes
                                                       : x_layout::panels;
         for (int i = 0; i < n_threads; i++) {
-            set.prepare(params, layout, i, n_threads);
+            prepare_with(set, params, layout, i, n_threads);
         }
-        set.multiply(params, layout, p.row_begin, p.row_end);
+        multiply_with(set, params, layout, p.row_begin, p.row_end);
     }
     CHECK(out.intact() && scratch.intact() && p.x.intact(), "%s wrote outside of y or scratch", set.name);
 }
@@ -456,7 +462,7 @@ static void check_result(const kernel_set & set, const problem & p, const char *
     }
     CHECK(worst <= 0,
           "%s %s type %d %ldx%ld nnz %ld rows %ld-%ld n %ld round %d: y[%ld][%ld] = %g, float64 %g, bound %g", set.name,
-          what, p.w.type, (long)p.m.desc.rows, (long)p.m.desc.cols, (long)p.m.desc.nnz, (long)p.row_begin,
+          what, value_type_of(p.w), (long)p.m.desc.rows, (long)p.m.desc.cols, (long)p.m.desc.nnz, (long)p.row_begin,
           (long)p.row_end, (long)p.n, p.round_x, (long)(at % p.n), (long)(at / p.n),
           out.y[static_cast<size_t>(at % p.n)][at / p.n], p.want[static_cast<size_t>(at)],
           bound[static_cast<size_t>(at)]);
@@ -471,7 +477,7 @@ static void check_result(const kernel_set & set, const problem & p, const char *
 // rows are computed.
 static void check_gate(const kernel_set & set, const problem & p, const output & whole) {
     const int64_t rows = p.row_end - p.row_begin;
-    rng           random(static_cast<uint64_t>(rows * p.w.cols));
+    rng           random(static_cast<uint64_t>(rows * p.m.desc.cols));
     for (const double open : { 0.0, 0.1, 0.4, 0.9, 1.0 }) {
         std::vector<float> gate(static_cast<size_t>(rows));
         int64_t            closed = 0;
@@ -516,13 +522,13 @@ static void check_all_sets(const problem & p, bool threads) {
         } else if (p.n <= MAX_PLANES && p.round_x) {
             output with_planes(p.n, rows);
             multiply(*set, p, how::planes, 3, with_planes);
-            check_result(*set, p, "planes", with_planes, is_quant_type(p.w.type) ? p.integer_bound : p.bound);
+            check_result(*set, p, "planes", with_planes, is_quant_type(value_type_of(p.w)) ? p.integer_bound : p.bound);
             same |= one.same(with_planes);
         }
-        if (!bundled && p.n == 1 && p.round_x && has_rows16(*set, p.w.type)) {
+        if (!bundled && !is_coded(p.w) && p.n == 1 && p.round_x && has_rows16(*set, value_type_of(p.w))) {
             output with_rows16(p.n, rows);
             multiply(*set, p, how::rows16, 3, with_rows16);
-            check_result(*set, p, "rows16", with_rows16, is_quant_type(p.w.type) ? p.integer_bound : p.bound);
+            check_result(*set, p, "rows16", with_rows16, is_quant_type(value_type_of(p.w)) ? p.integer_bound : p.bound);
             same |= one.same(with_rows16);
         }
         CHECK(same, "%s: one thread gives no layout's result", set->name);
@@ -546,10 +552,10 @@ TEST(every_set_is_within_the_error_bound) {
     for (const int32_t type : all_types) {
         for (const double density : { 0.0, ONE_ELEMENT, 0.05, 0.1, 0.3, 0.5, 0.9, 1.0 }) {
             for (const int64_t cols : dims) {
-                const int64_t       rows = dims[random.range(0, cols > 300 ? 11 : 15)];
-                const matrix        m    = random_matrix(random, type, rows, cols, density);
-                const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type }));
-                const bitmap_matrix w = pack(m, 4, rows, memory);
+                const int64_t    rows = dims[random.range(0, cols > 300 ? 11 : 15)];
+                const matrix     m    = random_matrix(random, type, rows, cols, density);
+                const guarded    memory(plan_of(m.desc, m.desc.type).nbytes);
+                const cpu_matrix w = pack(m, 4, rows, memory);
                 for (int k = 0; k < (cols > 300 ? 3 : 6); k++) {
                     const int64_t n = k == 1 ? 1 : all_n[next_n++ % std::size(all_n)];
                     check_all_sets(problem(random, m, w, 0, rows, n, k == 1 || random.bits() & 1), k < 2);
@@ -567,13 +573,19 @@ static const int     levels[2][16] = {
     { -127, -107, -89, -74, -61, -50, -39, -28, 23, 36, 47, 58, 70, 84, 101, 124 },
 };
 
+static cpu_matrix pack_whole(const packed_view & view, int n_threads, const cpu_plan & plan, const guarded & memory) {
+    matrix_packer packer(plan, span_ops_in_use(), memory.data);
+    packer.pack_whole(view, n_threads);
+    return packer.matrix();
+}
+
 // A quantized matrix, and in `exact` its weights d * q, which F32 holds exactly. They are read from the arrays here,
 // not by the library's decoder.
 struct quantized {
     packed_matrix            packed;
     matrix                   exact;
     std::unique_ptr<guarded> memory;
-    bitmap_matrix            w = {};
+    cpu_matrix               w = {};
 
     quantized(rng & random, int32_t value_type, int64_t rows, int64_t cols, double density, bool bundles = false)
         : exact(GGML_MACKO_TYPE_F32, rows, cols) {
@@ -588,10 +600,10 @@ struct quantized {
         }
         packed_view view;
         CHECK(check_packed(packed.arrays(), 1, &view) == 0, "%s", ggml_macko_last_error());
-        memory = std::make_unique<guarded>(bitmap_nbytes(packed.desc.dense, { value_type, bundles }));
-        w      = bitmap_bind(packed.desc.dense, { value_type, bundles }, memory->data);
-        bitmap_pack(view, 2, w);
-        int64_t k = 0;
+        const cpu_plan plan = plan_of(packed.desc.dense, value_type, bundles);
+        memory              = std::make_unique<guarded>(plan.nbytes);
+        w                   = pack_whole(view, 2, plan, *memory);
+        int64_t k           = 0;
         for (size_t i = 0; i < source.bits.size(); i++) {
             if (source.bits[i] != 0) {
                 const uint8_t * block = packed.values.data() + k / 32 *
@@ -646,21 +658,21 @@ TEST(bundles_are_within_the_error_bound) {
         size_t bundled, too_large, all;
     } n_of[2] = {}; // matrices that are not quantized, and those that are
 
-    const auto check = [&](const matrix & exact, const bitmap_matrix & w) {
-        const int64_t begin = random.range(0, w.rows - 1), n = all_n[next_n++ % std::size(all_n)];
-        auto &        count = n_of[is_quant_type(w.type)];
+    const auto check = [&](const macko_desc & desc, const matrix & exact, const cpu_matrix & w) {
+        const int64_t rows = desc.rows, begin = random.range(0, rows - 1), n = all_n[next_n++ % std::size(all_n)];
+        auto &        count = n_of[is_quant_type(value_type_of(w))];
         count.bundled += in_bundles(w);
-        count.too_large += w.group_off && !in_bundles(w);
+        count.too_large += bundles_nbytes(desc, value_type_of(w)) > 0 && !in_bundles(w);
         count.all++;
-        check_all_sets(problem(random, exact, w, 0, w.rows, 1, true), true);
-        check_all_sets(problem(random, exact, w, begin, w.rows, 1, false), false);
-        check_all_sets(problem(random, exact, w, begin, w.rows, n, true), true);
+        check_all_sets(problem(random, exact, w, 0, rows, 1, true), true);
+        check_all_sets(problem(random, exact, w, begin, rows, 1, false), false);
+        check_all_sets(problem(random, exact, w, begin, rows, n, true), true);
     };
     for (const double density : { 0.0, ONE_ELEMENT, 0.015, 0.04, 0.06, 0.1, 0.3, 0.5, 0.9, 1.0 }) {
         for (const int64_t cols : dims) {
             for (const int32_t type : all_quants) {
                 const quantized q(random, type, random.range(1, cols > 300 ? 20 : 300), cols, density, true);
-                check(q.exact, q.w);
+                check(q.packed.desc.dense, q.exact, q.w);
             }
             for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16 }) {
                 matrix m = random_matrix(random, type, random.range(1, cols > 300 ? 150 : 300), cols, density);
@@ -668,8 +680,8 @@ TEST(bundles_are_within_the_error_bound) {
                     std::fill_n(m.bits.begin() + cols * random.range(0, m.desc.rows - 1), cols, 0x4000);
                     m.finish();
                 }
-                const guarded memory(bitmap_nbytes(m.desc, { type, true }));
-                check(m, pack(m, 4, m.desc.rows, memory, true));
+                const guarded memory(plan_of(m.desc, m.desc.type, true).nbytes);
+                check(m.desc, m, pack(m, 4, m.desc.rows, memory, true));
                 CHECK(memory.intact(), "packing wrote outside");
             }
         }
@@ -704,23 +716,23 @@ struct coded_matrix {
     matrix                   m;
     packed_matrix            packed;
     std::unique_ptr<guarded> memory;
-    bitmap_matrix            w    = {};
+    cpu_matrix               w    = {};
     bool                     kept = false; // there are not too many outliers for that
 
     explicit coded_matrix(const matrix & source, int32_t index_bits, int n_threads) : m(source) {
         CHECK(macko::pack(m.dense.data(), { m.desc, GGML_MACKO_TYPE_CODED, index_bits }, 1, &packed, 7, 2) == 0, "%s",
               ggml_macko_last_error());
-        const auto nbytes = static_cast<int64_t>(packed.values.size());
-        kept              = bitmap_takes_coded(packed.desc.dense, nbytes);
+        const macko_desc & desc = packed.desc.dense;
+        const int64_t      most = max_short_outliers(desc.nnz, desc.type, static_cast<int64_t>(packed.values.size()));
+        kept                    = can_stay_coded(desc, most);
         if (!kept) {
             return;
         }
         packed_view view;
         CHECK(check_packed(packed.arrays(), 1, &view) == 0, "%s", ggml_macko_last_error());
-        const bitmap_form form = { GGML_MACKO_TYPE_CODED, false, nbytes };
-        memory                 = std::make_unique<guarded>(bitmap_nbytes(packed.desc.dense, form));
-        w                      = bitmap_bind(packed.desc.dense, form, memory->data);
-        bitmap_pack(view, n_threads, w);
+        const cpu_plan plan = plan_with(desc, coded_bitmap_shape{ most });
+        memory              = std::make_unique<guarded>(plan.nbytes);
+        w                   = pack_whole(view, n_threads, plan, *memory);
         CHECK(memory->intact(), "packing wrote outside");
     }
 };
@@ -743,13 +755,13 @@ TEST(coded_rows_turn_back_into_the_same_bytes) {
                 }
                 const int64_t begin = random.range(0, rows - 1);
                 const guarded dense((rows - begin) * cols * value_nbytes(type));
-                bitmap_densify(c.w, type, begin, rows, dense.data);
+                densify(c.w, type, begin, rows, dense.data);
                 CHECK(memcmp(dense.data, c.m.dense.data() + begin * cols * value_nbytes(type),
                              static_cast<size_t>((rows - begin) * cols * value_nbytes(type))) == 0 &&
                           dense.intact() && c.memory->intact(),
                       "type %d %ldx%ld density %g", type, (long)rows, (long)cols, density);
                 n_kept++;
-                n_outliers += static_cast<int>(c.w.coded.outlier_off[rows]);
+                n_outliers += static_cast<int>(std::get<coded_bitmap_layout>(c.w).outlier_off[rows]);
             }
         }
     }
@@ -780,68 +792,15 @@ TEST(coded_weights_are_within_the_error_bound) {
     }
 }
 
-// Values stay coded only if the set has a kernel for them, they are dense enough for that kernel to be faster, and
-// there are few outliers.
-TEST(values_stay_coded_where_that_is_faster) {
-    rng                random(18);
-    const coded_matrix c(short_matrix(random, GGML_MACKO_TYPE_F16, 64, 256, 0.5, 0), -1, 1);
-    const auto         nbytes   = static_cast<int64_t>(c.packed.values.size());
-    const macko_desc & d        = c.packed.desc.dense;
-    const int64_t      n_blocks = (d.nnz + 31) / 32;
-    CHECK(nbytes == 4 * (2 + 10 * n_blocks), "%ld bytes", (long)nbytes);
+TEST(sets_ask_for_layouts_that_they_multiply_with) {
     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
-        const auto type_of = [&](const macko_desc & desc, int64_t n) {
-            return choose_cpu_layout_with(*set, desc, GGML_MACKO_TYPE_CODED, n).form.value_type;
-        };
-        const int32_t kept = has_coded(*set) ? GGML_MACKO_TYPE_CODED : GGML_MACKO_TYPE_F16;
-        CHECK(has_coded(*set) == (strcmp(set->name, "avx512-vbmi2") == 0), "%s", set->name);
-        CHECK(type_of(d, nbytes) == kept, "%s", set->name);
-        CHECK(type_of(d, nbytes + 4 * (n_blocks - 1)) == kept, "%s: just few enough outliers", set->name);
-        CHECK(type_of(d, nbytes + 4 * n_blocks) == GGML_MACKO_TYPE_F16, "%s: a word more for each block", set->name);
-        macko_desc other = d;
-        other.cols       = 65537;
-        CHECK(type_of(other, nbytes) == GGML_MACKO_TYPE_F16, "%s: columns have 16 bits", set->name);
-        other = { d.nnz, 2, d.type, d.delta_bits, d.nnz };
-        CHECK(type_of(other, nbytes) == GGML_MACKO_TYPE_F16, "%s: short rows, which are aligned", set->name);
-        other     = d;
-        other.nnz = 64 * 256 / 5; // sparser, where picking x by place is faster
-        CHECK(type_of(other, 4 * (2 + 10 * ((other.nnz + 31) / 32))) == GGML_MACKO_TYPE_F16, "%s: density .2",
-              set->name);
-        other.type = GGML_MACKO_TYPE_F32; // for which there is no such kernel
-        CHECK((type_of(other, 4 * (2 + 10 * ((other.nnz + 31) / 32))) == GGML_MACKO_TYPE_CODED) == has_coded(*set),
-              "%s: F32", set->name);
-    }
-}
-
-// Quantized values, and other types, coded or not, below the set's density for rows of that length.
-TEST(values_become_bundles_where_that_is_faster) {
-    const struct {
-        int32_t type, value_type;
-    } types[] = { { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_F16 },   { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_CODED },
-                  { GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_BF16 }, { GGML_MACKO_TYPE_F32, GGML_MACKO_TYPE_F32 },
-                  { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q8_0 },  { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q4_0 } };
-    for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
-        for (const auto & t : types) {
-            for (int k = 0; k < 12; k++) {
-                const int         percents[] = { 1, 10, 30, 50, 60, 90 }, percent = percents[k / 2];
-                const macko_desc  d     = k % 2 ? macko_desc{ 1000, 1000, t.type, 4, percent * 10000 }
-                                                : macko_desc{ 500, 2000, t.type, 4, percent * 10000 };
-                const float       below = k % 2 ? set->short_bundles_below : set->bundles_below;
-                const int64_t     coded = d.nnz * 3; // bytes; coded so, no set keeps them
-                const bitmap_form form  = choose_cpu_layout_with(*set, d, t.value_type, coded).form;
-                const bool        want  = is_quant_type(t.value_type)     ? set->quant_bundles
-                                          : t.type == GGML_MACKO_TYPE_F32 ? false
-                                                                          : percent < 100 * below;
-                CHECK(form.bundles == want, "%s: %d of type %d at %d %%", set->name, t.value_type, t.type, percent);
-                CHECK(form.value_type == (is_quant_type(t.value_type) ? t.value_type : t.type), "%s", set->name);
-            }
-        }
-        const bool vbmi2   = strcmp(set->name, "avx512-vbmi2") == 0;
-        const bool bundles = strncmp(set->name, "avx", 3) == 0 || strncmp(set->name, "neon-", 5) == 0;
-        CHECK(set->bundles == bundles, "%s", set->name);
-        CHECK(set->quant_bundles == (set->bundles && !vbmi2), "%s", set->name);
-        CHECK((set->bundles_below > 0) == set->bundles, "%s", set->name);
-        CHECK(set->short_bundles_below >= set->bundles_below, "%s", set->name);
+        const bool            vbmi2   = strcmp(set->name, "avx512-vbmi2") == 0;
+        const bool            bundles = strncmp(set->name, "avx", 3) == 0 || strncmp(set->name, "neon-", 5) == 0;
+        const layout_traits & t       = set->layouts;
+        CHECK((set->multiply.bundles != nullptr) == bundles && (t.bundles_below > 0) == bundles, "%s", set->name);
+        CHECK((set->multiply.coded_bitmap != nullptr) == vbmi2 && t.coded == vbmi2, "%s", set->name);
+        CHECK(t.quant_bundles == (bundles && !vbmi2), "%s", set->name);
+        CHECK(t.short_bundles_below >= t.bundles_below, "%s", set->name);
     }
 }
 
@@ -852,8 +811,8 @@ TEST(rows_of_several_segments_are_within_the_error_bound) {
         for (const int32_t type : all_types) {
             const matrix m = random_matrix(random, type, 7, 9001, density);
             for (const bool bundles : { false, true }) {
-                const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type, bundles }));
-                const bitmap_matrix w = pack(m, 4, 7, memory, bundles);
+                const guarded    memory(plan_of(m.desc, m.desc.type, bundles).nbytes);
+                const cpu_matrix w = pack(m, 4, 7, memory, bundles);
                 check_all_sets(problem(random, m, w, 0, 7, 1, true), true);
                 check_all_sets(problem(random, m, w, 1, 7, 3, true), true);
             }
@@ -902,7 +861,7 @@ TEST(quantized_rows_turn_into_scale_times_q) {
             const quantized q(random, type, 150, 133, 0.3, bundles);
             const guarded   dense(149 * 133 * 4);
             CHECK(in_bundles(q.w) == bundles, "type %d", type);
-            bitmap_densify(q.w, GGML_MACKO_TYPE_F32, 1, 150, dense.data);
+            densify(q.w, GGML_MACKO_TYPE_F32, 1, 150, dense.data);
             bool same = dense.intact();
             for (int64_t i = 0; i < 149 * 133; i++) {
                 const double want = value_of(q.exact.bits[static_cast<size_t>(133 + i)], GGML_MACKO_TYPE_F32);
@@ -920,8 +879,8 @@ TEST(rows_of_all_blocks_are_computed) {
     for (const int32_t type : all_types) {
         const matrix m = random_matrix(random, type, 1037, 333, 0.4);
         for (const bool bundles : { false, true }) {
-            const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type, bundles }));
-            const bitmap_matrix w = pack(m, 4, 100, memory, bundles);
+            const guarded    memory(plan_of(m.desc, m.desc.type, bundles).nbytes);
+            const cpu_matrix w = pack(m, 4, 100, memory, bundles);
             CHECK(in_bundles(w) == (bundles && has_bundles(type)), "type %d", type);
             for (const int64_t n : { 1, 8, 20, 130 }) {
                 check_all_sets(problem(random, m, w, 0, 1037, n, true), true);
@@ -933,10 +892,10 @@ TEST(rows_of_all_blocks_are_computed) {
 TEST(row_range_of_any_length_is_computed) {
     rng random(4);
     for (const bool bundles : { false, true }) {
-        const int64_t       all = bundles ? 300 : 96; // several groups of bundles
-        const matrix        m   = random_matrix(random, GGML_MACKO_TYPE_F16, all, 200, 0.3);
-        const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type, bundles }));
-        const bitmap_matrix w = pack(m, 4, all, memory, bundles);
+        const int64_t    all = bundles ? 300 : 96; // several groups of bundles
+        const matrix     m   = random_matrix(random, GGML_MACKO_TYPE_F16, all, 200, 0.3);
+        const guarded    memory(plan_of(m.desc, m.desc.type, bundles).nbytes);
+        const cpu_matrix w = pack(m, 4, all, memory, bundles);
         CHECK(in_bundles(w) == bundles, "bundles");
         for (int64_t begin = 0; begin < all; begin += 13) {
             for (const int64_t rows : { 0, 1, 2, 5, 12, 140 }) {
@@ -957,8 +916,8 @@ TEST(rounding_of_x_is_exact) {
             m.at(c, c) = type == GGML_MACKO_TYPE_F16 ? 0x3c00 : 0x3f80;
         }
         m.finish();
-        const guarded       memory(bitmap_nbytes(m.desc, { type })), bundles(bitmap_nbytes(m.desc, { type, true }));
-        const bitmap_matrix w = pack(m, 4, cols, memory), in = pack(m, 4, cols, bundles, true);
+        const guarded memory(plan_of(m.desc, m.desc.type).nbytes), bundles(plan_of(m.desc, m.desc.type, true).nbytes);
+        const cpu_matrix w = pack(m, 4, cols, memory), in = pack(m, 4, cols, bundles, true);
         CHECK(in_bundles(in), "type %d", type);
         for (int k = 0; k < 100; k++) {
             problem p(random, m, w, 0, cols, 2, true);
@@ -996,9 +955,9 @@ TEST(x_beyond_f16_rounds_to_infinity) {
     matrix m(GGML_MACKO_TYPE_F16, 1, 1);
     m.at(0, 0) = 0x3c00;
     m.finish();
-    const guarded memory(bitmap_nbytes(m.desc, { m.desc.type })), more(bitmap_nbytes(m.desc, { m.desc.type, true }));
-    const bitmap_matrix w = pack(m, 4, 1, memory), in = pack(m, 4, 1, more, true);
-    problem             p(random, m, w, 0, 1, 1, true);
+    const guarded    memory(plan_of(m.desc, m.desc.type).nbytes), more(plan_of(m.desc, m.desc.type, true).nbytes);
+    const cpu_matrix w = pack(m, 4, 1, memory), in = pack(m, 4, 1, more, true);
+    problem          p(random, m, w, 0, 1, 1, true);
     CHECK(in_bundles(in), "one element");
     const struct {
         float x, want;
@@ -1029,18 +988,18 @@ TEST(finite_x_beside_nonfinite_x_is_right) {
     for (const int32_t type : all_types) {
         const matrix m = random_matrix(random, type, 33, 129, 0.5);
         for (const how with : { how::rows, how::panels, how::planes }) {
-            const bool          bundles = with == how::planes;
-            const int64_t       n       = bundles ? MAX_PLANES : 17;
-            const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type, bundles }));
-            const bitmap_matrix w = pack(m, 4, 33, memory, bundles);
-            problem             p(random, m, w, 0, 33, n, true);
+            const bool       bundles = with == how::planes;
+            const int64_t    n       = bundles ? MAX_PLANES : 17;
+            const guarded    memory(plan_of(m.desc, m.desc.type, bundles).nbytes);
+            const cpu_matrix w = pack(m, 4, 33, memory, bundles);
+            problem          p(random, m, w, 0, 33, n, true);
             for (int64_t c = 0; c < 129; c++) {
                 p.x.floats()[c]       = INFINITY;
                 p.x.floats()[129 + c] = NAN;
                 p.x.floats()[258 + c] = 1e30f; // Inf in F16
             }
             for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
-                if (bundles && !(in_bundles(w) && set->bundles)) {
+                if (bundles && !(in_bundles(w) && multiplies_with(*set, w))) {
                     continue;
                 }
                 output out(n, 33);
@@ -1063,24 +1022,21 @@ TEST(finite_x_beside_nonfinite_x_is_right) {
 struct columns_of {
     int64_t       rows, cols; // of a matrix
     guarded       memory;
-    bitmap_matrix all;
+    bitmap_layout all;
 
-    columns_of(const macko_desc & desc, const bitmap_matrix & w, int64_t rows, int n_threads = 2)
-        : rows(rows),
-          cols(desc.cols),
-          memory(bitmap_nbytes(columns_desc(desc, rows), { desc.type })),
-          all(bitmap_bind(columns_desc(desc, rows), { desc.type }, memory.data)) {
+    columns_of(const macko_desc & desc, const cpu_matrix & w, int64_t rows, int n_threads = 2)
+        : rows(rows), cols(desc.cols), memory(columns_nbytes(desc, rows)), all(columns_bind(desc, rows, memory.data)) {
         columns_pack(w, n_threads, all);
         CHECK(memory.intact(), "packing wrote outside");
     }
-    bitmap_matrix of(int64_t matrix) const { return columns_of_matrix(all, matrix, cols); }
+    bitmap_layout of(int64_t matrix) const { return columns_of_matrix(all, matrix, cols); }
 };
 
-static void check_columns(const matrix & m, const bitmap_matrix & w, int64_t rows) {
+static void check_columns(const matrix & m, const cpu_matrix & w, int64_t rows) {
     const columns_of one(m.desc, w, rows, 1), c(m.desc, w, rows, 3);
     const int64_t    cols = m.desc.cols, size = value_nbytes(m.desc.type);
     const guarded    dense(m.desc.rows * cols * size);
-    bitmap_densify(c.all, m.desc.type, 0, c.all.rows, dense.data);
+    densify(c.all, m.desc.type, 0, c.all.rows, dense.data);
     for (int64_t row = 0; row < m.desc.rows; row++) {
         for (int64_t col = 0; col < cols; col++) {
             const int64_t at = (row / rows * cols + col) * rows + row % rows;
@@ -1109,7 +1065,7 @@ TEST(columns_have_the_values_of_the_rows) {
                     const int64_t n_matrices = random.range(1, 3);
                     const bool    bundles    = has_bundles(type) && random.bits() & 1;
                     const matrix  m          = random_matrix(random, type, rows * n_matrices, cols, density);
-                    const guarded memory(bitmap_nbytes(m.desc, { m.desc.type, bundles }));
+                    const guarded memory(plan_of(m.desc, m.desc.type, bundles).nbytes);
                     check_columns(m, pack(m, 4, m.desc.rows, memory, bundles), rows);
                     const coded_matrix coded(short_matrix(random, type, rows, cols, density, 0.02), -1, 2);
                     if (coded.kept) {
@@ -1132,7 +1088,7 @@ static kernel_set with_columns_from(const kernel_set & set, float zeros) {
 
 // Compares columns with float64, for matrix `number` of the tensor. The bits must not depend on the number of threads,
 // and the values must not change if no column is skipped.
-static void check_columns_product(rng & random, const matrix & m, const bitmap_matrix & w, const columns_of & columns,
+static void check_columns_product(rng & random, const matrix & m, const cpu_matrix & w, const columns_of & columns,
                                   int64_t number, double zeros) {
     const int64_t begin = number * columns.rows, end = begin + columns.rows;
     const problem p(random, m, w, begin, end, 1, random.bits() & 1, zeros);
@@ -1167,11 +1123,11 @@ TEST(columns_are_within_the_error_bound) {
                                     { 4300, 60 }, // too many rows for sums beside x
                                     { 100, 4500 } }) {
             for (const double density : { 0.0, ONE_ELEMENT, 0.05, 0.5, 1.0 }) {
-                const int64_t       n_matrices = random.range(1, 2);
-                const matrix        m = random_matrix(random, type, shape.first * n_matrices, shape.second, density);
-                const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type }));
-                const bitmap_matrix w = pack(m, 4, m.desc.rows, memory);
-                const columns_of    columns(m.desc, w, shape.first);
+                const int64_t    n_matrices = random.range(1, 2);
+                const matrix     m = random_matrix(random, type, shape.first * n_matrices, shape.second, density);
+                const guarded    memory(plan_of(m.desc, m.desc.type).nbytes);
+                const cpu_matrix w = pack(m, 4, m.desc.rows, memory);
+                const columns_of columns(m.desc, w, shape.first);
                 for (const double zeros : { 0.0, 0.6, 0.97, 1.0 }) {
                     check_columns_product(random, m, w, columns, random.range(0, n_matrices - 1), zeros);
                 }
@@ -1187,9 +1143,9 @@ TEST(columns_are_read_where_enough_of_x_is_zero) {
     const matrix other(GGML_MACKO_TYPE_F16, 128, 200);
     matrix       zeros = other;
     zeros.finish();
-    const guarded memory(bitmap_nbytes(m.desc, { m.desc.type })), none(bitmap_nbytes(zeros.desc, { zeros.desc.type }));
-    const bitmap_matrix w = pack(m, 4, 128, memory);
-    const columns_of    columns(zeros.desc, pack(zeros, 4, 128, none), 128);
+    const guarded    memory(plan_of(m.desc, m.desc.type).nbytes), none(plan_of(zeros.desc, zeros.desc.type).nbytes);
+    const cpu_matrix w = pack(m, 4, 128, memory);
+    const columns_of columns(zeros.desc, pack(zeros, 4, 128, none), 128);
     for (const int64_t n : { 1, 2 }) {
         problem p(random, m, w, 0, 128, n, true);
         for (int64_t n_zeros = 0; n_zeros <= 200; n_zeros++) {
@@ -1212,12 +1168,12 @@ TEST(columns_are_read_where_enough_of_x_is_zero) {
 }
 
 TEST(nan_in_x_reaches_every_row_that_meets_it) {
-    rng                 random(34);
-    const matrix        m = random_matrix(random, GGML_MACKO_TYPE_BF16, 300, 100, 0.5);
-    const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type }));
-    const bitmap_matrix w = pack(m, 4, 300, memory);
-    const columns_of    columns(m.desc, w, 300);
-    const problem       p(random, m, w, 0, 300, 1, true, 0.9);
+    rng              random(34);
+    const matrix     m = random_matrix(random, GGML_MACKO_TYPE_BF16, 300, 100, 0.5);
+    const guarded    memory(plan_of(m.desc, m.desc.type).nbytes);
+    const cpu_matrix w = pack(m, 4, 300, memory);
+    const columns_of columns(m.desc, w, 300);
+    const problem    p(random, m, w, 0, 300, 1, true, 0.9);
     for (int64_t c = 0; c < 100; c++) {
         const float kept = p.x.floats()[c];
         p.x.floats()[c]  = NAN;
@@ -1238,7 +1194,7 @@ TEST(mul_mat_thread_runs_the_selected_set) {
     const char * name;
     CHECK(select_kernels(&name) == 0, "%s", ggml_macko_last_error());
     const matrix  m = random_matrix(random, GGML_MACKO_TYPE_F16, 64, 777, 0.5);
-    const guarded memory(bitmap_nbytes(m.desc, { m.desc.type }));
+    const guarded memory(plan_of(m.desc, m.desc.type).nbytes);
     const problem p(random, m, pack(m, 4, 64, memory), 0, 64, 3, true);
     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
         if (strcmp(set->name, name) == 0) {
@@ -1327,7 +1283,7 @@ static void bench_columns_of(const kernel_set & set, int64_t rows, int64_t cols,
     struct copy {
         std::unique_ptr<guarded>      memory;
         std::unique_ptr<coded_matrix> coded;
-        bitmap_matrix                 w;
+        cpu_matrix                    w;
         std::unique_ptr<columns_of>   columns;
     };
     rng               random(77);
@@ -1340,9 +1296,9 @@ static void bench_columns_of(const kernel_set & set, int64_t rows, int64_t cols,
             c.coded = std::make_unique<coded_matrix>(m, -1, 1);
             c.w     = c.coded->w;
         } else {
-            const bitmap_form form = choose_cpu_layout_with(set, m.desc, type, 0).form;
-            c.memory               = std::make_unique<guarded>(bitmap_nbytes(m.desc, form));
-            c.w                    = pack(m, 4, rows, *c.memory, form.bundles);
+            const cpu_plan plan = choose_cpu_layout(set.layouts, m.desc, type, 0);
+            c.memory            = std::make_unique<guarded>(plan.nbytes);
+            c.w                 = pack(m, 4, rows, *c.memory, std::holds_alternative<bundles_shape>(plan.shape));
         }
         const double start = seconds();
         c.columns          = std::make_unique<columns_of>(m.desc, c.w, rows, n_threads);
@@ -1366,7 +1322,7 @@ static void bench_columns_of(const kernel_set & set, int64_t rows, int64_t cols,
                         const float *  px     = x.data();
                         float *        py     = y.data();
                         mul_mat_params params = { all[i].w, 0, rows, 1, &px, &py, true, scratch.data };
-                        params.columns        = with ? all[i].columns->all : bitmap_matrix{};
+                        params.columns        = with ? all[i].columns->all : bitmap_layout{};
                         const double start    = seconds();
 #pragma omp parallel num_threads(n_threads)
                         mul_mat_thread_with(always, params, omp_get_thread_num(), omp_get_num_threads());
@@ -1392,7 +1348,7 @@ static void bench_columns(int argc, char ** argv) {
     for (int s = 0; const kernel_set * set = supported_kernel_set(s); s++) {
         const auto type = static_cast<int32_t>(number(7, 1));
         if ((only ? strcmp(only, set->name) == 0 : set != &kernels_portable) &&
-            (type != GGML_MACKO_TYPE_CODED || has_coded(*set))) {
+            (type != GGML_MACKO_TYPE_CODED || set->layouts.coded)) {
             bench_columns_of(*set, static_cast<int64_t>(number(2, 2048)), static_cast<int64_t>(number(3, 8192)),
                              number(4, 0.5), type, static_cast<int>(number(5, 1)), static_cast<int>(number(6, 6)));
         }
@@ -1409,19 +1365,21 @@ struct bench_options {
 };
 
 // with memory of its own
-static bitmap_matrix pack_values(const matrix & m, int32_t type, bool bundles, std::unique_ptr<guarded> * memory) {
+static cpu_matrix pack_values(const matrix & m, int32_t type, bool bundles, std::unique_ptr<guarded> * memory) {
     packed_matrix packed;
     packed_view   view;
     CHECK(macko::pack(m.dense.data(), { m.desc, type, -1 }, 1, &packed) == 0 &&
               check_packed(packed.arrays(), 1, &view) == 0,
           "%s", ggml_macko_last_error());
-    const auto        nbytes  = static_cast<int64_t>(packed.values.size());
-    const bitmap_form form    = { type, bundles, nbytes };
-    *memory                   = std::make_unique<guarded>(bitmap_nbytes(m.desc, form));
-    const bitmap_matrix w     = bitmap_bind(m.desc, form, (*memory)->data);
-    const double        start = seconds();
-    bitmap_pack(view, 1, w);
-    fastest_pack = std::min(fastest_pack, seconds() - start);
+    const auto      nbytes = static_cast<int64_t>(packed.values.size());
+    const cpu_shape shape  = type == GGML_MACKO_TYPE_CODED
+                                 ? coded_bitmap_shape{ max_short_outliers(m.desc.nnz, m.desc.type, nbytes) }
+                                 : shape_with(m.desc, type, bundles);
+    const cpu_plan  plan   = plan_with(m.desc, shape);
+    *memory                = std::make_unique<guarded>(plan.nbytes);
+    const double     start = seconds();
+    const cpu_matrix w     = pack_whole(view, 1, plan, **memory);
+    fastest_pack           = std::min(fastest_pack, seconds() - start);
     return w;
 }
 
@@ -1431,7 +1389,7 @@ struct bench_matrices {
     double                                density;
     std::vector<matrix>                   dense;
     std::vector<std::unique_ptr<guarded>> memory;
-    std::vector<bitmap_matrix>            w;
+    std::vector<cpu_matrix>               w;
 
     bench_matrices(int64_t rows, int64_t cols, double density, int copies, int32_t type, bool bundles)
         : rows(rows), cols(cols), density(density) {
@@ -1453,15 +1411,16 @@ struct bench_matrices {
             if (is_quant_type(type) || type == GGML_MACKO_TYPE_CODED) {
                 w.push_back(pack_values(dense.back(), type, bundles, &memory.back()));
             } else {
-                memory.back() = std::make_unique<guarded>(bitmap_nbytes(dense.back().desc, { type, bundles }));
+                memory.back() = std::make_unique<guarded>(plan_of(dense.back().desc, type, bundles).nbytes);
                 w.push_back(pack(dense.back(), 4, rows, *memory.back(), bundles));
             }
         }
     }
     // bytes that are read from one matrix
     int64_t nbytes_used() const {
-        return in_bundles(w[0]) ? static_cast<int64_t>(w[0].group_off[n_bundle_groups(rows)])
-                                : memory[0]->map + memory[0]->map_size - memory[0]->data;
+        const auto * bundles = std::get_if<bundles_layout>(&w[0]);
+        return bundles ? static_cast<int64_t>(bundles->group_off[n_bundle_groups(rows)])
+                       : memory[0]->map + memory[0]->map_size - memory[0]->data;
     }
 };
 

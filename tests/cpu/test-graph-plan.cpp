@@ -38,33 +38,34 @@ struct graph_builder {
 
     float number() { return static_cast<float>(random.unit() * 2 - 1); }
 
-    // F32, of n_matrices matrices, without a zero, and such that most products are negative: a bitmap
-    // (cpu/layout/bitmap.h) after its header
+    // F32, of n_matrices matrices, without a zero, and such that most products are negative: a BITMAP
+    // (cpu/layout/layouts.h) after its header
     ggml_tensor * weights(int64_t n_matrices) {
         const int64_t    rows = ROWS * n_matrices;
         const macko_desc desc = { rows, COLS, GGML_MACKO_TYPE_F32, 4, rows * COLS };
-        return weights(n_matrices, { WEIGHT_MAGIC, desc, { GGML_MACKO_TYPE_F32 }, ROWS });
+        return weights(n_matrices, { WEIGHT_MAGIC, plan_with(desc, bitmap_shape{}), false, ROWS });
     }
     // one matrix that is also kept by columns
     ggml_tensor * weights_by_columns(float threshold, bool of_norm) {
         const macko_desc desc    = { ROWS, COLS, GGML_MACKO_TYPE_F32, 4, ROWS * COLS };
-        const int64_t    columns = bitmap_nbytes(columns_desc(desc, ROWS), { GGML_MACKO_TYPE_F32 });
+        const int64_t    columns = columns_nbytes(desc, ROWS);
         const int64_t    norms   = of_norm ? mask_words(COLS) * 256 : 0;
-        ggml_tensor *  t = weights(1, { WEIGHT_MAGIC, desc, { GGML_MACKO_TYPE_F32 }, ROWS, columns, threshold, norms });
-        const weight * w = weight_of(t);
-        columns_pack(w->bitmap(), 1, w->columns());
+        const cpu_plan   plan    = plan_with(desc, bitmap_shape{});
+        ggml_tensor *    t       = weights(1, { WEIGHT_MAGIC, plan, false, ROWS, columns, threshold, norms });
+        const weight *   w       = weight_of(t);
+        columns_pack(w->matrix(), 1, w->columns());
         if (of_norm) {
             columns_norms(w->columns(), 2, w->norms());
         }
         return t;
     }
     ggml_tensor * weights(int64_t n_matrices, const weight & header) {
-        const int64_t rows = header.desc.rows;
+        const int64_t rows = header.desc().rows;
         memory.push_back(std::make_unique<guarded>(static_cast<int64_t>(sizeof(weight)) + header.norms_nbytes +
-                                                   header.columns_nbytes + bitmap_nbytes(header.desc, header.form)));
-        auto * w              = reinterpret_cast<weight *>(memory.back()->data);
-        *w                    = header;
-        const bitmap_matrix m = w->bitmap();
+                                                   header.columns_nbytes + header.plan.nbytes));
+        auto * w     = reinterpret_cast<weight *>(memory.back()->data);
+        *w           = header;
+        const auto m = std::get<bitmap_layout>(w->matrix());
         for (int64_t r = 0; r <= rows; r++) {
             m.row_off[r] = static_cast<uint32_t>(r * COLS);
         }
@@ -292,7 +293,7 @@ ggml_tensor * add_neurons(graph_builder & b, neurons kind, int64_t n) {
 // The norm of each column of a weight, or 1.
 std::vector<float> scales(const weight & w, bool of_norm) {
     std::vector<float> dense(ROWS * COLS), out(COLS, 1.0f);
-    bitmap_densify(w.bitmap(), GGML_MACKO_TYPE_F32, 0, ROWS, dense.data());
+    densify(w.matrix(), GGML_MACKO_TYPE_F32, 0, ROWS, dense.data());
     for (size_t c = 0; of_norm && c < COLS; c++) {
         double sum = 0;
         for (size_t r = 0; r < ROWS; r++) {
@@ -306,7 +307,7 @@ std::vector<float> scales(const weight & w, bool of_norm) {
 // y of the weight and x in float64, and its error bound.
 void check_product(const char * what, const weight & w, const float * x, const float * y) {
     std::vector<float> dense(ROWS * COLS);
-    bitmap_densify(w.bitmap(), GGML_MACKO_TYPE_F32, 0, ROWS, dense.data());
+    densify(w.matrix(), GGML_MACKO_TYPE_F32, 0, ROWS, dense.data());
     for (size_t r = 0; r < ROWS; r++) {
         double sum = 0, magnitude = 0;
         for (size_t c = 0; c < COLS; c++) {

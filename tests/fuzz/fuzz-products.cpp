@@ -3,7 +3,6 @@
 #include "codec/macko/encode.h"
 #include "codec/registry.h"
 #include "cpu/kernels/dispatch.h"
-#include "cpu/layout/codecs.h"
 #include "cpu/layout/matrix-packer.h"
 #include "matrix-input.h"
 
@@ -36,7 +35,7 @@ struct reference {
 };
 
 struct problem {
-    bitmap_matrix          w;
+    cpu_matrix             w;
     int64_t                n;
     bool                   round_x;
     int64_t                poisoned; // an x that is not finite, whose products are unspecified, or -1
@@ -54,15 +53,16 @@ float x_of(uint64_t bits) {
     return std::ldexp(bits & 128 ? -m : m, static_cast<int>(bits >> 16 & 7) - 4);
 }
 
-bool pack(const ggml_macko_matrix & m, const bitmap_form & form, const aligned<uint8_t> & memory, bitmap_matrix * w) {
+bool pack(const ggml_macko_matrix & m, const cpu_plan & plan, const aligned<uint8_t> & memory, cpu_matrix * w) {
     std::unique_ptr<codec_view> view;
     const codec &               format = *find_codec(m.format);
     if (open_matrix(format, m, 1, &view) || view->check_rows(1)) {
         return false;
     }
-    *w = bitmap_bind(view->desc(), form, memory.data);
-    if (cpu_takes(format)) {
-        cpu_pack(*view, 1, *w);
+    matrix_packer packer(plan, span_ops_in_use(), memory.data);
+    if (matrix_packer::takes(format)) {
+        packer.pack_whole(*view, 1);
+        *w = packer.matrix();
         return true;
     }
     macko_matrix rows;
@@ -71,15 +71,15 @@ bool pack(const ggml_macko_matrix & m, const bitmap_form & form, const aligned<u
                                                           rows.values.data(), rows.deltas.data() },
                                                         &all) == 0,
                "%s", ggml_macko_last_error());
-    matrix_packer packer(*w);
     do {
         packer.pack(all, 0);
     } while (!packer.finish());
+    *w = packer.matrix();
     return true;
 }
 
 void compute_reference(const std::vector<double> & weights, problem * p) {
-    const auto rows = static_cast<size_t>(p->w.rows), cols = static_cast<size_t>(p->w.cols);
+    const auto rows = static_cast<size_t>(base_of(p->w).rows), cols = static_cast<size_t>(base_of(p->w).cols);
     for (size_t j = 0; j < static_cast<size_t>(p->n); j++) {
         const float * x       = &p->x[j * cols];
         double        largest = 0;
@@ -100,7 +100,7 @@ void compute_reference(const std::vector<double> & weights, problem * p) {
 }
 
 void check(const kernel_set & set, const problem & p, x_layout layout) {
-    const int64_t              rows = p.w.rows, cols = p.w.cols;
+    const int64_t              rows = base_of(p.w).rows, cols = base_of(p.w).cols;
     const aligned<uint8_t>     scratch(mul_mat_scratch_nbytes(cols, p.n));
     const aligned<float>       y(p.n * rows * 4);
     std::vector<const float *> xs;
@@ -110,13 +110,14 @@ void check(const kernel_set & set, const problem & p, x_layout layout) {
         ys.push_back(y.data + j * rows);
     }
     const mul_mat_params params = { p.w, 0, rows, p.n, xs.data(), ys.data(), p.round_x, scratch.data };
-    set.prepare(params, layout, 0, 1);
-    set.multiply(params, layout, 0, rows);
+    prepare_with(set, params, layout, 0, 1);
+    multiply_with(set, params, layout, 0, rows);
     // with integers, x has an error of half a unit; the offset that makes them positive adds a rounding per 64 columns
     // and a few more
-    const bool   integers = is_quant_type(p.w.type) && (layout == x_layout::planes || layout == x_layout::rows16);
-    const double n_cols   = static_cast<double>(cols),
-                 step     = integers ? 0.5 / (in_bundles(p.w) ? 32512 : 32767) + (n_cols / 64 + 8) * 0x1p-23 : 0;
+    const bool integers =
+        is_quant_type(value_type_of(p.w)) && (layout == x_layout::planes || layout == x_layout::rows16);
+    const double n_cols = static_cast<double>(cols),
+                 step   = integers ? 0.5 / (in_bundles(p.w) ? 32512 : 32767) + (n_cols / 64 + 8) * 0x1p-23 : 0;
     for (int64_t i = 0; i < p.n * rows; i++) {
         const reference & want = p.want[static_cast<size_t>(i)];
         if (i / rows == p.poisoned || want.magnitude + want.largest > static_cast<double>(FLT_MAX) / 4) {
@@ -125,9 +126,9 @@ void check(const kernel_set & set, const problem & p, x_layout layout) {
         const double bound = 2 * n_cols * 0x1p-24 * want.magnitude + want.largest * step + n_cols * 0x1p-149;
         FUZZ_CHECK(std::fabs(static_cast<double>(y.data[i]) - want.sum) <= bound, // false for NaN
                    "%s, layout %d, type %d, %lld x %lld, n %lld: y[%lld][%lld] = %g, float64 %g, bound %g", set.name,
-                   static_cast<int>(layout), p.w.type, static_cast<long long>(rows), static_cast<long long>(cols),
-                   static_cast<long long>(p.n), static_cast<long long>(i / rows), static_cast<long long>(i % rows),
-                   static_cast<double>(y.data[i]), want.sum, bound);
+                   static_cast<int>(layout), value_type_of(p.w), static_cast<long long>(rows),
+                   static_cast<long long>(cols), static_cast<long long>(p.n), static_cast<long long>(i / rows),
+                   static_cast<long long>(i % rows), static_cast<double>(y.data[i]), want.sum, bound);
     }
 }
 
@@ -143,8 +144,9 @@ void check_layouts(const problem & p) {
             }
             continue;
         }
-        check(*set, p, x_layout::rows);
-        if (p.n == 1 && p.round_x && has_rows16(*set, p.w.type)) {
+        const bool coded = std::holds_alternative<coded_bitmap_layout>(p.w);
+        check(*set, p, coded ? x_layout::coded : x_layout::rows);
+        if (p.n == 1 && p.round_x && !coded && has_rows16(*set, value_type_of(p.w))) {
             check(*set, p, x_layout::rows16);
         }
     }
@@ -167,10 +169,10 @@ bool run(const uint8_t * data, size_t size) {
     // expanded, as a bitmap and in bundles, and coded where possible
     const macko_desc       desc  = { m.rows, m.cols, m.type, 4, m.nnz };
     const bool             coded = m.value_type == GGML_MACKO_TYPE_CODED;
-    const bitmap_form      form  = { coded ? m.type : m.value_type, (how & 128) != 0 };
-    const aligned<uint8_t> memory(bitmap_nbytes(desc, form));
+    const cpu_plan         plan  = plan_with(desc, shape_with(desc, coded ? m.type : m.value_type, (how & 128) != 0));
+    const aligned<uint8_t> memory(plan.nbytes);
     problem                p;
-    FUZZ_CHECK(pack(m, form, memory, &p.w), "decoded, but not packed: %s", ggml_macko_last_error());
+    FUZZ_CHECK(pack(m, plan, memory, &p.w), "decoded, but not packed: %s", ggml_macko_last_error());
     static constexpr int64_t COUNTS[] = { 1, 1, 1, 2, 3, 5, 8, 9, 17 };
     p.n                               = COUNTS[n % std::size(COUNTS)];
     p.round_x                         = how & 2;
@@ -194,14 +196,15 @@ bool run(const uint8_t * data, size_t size) {
     }
     compute_reference(weights, &p);
     bytes again(dense.size());
-    bitmap_densify(p.w, m.type, 0, m.rows, again.data());
+    densify(p.w, m.type, 0, m.rows, again.data());
     FUZZ_CHECK(is_quant_type(m.value_type) || again == dense, "values of type %d turn back into others", m.type);
     check_layouts(p);
-    if (coded && bitmap_takes_coded(desc, m.arrays[0].nbytes)) {
-        const bitmap_form      as_stored = { GGML_MACKO_TYPE_CODED, false, m.arrays[0].nbytes };
-        const aligned<uint8_t> coded_memory(bitmap_nbytes(desc, as_stored));
+    const int64_t most = coded ? max_short_outliers(m.nnz, m.type, m.arrays[0].nbytes) : -1;
+    if (can_stay_coded(desc, most)) {
+        const cpu_plan         as_stored = plan_with(desc, coded_bitmap_shape{ most });
+        const aligned<uint8_t> coded_memory(as_stored.nbytes);
         FUZZ_CHECK(pack(m, as_stored, coded_memory, &p.w), "not packed: %s", ggml_macko_last_error());
-        bitmap_densify(p.w, m.type, 0, m.rows, again.data());
+        densify(p.w, m.type, 0, m.rows, again.data());
         FUZZ_CHECK(again == dense, "coded values of type %d turn back into others", m.type);
         check_layouts(p);
     }

@@ -5,7 +5,7 @@
 #include "codec/registry.h"
 #include "codec/team.h"
 #include "cpu/kernels/kernels.h"
-#include "cpu/layout/codecs.h"
+#include "cpu/layout/matrix-packer.h"
 
 #include <cstdlib>
 
@@ -15,7 +15,7 @@ using namespace macko::cpu;
 struct ggml_macko_cpu_matrix {
     std::unique_ptr<void, void (*)(void *)> memory = { nullptr, free };
     int64_t                                 nbytes = 0;
-    bitmap_matrix                           bitmap = {};
+    cpu_matrix                              matrix = {};
 };
 
 static std::unique_ptr<void, void (*)(void *)> aligned_memory(int64_t nbytes) {
@@ -26,16 +26,13 @@ static std::unique_ptr<void, void (*)(void *)> aligned_memory(int64_t nbytes) {
     return { memory, free };
 }
 
-// value_type: the type in the file, like values_nbytes.
-static ggml_macko_cpu_matrix empty_matrix(const macko_desc & desc, int32_t value_type, int64_t values_nbytes = 0) {
-    bitmap_form           form = choose_cpu_layout(desc, value_type, values_nbytes).form;
-    ggml_macko_cpu_matrix m;
-    // x is float here; bundles of F16 and BF16 are fast only if x is rounded to their type
-    form.bundles = form.bundles && is_quant_type(form.value_type);
-    m.nbytes     = bitmap_nbytes(desc, form);
-    m.memory     = aligned_memory(m.nbytes);
-    m.bitmap     = bitmap_bind(desc, form, m.memory.get());
-    return m;
+// A packer into the memory of m. value_type, values_nbytes: of the values in the file.
+static std::unique_ptr<matrix_packer> make_packer(const macko_desc & desc, int32_t value_type, int64_t values_nbytes,
+                                                  ggml_macko_cpu_matrix * m) {
+    const cpu_plan plan = choose_cpu_layout(layout_traits_in_use(), desc, value_type, values_nbytes, false);
+    m->nbytes           = plan.nbytes;
+    m->memory           = aligned_memory(plan.nbytes);
+    return std::make_unique<matrix_packer>(plan, span_ops_in_use(), m->memory.get());
 }
 
 // Packs the rows of a MACKO matrix. The position of a range of rows among the values depends on the ranges before it,
@@ -57,19 +54,21 @@ static int pack_rows(const macko_matrix_view & view, int n_threads, ggml_macko_c
         n                  = sum;
         sum += here;
     }
-    *out = empty_matrix(view.desc(), view.desc().type);
+    const auto packer = make_packer(view.desc(), view.desc().type, 0, out);
+    out->matrix       = packer->matrix(); // MACKO rows become a bitmap if x is not rounded
     return view.for_each_range(n_threads, [&](const macko_view & rows) { // fails if the caller changed the arrays
-        bitmap_pack(rows, first[static_cast<size_t>(rows.rows().row_begin)], out->bitmap);
+        packer->pack(rows, first[static_cast<size_t>(rows.rows().row_begin)]);
         return 0;
     });
 }
 
 static int pack_matrix(const codec_view & view, const ggml_macko_matrix & m, int n_threads,
                        ggml_macko_cpu_matrix * out) {
-    if (cpu_takes(view.format())) {
+    if (matrix_packer::takes(view.format())) {
         TRY(view.check_rows(n_threads));
-        *out = empty_matrix(view.desc(), m.value_type, m.arrays[0].nbytes);
-        cpu_pack(view, n_threads, out->bitmap);
+        const auto packer = make_packer(view.desc(), m.value_type, m.arrays[0].nbytes, out);
+        packer->pack_whole(view, n_threads);
+        out->matrix = packer->matrix();
         return GGML_MACKO_STATUS_OK;
     }
     if (view.format().streams_rows()) {
@@ -120,11 +119,12 @@ int ggml_macko_cpu_layout(const ggml_macko_matrix * m, ggml_macko_layout * layou
         const char * kernels = nullptr;
         TRY(check_header(*format, *m));
         TRY(select_kernels(&kernels));
-        const cpu_plan plan = choose_cpu_layout(rows_desc(*format, *m), m->value_type, m->arrays[0].nbytes);
-        *layout             = sized<ggml_macko_layout>();
-        layout->nbytes      = plan.nbytes;
-        layout->name        = plan.layout;
-        layout->is_settled  = strcmp(plan.layout, "BUNDLES") != 0;
+        const cpu_plan plan =
+            choose_cpu_layout(layout_traits_in_use(), rows_desc(*format, *m), m->value_type, m->arrays[0].nbytes);
+        *layout            = sized<ggml_macko_layout>();
+        layout->nbytes     = plan.nbytes;
+        layout->name       = layout_name(plan.shape);
+        layout->is_settled = !std::holds_alternative<bundles_shape>(plan.shape);
         snprintf(layout->reason, sizeof(layout->reason), "%s (%s)", plan.reason, kernels);
         return GGML_MACKO_STATUS_OK;
     });
@@ -142,7 +142,7 @@ int ggml_macko_cpu_mul_mat(const ggml_macko_cpu_matrix * m, const float * x, flo
         if (n == 0) {
             return GGML_MACKO_STATUS_OK;
         }
-        const bitmap_matrix &      w = m->bitmap;
+        const layout_base &        w = base_of(m->matrix);
         std::vector<const float *> xs(static_cast<size_t>(n));
         std::vector<float *>       ys(static_cast<size_t>(n));
         for (int64_t j = 0; j < n; j++) {
@@ -151,7 +151,7 @@ int ggml_macko_cpu_mul_mat(const ggml_macko_cpu_matrix * m, const float * x, flo
         }
         const auto scratch = aligned_memory(mul_mat_scratch_nbytes(w.cols, n));
         run_team(threads_for(n_threads, w.rows * w.cols), [&](int ith, int nth, team_barrier & barrier) {
-            const mul_mat_params p = { w, 0, w.rows, n, xs.data(), ys.data(), false, scratch.get(), &barrier };
+            const mul_mat_params p = { m->matrix, 0, w.rows, n, xs.data(), ys.data(), false, scratch.get(), &barrier };
             mul_mat_thread(p, ith, nth);
         });
         return GGML_MACKO_STATUS_OK;

@@ -106,7 +106,7 @@ static int load_sparse(load_session & session, model_params params, int32_t flag
     TRY(ggml_macko_check_environment() ?: cpu::select_kernels(&kernels));
     // The bytes in memory depend on the kernels, on some CPUs, and on the handling of negative zeros.
     const std::string cache_for =
-        std::string("kernels ") + kernels + cpu::cpu_with_own_forms() + ", flags " +
+        std::string("kernels ") + kernels + cpu::cpu_with_own_layouts() + ", flags " +
         std::to_string(flags & (GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS));
     FILE * stream = nullptr;
     TRY(session.begin(flags & GGML_MACKO_LOAD_SPARSE_ONLY, flags & GGML_MACKO_LOAD_CACHE ? cache_for.c_str() : nullptr,

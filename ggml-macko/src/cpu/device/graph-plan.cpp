@@ -326,11 +326,11 @@ void graph_plan::reserve_scratch() {
     size_t  n_kept = 0;
     for (size_t i = 0; i < n_steps; i++) {
         if (steps[i].skips_small) {
-            n_kept = std::max(n_kept, static_cast<size_t>(steps[i].m->desc.cols));
+            n_kept = std::max(n_kept, static_cast<size_t>(steps[i].m->desc().cols));
         }
         if (steps[i].m) {
             nbytes = std::max(nbytes,
-                              mul_mat_scratch_nbytes(steps[i].m->desc.cols, static_cast<int64_t>(steps[i].x.size())));
+                              mul_mat_scratch_nbytes(steps[i].m->desc().cols, static_cast<int64_t>(steps[i].x.size())));
         }
     }
     if (nbytes > scratch_nbytes) {
@@ -369,17 +369,17 @@ private:
 
 mul_mat_params graph_plan::params_of(const step & s) const {
     const int64_t row = s.matrix * s.m->rows_per_matrix;
-    return { s.m->bitmap(),
+    return { s.m->matrix(),
              row,
              row + s.m->rows_per_matrix,
              static_cast<int64_t>(s.x.size()),
              s.skips_small ? &kept_x : s.x.data(),
              s.y.data(),
-             s.m->desc.type != GGML_MACKO_TYPE_F32,
+             s.m->desc().type != GGML_MACKO_TYPE_F32,
              scratch.get(),
              nullptr,
              s.gate,
-             columns_of_matrix(s.m->columns(), s.matrix, s.m->desc.cols),
+             columns_of_matrix(s.m->columns(), s.matrix, s.m->desc().cols),
              skips };
 }
 
@@ -396,10 +396,10 @@ void graph_plan::run_thread(int ith, int nth) const {
             }
         } else if (!s.x.empty()) {
             if (s.skips_small && barrier.begin(true, ith)) {
-                columns_skip_below(s.m->threshold, s.m->norms(), s.x[0], s.m->desc.cols, kept_x);
+                columns_skip_below(s.m->threshold, s.m->norms(), s.x[0], s.m->desc().cols, kept_x);
             }
             const mul_mat_params p     = params_of(s);
-            const bool           alone = p.w.cols * p.n < ALONE_BELOW;
+            const bool           alone = s.m->desc().cols * p.n < ALONE_BELOW;
             if (barrier.begin(alone, ith)) {
                 mul_mat_prepare(p, alone ? 0 : ith, alone ? 1 : nth);
             }

@@ -132,7 +132,7 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
     return memory ? rpc_buffer_init(buft, size, std::move(memory)) : nullptr;
 }
 
-size_t buft_get_alignment(ggml_backend_buffer_type_t) { return BITMAP_ALIGNMENT; }
+size_t buft_get_alignment(ggml_backend_buffer_type_t) { return LAYOUT_ALIGNMENT; }
 
 ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
     static ggml_backend_buffer_type buft = {

@@ -1,7 +1,6 @@
 #include "cpu/device/weight.h"
 #include "codec/team.h"
 #include "cpu/kernels/kernels.h"
-#include "cpu/layout/codecs.h"
 
 #include <algorithm>
 #include <cstring>
@@ -9,13 +8,13 @@
 
 namespace macko::cpu {
 
-static bitmap_form form_of(const sparse_tensor_info & matrix) {
-    return choose_cpu_layout(matrix.desc, matrix.value_type, matrix.nbytes_values).form;
+static cpu_plan plan_of(const sparse_tensor_info & matrix) {
+    return choose_cpu_layout(layout_traits_in_use(), matrix.desc, matrix.value_type, matrix.nbytes_values);
 }
 
 static int64_t columns_nbytes_of(const sparse_tensor_info & matrix) {
     return matrix.by_columns && columns_can_hold(matrix.ne[1], matrix.value_type)
-               ? bitmap_nbytes(columns_desc(matrix.desc, matrix.ne[1]), { matrix.desc.type })
+               ? columns_nbytes(matrix.desc, matrix.ne[1])
                : 0;
 }
 
@@ -25,23 +24,22 @@ static int64_t norms_nbytes_of(const sparse_tensor_info & matrix) {
 }
 
 size_t weight_nbytes(const sparse_tensor_info & matrix) {
-    return sizeof(weight) + static_cast<size_t>(norms_nbytes_of(matrix) + columns_nbytes_of(matrix) +
-                                                bitmap_nbytes(matrix.desc, form_of(matrix)));
+    return sizeof(weight) +
+           static_cast<size_t>(norms_nbytes_of(matrix) + columns_nbytes_of(matrix) + plan_of(matrix).nbytes);
 }
 
 size_t weight_used_nbytes(const weight & m) {
-    const bitmap_matrix w = m.bitmap();
-    if (in_bundles(w)) {
-        const uint8_t * end = w.bundles + w.group_off[n_bundle_groups(w.rows)];
+    const cpu_matrix w = m.matrix();
+    if (const auto * bundles = std::get_if<bundles_layout>(&w)) {
+        const uint8_t * end = bundles->bundles + bundles->group_off[n_bundle_groups(bundles->rows)];
         return static_cast<size_t>(end - reinterpret_cast<const uint8_t *>(&m));
     }
-    return sizeof(weight) + static_cast<size_t>(m.norms_nbytes + m.columns_nbytes + bitmap_nbytes(m.desc, m.form));
+    return sizeof(weight) + static_cast<size_t>(m.norms_nbytes + m.columns_nbytes + layout_nbytes(m.desc(), m.shape()));
 }
 
 void weight_init(weight * m, const sparse_tensor_info & matrix) {
     m->magic           = 0;
-    m->desc            = matrix.desc;
-    m->form            = form_of(matrix);
+    m->plan            = plan_of(matrix);
     m->rows_per_matrix = matrix.ne[1];
     m->columns_nbytes  = columns_nbytes_of(matrix);
     m->threshold       = m->columns_nbytes > 0 ? matrix.threshold : 0;
@@ -49,18 +47,18 @@ void weight_init(weight * m, const sparse_tensor_info & matrix) {
 }
 
 void weight_densify_rows(const weight & m, int64_t row_begin, int64_t row_end, void * dense) {
-    bitmap_densify(m.bitmap(), m.desc.type, row_begin, row_end, dense);
+    densify(m.matrix(), m.desc().type, row_begin, row_end, dense, expand_row_in_use());
 }
 
-int64_t weight_row_step(const weight & m) { return in_bundles(m.bitmap()) ? BUNDLE_ROWS : 1; }
+int64_t weight_row_step(const weight & m) { return in_bundles(m.matrix()) ? BUNDLE_ROWS : 1; }
 
 void weight_densify(const weight & m, size_t offset, void * data, size_t size) {
-    const auto           nbytes = static_cast<size_t>(m.desc.cols * value_nbytes(m.desc.type) * BUNDLE_ROWS);
+    const auto           nbytes = static_cast<size_t>(m.desc().cols * value_nbytes(m.desc().type) * BUNDLE_ROWS);
     std::vector<uint8_t> rows(nbytes);
     for (size_t done = 0; done < size;) {
         const size_t at = offset + done, in_rows = at % nbytes, n = std::min(size - done, nbytes - in_rows);
         const auto   r = static_cast<int64_t>(at / nbytes) * BUNDLE_ROWS;
-        weight_densify_rows(m, r, std::min(r + BUNDLE_ROWS, m.desc.rows), rows.data());
+        weight_densify_rows(m, r, std::min(r + BUNDLE_ROWS, m.desc().rows), rows.data());
         memcpy(static_cast<uint8_t *>(data) + done, rows.data() + in_rows, n);
         done += n;
     }
@@ -71,13 +69,20 @@ int weight_packer::consume(const macko_view & view, int64_t first_value) {
     return GGML_MACKO_STATUS_OK;
 }
 
+void weight_packer::begin() {
+    weight_.overflowed = false;
+    packer_.emplace(weight_.plan, span_ops_in_use(), weight_.rows_memory());
+}
+
 bool weight_packer::end() {
-    if (packer_ && !packer_->finish()) {
+    const bool is_packed = packer_->finish();
+    weight_.overflowed   = packer_->overflowed();
+    if (!is_packed) {
         return false;
     }
-    if (const bitmap_matrix columns = weight_.columns(); columns.masks) {
-        const int n_threads = threads_for(0, weight_.desc.rows * weight_.desc.cols);
-        columns_pack(weight_.bitmap(), n_threads, columns);
+    if (const bitmap_layout columns = weight_.columns(); columns.masks) {
+        const int n_threads = threads_for(0, weight_.desc().rows * weight_.desc().cols);
+        columns_pack(packer_->matrix(), n_threads, columns, expand_row_in_use());
         if (float * norms = weight_.norms()) {
             columns_norms(columns, n_threads, norms);
         }
@@ -85,11 +90,8 @@ bool weight_packer::end() {
     return true;
 }
 
-bool weight_packer::takes(const codec & format) const { return cpu_takes(format); }
-
 int weight_packer::consume_matrix(const codec_view & view) {
-    packer_.reset();
-    cpu_pack(view, threads_for(0, view.desc().rows * view.desc().cols), weight_.bitmap());
+    packer_->pack_whole(view, threads_for(0, view.desc().rows * view.desc().cols));
     return GGML_MACKO_STATUS_OK;
 }
 

@@ -136,54 +136,25 @@ int select_kernels(const char ** name) {
 // ---- multiplication ----
 
 bool has_rows16(const kernel_set & set, int32_t type) {
-    return is_quant_type(type)             ? set.costs.quant_rows16
-           : type == GGML_MACKO_TYPE_CODED ? false
-                                           : type != GGML_MACKO_TYPE_F32 && set.costs.rows16_below > 0;
+    return is_quant_type(type) ? set.costs.quant_rows16 : type != GGML_MACKO_TYPE_F32 && set.costs.rows16_below > 0;
 }
 
-bool has_coded(const kernel_set & set) { return set.costs.coded_from <= 1; }
+// The function of a layout.
+static auto function_of(const multiply_fns & f, const bitmap_layout &) { return f.bitmap; }
+static auto function_of(const multiply_fns & f, const quant_bitmap_layout &) { return f.quant_bitmap; }
+static auto function_of(const multiply_fns & f, const coded_bitmap_layout &) { return f.coded_bitmap; }
+static auto function_of(const multiply_fns & f, const bundles_layout &) { return f.bundles; }
 
-bool multiplies_with(const kernel_set & set, const bitmap_matrix & w) {
-    return in_bundles(w) ? set.bundles : w.type != GGML_MACKO_TYPE_CODED || has_coded(set);
+bool multiplies_with(const kernel_set & set, const cpu_matrix & w) {
+    return std::visit([&](const auto & layout) { return function_of(set.multiply, layout) != nullptr; }, w);
 }
 
-// Coded values need 10 bits instead of 16 or 32. Where instructions are the limit, they must also be at least as fast
-// as expanded values, which depends on the set: with AVX-512 VBMI2 it is cheap to move bytes, signs and one exponent
-// bit to their columns, while all other sets would expand the values again for each product. Rows with few columns are
-// smaller without the alignment of the rows.
-cpu_plan choose_cpu_layout_with(const kernel_set & set, const macko_desc & desc, int32_t value_type,
-                                int64_t values_nbytes) {
-    const auto plan = [&](const bitmap_form & form, const char * reason) {
-        const bool bundles = form.bundles && bundles_nbytes(desc, form.value_type) > 0;
-        return cpu_plan{ form, bitmap_nbytes(desc, form),
-                         form.value_type == GGML_MACKO_TYPE_CODED ? "CODED_BITMAP"
-                         : bundles                                ? "BUNDLES"
-                                                                  : "BITMAP",
-                         form.bundles && !bundles ? "too few non-zeros or too many columns for bundles" : reason };
-    };
-    const double elements = static_cast<double>(desc.rows) * static_cast<double>(desc.cols);
-    const float  below    = desc.cols <= SHORT_ROW ? set.short_bundles_below : set.bundles_below;
-    const bool   sparse   = static_cast<double>(desc.nnz) < elements * static_cast<double>(below);
-    if (is_quant_type(value_type)) {
-        return plan({ value_type, set.quant_bundles },
-                    set.quant_bundles ? "quantized values, which these kernels multiply faster in bundles"
-                                      : "quantized values, which these kernels multiply from a bitmap");
-    }
-    const cpu_plan expanded = plan({ desc.type, sparse && has_bundles(desc.type) },
-                                   !has_bundles(desc.type) ? "values of 32 bits"
-                                   : sparse ? "few non-zeros, which these kernels multiply faster in bundles"
-                                            : "non-zeros that these kernels multiply as fast from a bitmap");
-    if (value_type != GGML_MACKO_TYPE_CODED) {
-        return expanded;
-    }
-    const bool faster = static_cast<double>(desc.nnz) >= elements * static_cast<double>(set.costs.coded_from) ||
-                        (desc.type == GGML_MACKO_TYPE_F32 && has_coded(set));
-    if (!faster || !bitmap_takes_coded(desc, values_nbytes)) {
-        return expanded;
-    }
-    const cpu_plan as_stored =
-        plan({ value_type, false, values_nbytes }, "coded values, which these kernels multiply as they are");
-    return as_stored.nbytes < expanded.nbytes ? as_stored : expanded;
+void prepare_with(const kernel_set & set, const mul_mat_params & p, x_layout layout, int ith, int nth) {
+    set.prepare(base_of(p.w), value_type_of(p.w), p, layout, ith, nth);
+}
+
+void multiply_with(const kernel_set & set, const mul_mat_params & p, x_layout layout, int64_t begin, int64_t end) {
+    std::visit([&](const auto & w) { function_of(set.multiply, w)(w, p, layout, begin, end); }, p.w);
 }
 
 // With more x, products with bundles are faster by panels; for F16 and BF16 only beyond MAX_PLANES, if at all.
@@ -198,10 +169,13 @@ int64_t mul_mat_scratch_nbytes(int64_t cols, int64_t n) {
            COUNTER_NBYTES;
 }
 
+static int64_t n_cols(const mul_mat_params & p) { return base_of(p.w).cols; }
+
 static int64_t n_zeros(const mul_mat_params & p) {
-    const float * x = p.x[0];
-    int           n = 0;
-    for (int64_t c = 0; c < p.w.cols; c++) {
+    const float * x    = p.x[0];
+    const int64_t cols = n_cols(p);
+    int           n    = 0;
+    for (int64_t c = 0; c < cols; c++) {
         n += x[c] == 0;
     }
     return n;
@@ -209,42 +183,50 @@ static int64_t n_zeros(const mul_mat_params & p) {
 
 // Number of chunks of the columns whose sums fit in the scratch memory, after x.
 static int64_t max_column_chunks(const mul_mat_params & p) {
-    const int64_t floats = (mul_mat_scratch_nbytes(p.w.cols, 1) - COUNTER_NBYTES) / int64_t(sizeof(float));
-    return (floats - mask_words(p.w.cols) * 64) / (mask_words(p.columns.cols) * 64);
+    const int64_t floats = (mul_mat_scratch_nbytes(n_cols(p), 1) - COUNTER_NBYTES) / int64_t(sizeof(float));
+    return (floats - mask_words(n_cols(p)) * 64) / (mask_words(p.columns.cols) * 64);
 }
 
 // Whether x has enough zeros for the kernel `columns`. Each thread counts them, which is faster than a barrier.
 static bool takes_columns(const kernel_set & set, const mul_mat_params & p) {
     return p.columns.masks && p.n == 1 && max_column_chunks(p) > 0 &&
-           static_cast<float>(n_zeros(p)) >= static_cast<float>(p.w.cols) * set.costs.columns_from;
+           static_cast<float>(n_zeros(p)) >= static_cast<float>(n_cols(p)) * set.costs.columns_from;
+}
+
+// Non-zeros of the rows to multiply.
+static uint32_t n_values(const mul_mat_params & p) {
+    const uint32_t * row_off = base_of(p.w).row_off;
+    return row_off[p.row_end] - row_off[p.row_begin];
 }
 
 static x_layout choose_layout(const kernel_set & set, const mul_mat_params & p) {
     if (takes_columns(set, p)) {
         return x_layout::columns;
     }
-    const kernel_costs &  cost    = set.costs;
-    const bitmap_matrix & w       = p.w;
-    const float           density = static_cast<float>(w.row_off[p.row_end] - w.row_off[p.row_begin]) /
-                          (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(w.cols));
-    if (in_bundles(w)) {
-        return p.n <= max_planes(w.type) && p.round_x ? x_layout::planes : x_layout::panels;
+    const kernel_costs & cost = set.costs;
+    const int32_t        type = value_type_of(p.w);
+    if (in_bundles(p.w)) {
+        return p.n <= max_planes(type) && p.round_x ? x_layout::planes : x_layout::panels;
     }
+    const float density =
+        static_cast<float>(n_values(p)) / (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(n_cols(p)));
+    const bool     coded        = std::holds_alternative<coded_bitmap_layout>(p.w);
+    const x_layout rows_of_type = coded ? x_layout::coded : x_layout::rows;
     if (p.n == 1) {
-        const bool faster = is_quant_type(w.type) || density < cost.rows16_below;
-        return faster && p.round_x && has_rows16(set, w.type) ? x_layout::rows16 : x_layout::rows;
+        const bool faster = is_quant_type(type) || density < cost.rows16_below;
+        return faster && p.round_x && !coded && has_rows16(set, type) ? x_layout::rows16 : rows_of_type;
     }
     const float groups  = static_cast<float>((p.n + 7) / 8);
     const float vectors = static_cast<float>((p.n + cost.vector_width - 1) / cost.vector_width);
     const float rows    = groups * cost.x_batch + static_cast<float>(p.n) * cost.x;
     const float panels  = cost.column + density * (cost.entry + vectors * cost.vector);
-    return rows <= panels ? x_layout::rows : x_layout::panels;
+    return rows <= panels ? rows_of_type : x_layout::panels;
 }
 
 // For each product with the same x, the next chunk of rows to compute; shared by all threads. At the end of the scratch
 // memory.
 static int * chunk_counters(const mul_mat_params & p) {
-    return reinterpret_cast<int *>(static_cast<uint8_t *>(p.scratch) + mul_mat_scratch_nbytes(p.w.cols, p.n) -
+    return reinterpret_cast<int *>(static_cast<uint8_t *>(p.scratch) + mul_mat_scratch_nbytes(n_cols(p), p.n) -
                                    COUNTER_NBYTES);
 }
 
@@ -258,11 +240,11 @@ static void wait_for_all(const mul_mat_params & p) {
 
 static bool is_nothing(const mul_mat_params & p) { return p.n <= 0 || p.row_begin >= p.row_end; }
 
-static void prepare_with(const kernel_set & set, const mul_mat_params & p, int ith, int nth) {
+static void prepare_chunks(const kernel_set & set, const mul_mat_params & p, int ith, int nth) {
     if (ith == 0) {
         std::fill_n(chunk_counters(p), MAX_SAME_X, 0);
     }
-    set.prepare(p, choose_layout(set, p), ith, nth);
+    prepare_with(set, p, choose_layout(set, p), ith, nth);
 }
 
 // Whether rows with a closed gate are skipped. If only few are closed, memory streams them anyway: skipping half of the
@@ -287,7 +269,7 @@ static void multiply_open_rows(const kernel_set & set, const mul_mat_params & p,
             row = std::min(row + group, end);
         }
         if (row > first) {
-            set.multiply(p, layout, first, row);
+            multiply_with(set, p, layout, first, row);
         }
         const int64_t closed = row;
         while (row < end && !is_open(row)) {
@@ -301,17 +283,17 @@ static void multiply_open_rows(const kernel_set & set, const mul_mat_params & p,
 // It determines the order of the additions to y, so it may depend only on p.
 static int64_t n_column_chunks(const mul_mat_params & p) {
     constexpr int64_t max_chunks = 16, min_columns = 32;
-    return std::clamp<int64_t>(std::min((p.w.cols - n_zeros(p)) / min_columns, max_column_chunks(p)), 1, max_chunks);
+    return std::clamp<int64_t>(std::min((n_cols(p) - n_zeros(p)) / min_columns, max_column_chunks(p)), 1, max_chunks);
 }
 
 // Threads process whole columns, because memory is faster in long sequential reads: with half of the rows each, two
 // threads took as long as one. So each chunk has sums for all rows; y is the sum over the chunks, in order.
 static void multiply_columns(const kernel_set & set, const mul_mat_params & p, int * counter, int ith, int nth) {
-    const int64_t chunks = n_column_chunks(p), words = mask_words(p.w.cols), stride = mask_words(p.columns.cols) * 64;
+    const int64_t chunks = n_column_chunks(p), words = mask_words(n_cols(p)), stride = mask_words(p.columns.cols) * 64;
     float *       sums = static_cast<float *>(p.scratch) + words * 64;
     for (int64_t chunk; (chunk = __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED)) < chunks;) {
-        set.add_columns(p, words * chunk / chunks * 64, std::min(words * (chunk + 1) / chunks * 64, p.w.cols),
-                        sums + chunk * stride);
+        set.add_columns(base_of(p.w), p, words * chunk / chunks * 64,
+                        std::min(words * (chunk + 1) / chunks * 64, n_cols(p)), sums + chunk * stride);
     }
     wait_for_all(p);
     const int64_t rows = p.columns.cols, begin = rows * ith / nth, end = rows * (ith + 1) / nth;
@@ -329,7 +311,7 @@ static void multiply_columns(const kernel_set & set, const mul_mat_params & p, i
 // not equally fast and rows have different numbers of non-zeros. Chunks are larger with panels, because each chunk
 // reads all panels once. A small matrix has few chunks, because distributing them would take longer than computing
 // them.
-static void multiply_with(const kernel_set & set, const mul_mat_params & p, int number, int ith, int nth) {
+static void multiply_chunks(const kernel_set & set, const mul_mat_params & p, int number, int ith, int nth) {
     const x_layout layout = choose_layout(set, p);
     if (layout == x_layout::columns) {
         return multiply_columns(set, p, chunk_counters(p) + number, ith, nth);
@@ -338,17 +320,16 @@ static void multiply_with(const kernel_set & set, const mul_mat_params & p, int 
     int *             counter      = chunk_counters(p) + number;
     constexpr int64_t chunk_nbytes = 16384;
     const int64_t     n_rows       = p.row_end - p.row_begin;
-    const int64_t     nbytes =
-        n_rows * mask_words(p.w.cols) * 8 + static_cast<int64_t>(p.w.row_off[p.row_end] - p.w.row_off[p.row_begin]) * 2;
-    const int64_t max_chunks = nth * (layout == x_layout::panels ? 4 : 16);
-    const int64_t n_chunks   = nth == 1 ? 1 : std::clamp<int64_t>(nbytes * p.n / chunk_nbytes, nth, max_chunks);
-    int64_t       step       = (n_rows + n_chunks - 1) / n_chunks;
+    const int64_t     nbytes       = n_rows * mask_words(n_cols(p)) * 8 + static_cast<int64_t>(n_values(p)) * 2;
+    const int64_t     max_chunks   = nth * (layout == x_layout::panels ? 4 : 16);
+    const int64_t     n_chunks     = nth == 1 ? 1 : std::clamp<int64_t>(nbytes * p.n / chunk_nbytes, nth, max_chunks);
+    int64_t           step         = (n_rows + n_chunks - 1) / n_chunks;
     if (in_bundles(p.w)) { // whole groups
         step = (step + BUNDLE_ROWS - 1) / BUNDLE_ROWS * BUNDLE_ROWS;
     }
     for (int64_t begin; (begin = p.row_begin + __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED) * step) < p.row_end;) {
         const int64_t end = std::min(begin + step, p.row_end);
-        only_open ? multiply_open_rows(set, p, layout, begin, end) : set.multiply(p, layout, begin, end);
+        only_open ? multiply_open_rows(set, p, layout, begin, end) : multiply_with(set, p, layout, begin, end);
     }
 }
 
@@ -356,55 +337,54 @@ void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int i
     if (is_nothing(p)) {
         return; // on all threads, because all have the same params; so no thread waits at a barrier
     }
-    prepare_with(set, p, ith, nth);
+    prepare_chunks(set, p, ith, nth);
     wait_for_all(p);
-    multiply_with(set, p, 0, ith, nth);
+    multiply_chunks(set, p, 0, ith, nth);
     wait_for_all(p);
 }
 
-static bool has_own_forms(const kernel_set & set) { return has_coded(set) && cpu_is_zen4(); }
+static bool has_own_layouts(const kernel_set & set) { return set.layouts.coded && cpu_is_zen4(); }
 
 // The portable set after an invalid GGML_MACKO_CPU_KERNELS, which the loading of a model reports.
 static const kernel_set & set_in_use() {
     static const kernel_set set = [] {
         const kernel_set * selected = select_once().set;
         kernel_set         tuned    = selected ? *selected : kernels_portable;
-        if (has_own_forms(tuned)) {
-            tuned.bundles_below    = tuned.short_bundles_below;
-            tuned.costs.coded_from = 1.0f; // F32 stays coded, because there are no bundles for it
+        if (has_own_layouts(tuned)) {
+            tuned.layouts.bundles_below = tuned.layouts.short_bundles_below;
+            tuned.layouts.coded_from    = 1.0f; // F32 stays coded, because there are no bundles for it
         }
         return tuned;
     }();
     return set;
 }
 
-cpu_plan choose_cpu_layout(const macko_desc & desc, int32_t value_type, int64_t values_nbytes) {
-    return choose_cpu_layout_with(set_in_use(), desc, value_type, values_nbytes);
-}
-
-const char * cpu_with_own_forms() { return has_own_forms(set_in_use()) ? "Zen 4" : ""; }
+const char * cpu_with_own_layouts() { return has_own_layouts(set_in_use()) ? "Zen 4" : ""; }
 
 void mul_mat_thread(const mul_mat_params & p, int ith, int nth) { mul_mat_thread_with(set_in_use(), p, ith, nth); }
 
 void mul_mat_prepare(const mul_mat_params & p, int ith, int nth) {
     if (!is_nothing(p)) {
-        prepare_with(set_in_use(), p, ith, nth);
+        prepare_chunks(set_in_use(), p, ith, nth);
     }
 }
 
 void mul_mat_multiply(const mul_mat_params & p, int number, int ith, int nth) {
     if (!is_nothing(p)) {
-        multiply_with(set_in_use(), p, number, ith, nth);
+        multiply_chunks(set_in_use(), p, number, ith, nth);
     }
 }
 
 // Different value types may round x differently, and each layout is a different copy. With the kernel `columns`, the
 // sums of one product follow x.
 bool same_prepared_x(const mul_mat_params & p, const mul_mat_params & q) {
-    return !p.columns.masks && !q.columns.masks && p.w.type == q.w.type && p.w.dense_type == q.w.dense_type &&
-           p.w.cols == q.w.cols && p.n == q.n && p.round_x == q.round_x && std::equal(p.x, p.x + p.n, q.x) &&
-           !is_nothing(p) && !is_nothing(q) && choose_layout(set_in_use(), p) == choose_layout(set_in_use(), q);
+    return !p.columns.masks && !q.columns.masks && value_type_of(p.w) == value_type_of(q.w) &&
+           base_of(p.w).dense_type == base_of(q.w).dense_type && n_cols(p) == n_cols(q) && p.n == q.n &&
+           p.round_x == q.round_x && std::equal(p.x, p.x + p.n, q.x) && !is_nothing(p) && !is_nothing(q) &&
+           choose_layout(set_in_use(), p) == choose_layout(set_in_use(), q);
 }
+
+const layout_traits & layout_traits_in_use() { return set_in_use().layouts; }
 
 const row_ops & row_ops_in_use() { return set_in_use().rows; }
 

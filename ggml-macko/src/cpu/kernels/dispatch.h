@@ -4,7 +4,6 @@
 
 #include "cpu/kernels/kernels.h"
 #include "cpu/kernels/row-ops.h"
-#include "cpu/layout/span-ops.h"
 
 namespace macko::cpu {
 
@@ -12,6 +11,7 @@ namespace macko::cpu {
 enum class x_layout {
     rows16,  // one x of 16-bit numbers: of the value type, or integers for quantized weights; needs n = 1 and round_x
     rows,    // n rows of floats
+    coded,   // like rows, for coded values: each 64 columns in the order in which kernels expand them
     panels,  // tiles of tokens, each [columns][tokens of the tile] of floats
     planes,  // for matrices in bundles, n at most MAX_PLANES: 16-bit numbers as bytes; needs round_x
     columns, // like rows, n = 1, for add_columns()
@@ -27,7 +27,7 @@ struct compressed_x {
     alignas(64) uint8_t bytes[2 * COMPRESSED_PLANE];
 };
 
-// The coded values of a matrix (bitmap.h), from one value on.
+// The coded values of a matrix (layouts.h), from one value on.
 struct coded_values {
     const uint8_t * at;    // the byte of the first value
     const uint8_t * signs; // of all values of the matrix
@@ -47,45 +47,43 @@ struct kernel_costs {
     float column;     // panels: each column,
     float entry;      //         each non-zero,
     float vector;     //         each non-zero and vector of tokens
-    // at n = 1, coded values are multiplied faster than expanded values from this density on; 2: there is no kernel
-    float coded_from = 2.0f;
     // columns are faster than rows from this share of zeros in x on
     float columns_from = 0.45f;
 };
 
-constexpr int64_t SHORT_ROW = 1024;
+// Compute rows row_begin ... row_end - 1 of y, numbered as in w, from the scratch memory prepared by all threads. Null:
+// the set has no kernel for the layout.
+template <typename LAYOUT>
+using multiply_fn = void (*)(const LAYOUT & w, const mul_mat_params & p, x_layout layout, int64_t row_begin,
+                             int64_t row_end);
+struct multiply_fns {
+    multiply_fn<bitmap_layout>       bitmap;
+    multiply_fn<quant_bitmap_layout> quant_bitmap;
+    multiply_fn<coded_bitmap_layout> coded_bitmap;
+    multiply_fn<bundles_layout>      bundles;
+};
 
 struct kernel_set {
     const char * name;
-    // copies the part of x of thread ith to p.scratch
-    void (*prepare)(const mul_mat_params & p, x_layout layout, int ith, int nth);
-    // computes rows row_begin ... row_end-1 of y, numbered as in p.w, from the scratch memory prepared by all threads
-    void (*multiply)(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end);
+    // Copies the part of x of thread ith to p.scratch. w: p.w, with values of this type.
+    void (*prepare)(const layout_base & w, int32_t value_type, const mul_mat_params & p, x_layout layout, int ith,
+                    int nth);
+    multiply_fns multiply;
     // Writes the sum of x_c times column c over the columns col_begin ... col_end - 1 of p.columns, with col_begin a
-    // multiple of 64 and x in p.scratch. sums: one float per row, rounded up to a multiple of 64.
-    void (*add_columns)(const mul_mat_params & p, int64_t col_begin, int64_t col_end, float * sums);
-    kernel_costs costs;
-    row_ops      rows;
-    bool         bundles       = false; // the set can multiply with bundles
-    bool         quant_bundles = false; // quantized matrices use bundles
-    // matrices of F16 and BF16 use bundles below this density
-    float            bundles_below = 0;
-    const span_ops * spans         = &plain_span_ops; // makes the bundles of F16 and BF16 values
-    // bundles_below of matrices with at most SHORT_ROW columns, for which summing a row from a bitmap takes about as
-    // long as its products
-    float         short_bundles_below = bundles_below;
-    expand_row_fn expand_row          = nullptr; // faster than bit by bit
+    // multiple of 64 and x in p.scratch. w: p.w. sums: one float per row, rounded up to a multiple of 64.
+    void (*add_columns)(const layout_base & w, const mul_mat_params & p, int64_t col_begin, int64_t col_end,
+                        float * sums);
+    kernel_costs     costs;
+    row_ops          rows;
+    layout_traits    layouts;
+    const span_ops * spans      = &plain_span_ops; // makes the bundles of F16 and BF16 values
+    expand_row_fn    expand_row = nullptr;         // faster than bit by bit
 };
 
-// Whether the set has rows16 for this type of values.
+// Whether the set has rows16 for this type of values, which are not coded.
 bool has_rows16(const kernel_set & set, int32_t type);
-// Whether the set multiplies with coded values.
-bool has_coded(const kernel_set & set);
 // Whether the set multiplies with a packed matrix.
-bool multiplies_with(const kernel_set & set, const bitmap_matrix & w);
-// choose_cpu_layout() for a given set; a pure function.
-cpu_plan choose_cpu_layout_with(const kernel_set & set, const macko_desc & desc, int32_t value_type,
-                                int64_t values_nbytes);
+bool multiplies_with(const kernel_set & set, const cpu_matrix & w);
 
 extern const kernel_set kernels_portable;
 #if defined(__x86_64__)
@@ -100,6 +98,10 @@ extern const kernel_set kernels_neon_fhm;
 
 // The i-th kernel set that this CPU and operating system support, fastest first; nullptr past the last.
 const kernel_set * supported_kernel_set(int i);
+// The steps of a product with a given set and layout of x.
+void prepare_with(const kernel_set & set, const mul_mat_params & p, x_layout layout, int ith, int nth);
+void multiply_with(const kernel_set & set, const mul_mat_params & p, x_layout layout, int64_t row_begin,
+                   int64_t row_end);
 // mul_mat_thread() with a given set.
 void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int ith, int nth);
 

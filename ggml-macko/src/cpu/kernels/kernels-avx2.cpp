@@ -172,11 +172,9 @@ struct simd : compress_avx2, bundles_avx2 {
 
 const macko::cpu::kernel_set macko::cpu::kernels_avx2 = { "avx2",
                                                           prepare,
-                                                          multiply,
+                                                          macko::cpu::MULTIPLY,
                                                           add_columns,
                                                           { true, 0.17f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f },
                                                           macko::cpu::ROW_OPS,
-                                                          true,
-                                                          true,
-                                                          0.55f,
+                                                          { true, 0.55f },
                                                           &macko::cpu::SPAN_OPS };

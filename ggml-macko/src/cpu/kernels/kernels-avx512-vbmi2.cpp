@@ -284,14 +284,10 @@ void expand_row(const uint64_t * masks, const uint8_t * values, int64_t cols, ui
 
 const macko::cpu::kernel_set macko::cpu::kernels_avx512_vbmi2 = { "avx512-vbmi2",
                                                                   prepare,
-                                                                  multiply,
+                                                                  macko::cpu::MULTIPLY,
                                                                   add_columns,
-                                                                  { true, 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f,
-                                                                    0.45f },
+                                                                  { true, 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f },
                                                                   macko::cpu::ROW_OPS,
-                                                                  true,
-                                                                  false,
-                                                                  0.25f,
+                                                                  { false, 0.25f, 0.55f, true, 0.45f },
                                                                   &macko::cpu::SPAN_OPS,
-                                                                  0.55f,
                                                                   macko::cpu::expand_row };

@@ -27,11 +27,9 @@ struct simd : avx512, compress_avx2, bundles_avx2 {
 
 const macko::cpu::kernel_set macko::cpu::kernels_avx512 = { "avx512",
                                                             prepare,
-                                                            multiply,
+                                                            macko::cpu::MULTIPLY,
                                                             add_columns,
                                                             { true, 0.0f, 16, 0.04f, 0.032f, 0.12f, 0.5f, 0.46f },
                                                             macko::cpu::ROW_OPS,
-                                                            true,
-                                                            true,
-                                                            0.55f,
+                                                            { true, 0.55f },
                                                             &macko::cpu::SPAN_OPS };

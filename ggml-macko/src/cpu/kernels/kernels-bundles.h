@@ -13,17 +13,18 @@ struct x_planes {
     uint8_t *low, *high;
     float *  scale;
 };
-INLINE x_planes planes_of(const mul_mat_params & p, int64_t i) {
-    const int64_t plane = words_of(p.w.cols) * 64 + PLANE_SLACK;
+INLINE x_planes planes_of(const layout_base & w, const mul_mat_params & p, int64_t i) {
+    const int64_t plane = words_of(w.cols) * 64 + PLANE_SLACK;
     uint8_t *     at    = static_cast<uint8_t *>(p.scratch) + i * (2 * plane + 64);
     return { at, at + plane, reinterpret_cast<float *>(at + 2 * plane) };
 }
 
-template <int TYPE, typename S> void prepare_bundles(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
+template <int TYPE, typename S>
+void prepare_bundles(const layout_base & w, const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
     for (int64_t i = 0; i < p.n; i++) {
-        const x_planes planes = planes_of(p, i);
+        const x_planes planes = planes_of(w, p, i);
         for (int64_t c = col_begin; c < col_end; c += W) {
-            const int64_t left = p.w.cols - c;
+            const int64_t left = w.cols - c;
             float         part[W];
             simd::store(part, load_x<TYPE>(left > 0 ? p.x[i] + c : nullptr, left, true));
             for (int k = 0; k < W; k += S::PLANE_STEP) {
@@ -34,12 +35,12 @@ template <int TYPE, typename S> void prepare_bundles(const mul_mat_params & p, i
 }
 
 template <int TYPE, typename S>
-void prepare_quant_bundles(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
+void prepare_quant_bundles(const layout_base & w, const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
     for (int64_t i = 0; i < p.n; i++) {
         constexpr float limit   = S::template BUNDLE_LARGEST<TYPE>;
-        const float     largest = largest_of<S>(p.x[i], p.w.cols);
-        const x_planes  planes  = planes_of(p, i);
-        S::template prepare_planes<TYPE>(p.x[i], p.w.cols, col_begin, col_end,
+        const float     largest = largest_of<S>(p.x[i], w.cols);
+        const x_planes  planes  = planes_of(w, p, i);
+        S::template prepare_planes<TYPE>(p.x[i], w.cols, col_begin, col_end,
                                          largest > 0x1p-100f ? limit / largest : 0.0f, planes.low, planes.high);
         if (col_begin == 0 && col_end > 0) {
             *planes.scale = largest / limit;
@@ -49,13 +50,14 @@ void prepare_quant_bundles(const mul_mat_params & p, int64_t col_begin, int64_t 
 
 // Computes a whole group, even if the caller needs only some of its rows. The first x loads the group from memory; the
 // others find it in the cache.
-template <int TYPE, typename S> void multiply_bundles(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+template <int TYPE, typename S>
+void multiply_bundles(const bundles_layout & w, const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
     for (int64_t group = row_begin / BUNDLE_ROWS; group * BUNDLE_ROWS < row_end; group++) {
         for (int64_t i = 0; i < p.n; i++) {
-            const x_planes planes         = planes_of(p, i);
+            const x_planes planes         = planes_of(w, p, i);
             float          y[BUNDLE_ROWS] = {};
-            S::template multiply_bundles<TYPE>(p.w.bundles + p.w.group_off[group],
-                                               p.w.bundles + p.w.group_off[group + 1], planes.low, planes.high, y);
+            S::template multiply_bundles<TYPE>(w.bundles + w.group_off[group], w.bundles + w.group_off[group + 1],
+                                               planes.low, planes.high, y);
             for (int64_t r = 0; r < BUNDLE_ROWS; r++) {
                 const int64_t row = group * BUNDLE_ROWS + r;
                 if (row < row_begin || row >= row_end) {
@@ -63,7 +65,7 @@ template <int TYPE, typename S> void multiply_bundles(const mul_mat_params & p, 
                 }
                 if constexpr (is_quant<TYPE>) {
                     p.y[i][row - p.row_begin] =
-                        *planes.scale * (y[r] - S::template BUNDLE_X_OFFSET<TYPE> * p.w.row_sums[row]);
+                        *planes.scale * (y[r] - S::template BUNDLE_X_OFFSET<TYPE> * w.row_sums[row]);
                 } else {
                     p.y[i][row - p.row_begin] = y[r];
                 }
@@ -119,6 +121,7 @@ constexpr int GROUP_TILES = BLOCK_SIZE / (static_cast<int>(BUNDLE_ROWS) * TILE);
 
 // Products of a group of rows with up to GROUP_TILES tiles of tokens. Only the last tile may be smaller than TILE.
 template <int TYPE, typename S> struct bundle_panels {
+    const bundles_layout & w;
     const mul_mat_params & p;
     int64_t                group = 0, begin = 0, end = 0;             // rows to compute: begin ... end - 1
     int64_t                token = 0, n_tokens = 0;                   // tokens of these tiles
@@ -126,7 +129,7 @@ template <int TYPE, typename S> struct bundle_panels {
     row_list lists[BUNDLE_ROWS];
     int      n_used[BUNDLE_ROWS]; // elements of each list in the current chunk
 
-    explicit bundle_panels(const mul_mat_params & params) : p(params) {}
+    bundle_panels(const bundles_layout & matrix, const mul_mat_params & params) : w(matrix), p(params) {}
 
     // steps of multiply(), for a tile of NV vectors that begins at token t of these tiles
     struct clear {
@@ -138,7 +141,7 @@ template <int TYPE, typename S> struct bundle_panels {
     };
     struct use_lists {
         template <int NV> static void run(bundle_panels & g, int64_t t, int64_t) {
-            const float * x = static_cast<const float *>(g.p.scratch) + (g.token + t) * words_of(g.p.w.cols) * 64;
+            const float * x = static_cast<const float *>(g.p.scratch) + (g.token + t) * words_of(g.w.cols) * 64;
             for (int64_t r = g.begin; r < g.end; r++) {
                 accumulate<NV>(x, g.lists[r], g.n_used[r], g.acc[t / TILE] + r * NV * W);
             }
@@ -165,8 +168,8 @@ template <int TYPE, typename S> struct bundle_panels {
     }
 
     void multiply() {
-        const uint8_t * at        = p.w.bundles + p.w.group_off[group];
-        const uint8_t * at_end    = p.w.bundles + p.w.group_off[group + 1];
+        const uint8_t * at        = w.bundles + w.group_off[group];
+        const uint8_t * at_end    = w.bundles + w.group_off[group + 1];
         const int       multiple  = sets_of(((n_tokens - 1) % TILE + W) / W); // of the last tile: the largest
         int             n_bundles = 0;
         for_each_tile<clear>();
@@ -183,7 +186,7 @@ template <int TYPE, typename S> struct bundle_panels {
                 }
                 at = S::template decode_bundle<TYPE>(at, lists);
             }
-            const bool last = limit >= p.w.cols;
+            const bool last = limit >= w.cols;
             for (int64_t r = 0; r < BUNDLE_ROWS; r++) {
                 n_used[r] = usable(lists[r], static_cast<uint32_t>(limit), last, multiple);
             }
@@ -200,8 +203,8 @@ template <int TYPE, typename S> struct bundle_panels {
 };
 
 template <int TYPE, typename S>
-void multiply_bundle_panels(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
-    bundle_panels<TYPE, S> panels(p);
+void multiply_bundle_panels(const bundles_layout & w, const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+    bundle_panels<TYPE, S> panels(w, p);
     for (int64_t token = 0; token < p.n; token += GROUP_TILES * TILE) {
         panels.token    = token;
         panels.n_tokens = smaller(GROUP_TILES * TILE, p.n - token);

@@ -32,10 +32,10 @@ INLINE void list_columns(const mul_mat_params & p, int64_t begin, int64_t end, c
     }
 }
 
-INLINE const uint64_t * column_mask(const bitmap_matrix & m, uint32_t col) {
+INLINE const uint64_t * column_mask(const bitmap_layout & m, uint32_t col) {
     return m.masks + static_cast<int64_t>(col) * words_of(m.cols);
 }
-template <int TYPE> INLINE const uint8_t * column_values(const bitmap_matrix & m, uint32_t col) {
+template <int TYPE> INLINE const uint8_t * column_values(const bitmap_layout & m, uint32_t col) {
     return m.values + static_cast<int64_t>(m.row_off[col]) * value_size<TYPE>;
 }
 
@@ -46,7 +46,7 @@ template <int TYPE, int NC>
 void add_columns_of(const mul_mat_params & p, const uint32_t * col, int64_t lines, float * sums) {
     constexpr int         STEP  = simd::step<TYPE>;
     constexpr int         VECS  = STEP / W;
-    const bitmap_matrix & m     = p.columns;
+    const bitmap_layout & m     = p.columns;
     const int64_t         words = words_of(m.cols);
     const uint64_t *      mask[NC];
     const uint64_t *      mask_ahead[NC];
@@ -98,8 +98,10 @@ void add_columns_of(const mul_mat_params & p, const uint32_t * col, int64_t line
     }
 }
 
-template <int TYPE> void add_columns_type(const mul_mat_params & p, int64_t col_begin, int64_t col_end, float * sums) {
-    const int64_t lines = 1 + static_cast<int64_t>(density_of(p) * value_size<TYPE> * 0.9f); // per mask word
+template <int TYPE>
+void add_columns_type(const layout_base & w, const mul_mat_params & p, int64_t col_begin, int64_t col_end,
+                      float * sums) {
+    const int64_t lines = 1 + static_cast<int64_t>(density_of(w, p) * value_size<TYPE> * 0.9f); // per mask word
     column_list   list;
     for (int64_t i = 0; i < words_of(p.columns.cols) * 64; i += W) {
         simd::store(sums + i, simd::zero());
@@ -116,12 +118,9 @@ template <int TYPE> void add_columns_type(const mul_mat_params & p, int64_t col_
     }
 }
 
-void add_columns(const mul_mat_params & p, int64_t col_begin, int64_t col_end, float * sums) {
-    switch (p.columns.type) {
-        case GGML_MACKO_TYPE_F16:  return add_columns_type<GGML_MACKO_TYPE_F16>(p, col_begin, col_end, sums);
-        case GGML_MACKO_TYPE_BF16: return add_columns_type<GGML_MACKO_TYPE_BF16>(p, col_begin, col_end, sums);
-        default:                   return add_columns_type<GGML_MACKO_TYPE_F32>(p, col_begin, col_end, sums);
-    }
+void add_columns(const layout_base & w, const mul_mat_params & p, int64_t col_begin, int64_t col_end, float * sums) {
+    with_dense_type(p.columns.dense_type,
+                    [&](auto type) { add_columns_type<type.value>(w, p, col_begin, col_end, sums); });
 }
 
 } // namespace

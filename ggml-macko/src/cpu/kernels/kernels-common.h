@@ -36,16 +36,41 @@ template <int TYPE> constexpr int     PLAIN      = is_quant<TYPE> ? GGML_MACKO_T
 template <int TYPE> constexpr int64_t value_size = PLAIN<TYPE> == GGML_MACKO_TYPE_F32 ? 4 : 2;
 template <int TYPE> constexpr int64_t group_size = quant_group_nbytes(TYPE);
 
+// Call f with a type as a constant.
+template <int TYPE> struct type_constant {
+    static constexpr int value = TYPE;
+};
+template <typename F> INLINE void with_dense_type(int32_t type, F && f) {
+    switch (type) {
+        case GGML_MACKO_TYPE_F16:  return f(type_constant<GGML_MACKO_TYPE_F16>{});
+        case GGML_MACKO_TYPE_BF16: return f(type_constant<GGML_MACKO_TYPE_BF16>{});
+        default:                   return f(type_constant<GGML_MACKO_TYPE_F32>{});
+    }
+}
+template <typename F> INLINE void with_quant_type(int32_t type, F && f) {
+    switch (type) {
+        case GGML_MACKO_TYPE_Q8_0: return f(type_constant<GGML_MACKO_TYPE_Q8_0>{});
+        case GGML_MACKO_TYPE_Q5_0: return f(type_constant<GGML_MACKO_TYPE_Q5_0>{});
+        case GGML_MACKO_TYPE_Q4_0: return f(type_constant<GGML_MACKO_TYPE_Q4_0>{});
+        default:                   return f(type_constant<GGML_MACKO_TYPE_Q4_NL>{});
+    }
+}
+template <typename F> INLINE void with_type(int32_t type, F && f) {
+    switch (type) {
+        case GGML_MACKO_TYPE_F16:
+        case GGML_MACKO_TYPE_BF16:
+        case GGML_MACKO_TYPE_F32:  return with_dense_type(type, f);
+        default:                   return with_quant_type(type, f);
+    }
+}
+
 // whether a simd has expand_coded(), load_coded() and store_coded_x()
 template <typename S, typename = void> constexpr bool coded_kernels                                = false;
 template <typename S> constexpr bool coded_kernels<S, decltype(static_cast<void>(&S::load_coded))> = true;
 
-// local versions of mask_words(), std::min() and in_bundles(), which are functions of other headers
+// local versions of mask_words() and std::min(), which are functions of other headers
 INLINE int64_t words_of(int64_t cols) { return (cols + 63) / 64; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE bool    is_bundled(const bitmap_matrix & w) {
-    return w.group_off && w.group_off[(w.rows + BUNDLE_ROWS - 1) / BUNDLE_ROWS] != 0;
-}
 
 // Bits s * STEP ... (s + 1) * STEP - 1 of a mask word.
 template <int STEP> INLINE uint32_t mask_bits(uint64_t bits, int s) {
@@ -56,7 +81,7 @@ template <int STEP> INLINE uint32_t mask_bits(uint64_t bits, int s) {
 // buffer has BUFFER<TYPE, n> floats. Kernels may read up to 64 values after the n, and ignore them.
 template <int TYPE> struct plain_reader {
     const uint8_t * at;
-    INLINE void     start(const bitmap_matrix & w, int64_t row) {
+    INLINE void     start(const bitmap_layout & w, int64_t row) {
         at = w.values + static_cast<int64_t>(w.row_off[row]) * value_size<TYPE>;
     }
     INLINE const uint8_t * next(int64_t n, float *) {
@@ -68,7 +93,7 @@ template <int TYPE> struct plain_reader {
 template <int TYPE> struct quant_reader {
     const uint8_t * at;   // the current group
     int64_t         skip; // values of this group that have been read
-    INLINE void     start(const bitmap_matrix & w, int64_t row) {
+    INLINE void     start(const quant_bitmap_layout & w, int64_t row) {
         const int64_t first = w.row_off[row];
         at                  = w.values + first / 64 * group_size<TYPE>;
         skip                = first % 64;
@@ -91,13 +116,13 @@ struct coded_reader {
     uint32_t        high;
     const uint8_t * signs;
     const uint8_t * highs;
-    INLINE void     start(const bitmap_matrix & w, int64_t row) {
+    INLINE void     start(const coded_bitmap_layout & w, int64_t row) {
         first   = w.row_off[row];
         at      = w.values + first;
-        outlier = w.coded.outlier_off[row];
-        high    = *w.coded.high;
-        signs   = w.coded.signs;
-        highs   = w.coded.highs;
+        outlier = w.outlier_off[row];
+        high    = *w.high;
+        signs   = w.signs;
+        highs   = w.highs;
     }
     INLINE coded_values next(int64_t n, float *) {
         const coded_values values = { at, signs, highs, first, high };
@@ -113,16 +138,20 @@ INLINE void prefetch_bits(const coded_reader & values, const uint64_t * mask) {
     __builtin_prefetch(values.highs + values.first / 8 + 512);
 }
 template <typename R> INLINE void prefetch_bits(const R &, const uint64_t *) {}
-template <bool QUANT, bool CODED> struct reader_of {
-    template <int TYPE> using type = plain_reader<TYPE>;
+template <bool QUANT, bool CODED> struct bitmap_of {
+    template <int TYPE> using reader = plain_reader<TYPE>;
+    using layout                     = bitmap_layout;
 };
-template <> struct reader_of<true, false> {
-    template <int TYPE> using type = quant_reader<TYPE>;
+template <> struct bitmap_of<true, false> {
+    template <int TYPE> using reader = quant_reader<TYPE>;
+    using layout                     = quant_bitmap_layout;
 };
-template <> struct reader_of<false, true> {
-    template <int TYPE> using type = coded_reader;
+template <> struct bitmap_of<false, true> {
+    template <int TYPE> using reader = coded_reader;
+    using layout                     = coded_bitmap_layout;
 };
-template <int TYPE> using reader = typename reader_of<is_quant<TYPE>, is_coded<TYPE>>::template type<TYPE>;
+template <int TYPE> using reader    = typename bitmap_of<is_quant<TYPE>, is_coded<TYPE>>::template reader<TYPE>;
+template <int TYPE> using layout_of = typename bitmap_of<is_quant<TYPE>, is_coded<TYPE>>::layout;
 template <int TYPE, int N> constexpr int BUFFER = is_quant<TYPE> ? N + 64 + 32 + 64 : 1;
 
 // Expands the next values to the STEP columns of part s of a mask word, and advances `at` past them.
@@ -147,16 +176,16 @@ INLINE int64_t coded_place(int64_t c) {
     return (c & ~int64_t(63)) | (c & 8) << 2 | (c & 1) << 4 | (c & 48) >> 2 | (c & 6) >> 1;
 }
 
-INLINE float density_of(const mul_mat_params & p) {
-    return static_cast<float>(p.w.row_off[p.row_end] - p.w.row_off[p.row_begin]) /
-           (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(p.w.cols));
+INLINE float density_of(const layout_base & w, const mul_mat_params & p) {
+    return static_cast<float>(w.row_off[p.row_end] - w.row_off[p.row_begin]) /
+           (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(w.cols));
 }
 
 // Sum over the outliers of a row, times an x of prepare_coded().
-INLINE float dot_outliers(const bitmap_matrix & w, int64_t row, const float * x) {
+INLINE float dot_outliers(const coded_bitmap_layout & w, int64_t row, const float * x) {
     float sum = 0;
-    for (uint32_t i = w.coded.outlier_off[row]; i < w.coded.outlier_off[row + 1]; i++) {
-        sum += w.coded.outliers[i] * x[coded_place(w.coded.outlier_cols[i])];
+    for (uint32_t i = w.outlier_off[row]; i < w.outlier_off[row + 1]; i++) {
+        sum += w.outliers[i] * x[coded_place(w.outlier_cols[i])];
     }
     return sum;
 }
@@ -199,37 +228,40 @@ INLINE void transpose(vec (&v)[W]) {
 
 // Copies columns col_begin ... col_end-1 of all x. Both bounds are multiples of W, and columns from cols on become
 // zero.
-template <int TYPE> void prepare_rows(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
-    const int64_t padded = words_of(p.w.cols) * 64;
+template <int TYPE>
+void prepare_rows(const layout_base & w, const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
+    const int64_t padded = words_of(w.cols) * 64;
     for (int64_t i = 0; i < p.n; i++) {
         float * dst = static_cast<float *>(p.scratch) + i * padded;
         for (int64_t c = col_begin; c < col_end; c += W) {
-            const int64_t left = p.w.cols - c;
+            const int64_t left = w.cols - c;
             simd::store(dst + c, load_x<TYPE>(left > 0 ? p.x[i] + c : nullptr, left, p.round_x));
         }
     }
 }
 
 // Copies x for coded values: each 64 columns in the order of coded_place().
-template <int TYPE, typename S> void prepare_coded(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
-    const int64_t padded = words_of(p.w.cols) * 64;
+template <int TYPE, typename S>
+void prepare_coded(const layout_base & w, const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
+    const int64_t padded = words_of(w.cols) * 64;
     for (int64_t i = 0; i < p.n; i++) {
         float * dst = static_cast<float *>(p.scratch) + i * padded;
         for (int64_t c = col_begin; c < col_end; c += W) {
-            const int64_t left = p.w.cols - c;
+            const int64_t left = w.cols - c;
             S::store_coded_x(dst + coded_place(c), load_x<TYPE>(left > 0 ? p.x[i] + c : nullptr, left, p.round_x));
         }
     }
 }
 
-template <int TYPE> void prepare_panels(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
-    const int64_t padded = words_of(p.w.cols) * 64;
+template <int TYPE>
+void prepare_panels(const layout_base & w, const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
+    const int64_t padded = words_of(w.cols) * 64;
     for (int64_t t = 0; t < p.n; t += TILE) {
         const int64_t tokens = smaller(TILE, p.n - t);
         const int64_t stride = (tokens + W - 1) / W * W;
         float *       dst    = static_cast<float *>(p.scratch) + t * padded;
         for (int64_t c = col_begin; c < col_end; c += W) {
-            const int64_t left = p.w.cols - c;
+            const int64_t left = w.cols - c;
             for (int64_t g = 0; g < tokens; g += W) {
                 vec v[W];
                 for (int i = 0; i < W; i++) {

@@ -7,7 +7,7 @@
 // the compiler could emit that function with AVX-512 instructions, and the linker could pick that copy for code that
 // runs on any CPU. The test kernel-objects checks this.
 //
-// How the work is divided. W is a bitmap_matrix (bitmap.h): a bit mask and the packed non-zeros of each row. Three
+// How the work is divided. W has one of the layouts of layouts.h, mostly a bit mask and the packed non-zeros of each row. Three
 // kernels differ in the layout of x in the scratch memory (x_layout), and in the operand that is moved to match the
 // other:
 //
@@ -57,114 +57,94 @@
 namespace macko::cpu {
 namespace {
 
-template <int TYPE> void prepare_type(const mul_mat_params & p, x_layout layout, int64_t col_begin, int64_t col_end) {
+template <int TYPE>
+void prepare_type(const layout_base & w, const mul_mat_params & p, x_layout layout, int64_t col_begin,
+                  int64_t col_end) {
     if constexpr (simd::has_bundles && has_bundles(TYPE)) {
         if (layout == x_layout::planes) {
             if constexpr (is_quant<TYPE>) {
-                return prepare_quant_bundles<TYPE, simd>(p, col_begin, col_end);
+                return prepare_quant_bundles<TYPE, simd>(w, p, col_begin, col_end);
             } else {
-                return prepare_bundles<TYPE, simd>(p, col_begin, col_end);
+                return prepare_bundles<TYPE, simd>(w, p, col_begin, col_end);
             }
         }
     }
     if constexpr (simd::has_rows16<TYPE>) {
         if (layout == x_layout::rows16) {
             if constexpr (is_quant<TYPE>) {
-                return prepare_integers<simd>(p, col_begin, col_end);
+                return prepare_integers<simd>(w, p, col_begin, col_end);
             } else {
-                return prepare_rows16<TYPE, simd>(p, col_begin, col_end);
+                return prepare_rows16<TYPE, simd>(w, p, col_begin, col_end);
             }
         }
     }
+    if constexpr (coded_kernels<simd> && !is_quant<TYPE>) {
+        if (layout == x_layout::coded) {
+            return prepare_coded<TYPE, simd>(w, p, col_begin, col_end);
+        }
+    }
     if (layout == x_layout::panels) {
-        prepare_panels<TYPE>(p, col_begin, col_end);
+        prepare_panels<TYPE>(w, p, col_begin, col_end);
     } else {
-        prepare_rows<TYPE>(p, col_begin, col_end);
+        prepare_rows<TYPE>(w, p, col_begin, col_end);
     }
 }
 
-// x is rounded to the dense type.
-template <int TYPE, typename S>
-void prepare_for_coded(const mul_mat_params & p, x_layout layout, int64_t col_begin, int64_t col_end) {
-    if constexpr (coded_kernels<S>) {
-        return layout == x_layout::panels ? prepare_panels<TYPE>(p, col_begin, col_end)
-                                          : prepare_coded<TYPE, S>(p, col_begin, col_end);
-    }
-}
-
-void prepare(const mul_mat_params & p, x_layout layout, int ith, int nth) {
-    const int64_t words = words_of(p.w.cols);
+void prepare(const layout_base & w, int32_t value_type, const mul_mat_params & p, x_layout layout, int ith, int nth) {
+    const int64_t words = words_of(w.cols);
     const int64_t begin = words * ith / nth * 64;
     const int64_t end   = words * (ith + 1) / nth * 64;
-    if (layout == x_layout::columns) {
-        switch (p.columns.type) {
-            case GGML_MACKO_TYPE_F16:  return prepare_rows<GGML_MACKO_TYPE_F16>(p, begin, end);
-            case GGML_MACKO_TYPE_BF16: return prepare_rows<GGML_MACKO_TYPE_BF16>(p, begin, end);
-            default:                   return prepare_rows<GGML_MACKO_TYPE_F32>(p, begin, end);
-        }
-    }
-    if (p.w.type == GGML_MACKO_TYPE_CODED) {
-        switch (p.w.dense_type) {
-            case GGML_MACKO_TYPE_F16:  return prepare_for_coded<GGML_MACKO_TYPE_F16, simd>(p, layout, begin, end);
-            case GGML_MACKO_TYPE_BF16: return prepare_for_coded<GGML_MACKO_TYPE_BF16, simd>(p, layout, begin, end);
-            default:                   return prepare_for_coded<GGML_MACKO_TYPE_F32, simd>(p, layout, begin, end);
-        }
-    }
-    switch (p.w.type) {
-        case GGML_MACKO_TYPE_F16:   prepare_type<GGML_MACKO_TYPE_F16>(p, layout, begin, end); break;
-        case GGML_MACKO_TYPE_BF16:  prepare_type<GGML_MACKO_TYPE_BF16>(p, layout, begin, end); break;
-        case GGML_MACKO_TYPE_Q8_0:  prepare_type<GGML_MACKO_TYPE_Q8_0>(p, layout, begin, end); break;
-        case GGML_MACKO_TYPE_Q5_0:  prepare_type<GGML_MACKO_TYPE_Q5_0>(p, layout, begin, end); break;
-        case GGML_MACKO_TYPE_Q4_0:  prepare_type<GGML_MACKO_TYPE_Q4_0>(p, layout, begin, end); break;
-        case GGML_MACKO_TYPE_Q4_NL: prepare_type<GGML_MACKO_TYPE_Q4_NL>(p, layout, begin, end); break;
-        default:                    prepare_type<GGML_MACKO_TYPE_F32>(p, layout, begin, end); break;
-    }
+    with_type(value_type, [&](auto type) { prepare_type<type.value>(w, p, layout, begin, end); });
 }
 
-template <int TYPE> void multiply_type(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end) {
-    if constexpr (simd::has_bundles && has_bundles(TYPE)) {
-        if (layout == x_layout::planes) {
-            return multiply_bundles<TYPE, simd>(p, row_begin, row_end);
-        }
-        if (is_bundled(p.w)) {
-            return multiply_bundle_panels<TYPE, simd>(p, row_begin, row_end);
-        }
-    }
-    if constexpr (simd::has_rows16<TYPE>) {
+template <int TYPE>
+void multiply_type(const layout_of<TYPE> & w, const mul_mat_params & p, x_layout layout, int64_t row_begin,
+                   int64_t row_end) {
+    if constexpr (simd::has_rows16<TYPE> && !is_coded<TYPE>) {
         if (layout == x_layout::rows16) {
-            return multiply_rows16<TYPE, simd>(p, row_begin, row_end);
+            return multiply_rows16<TYPE, simd>(w, p, row_begin, row_end);
         }
     }
     if (layout == x_layout::panels) {
-        multiply_panels<TYPE>(p, row_begin, row_end);
+        multiply_panels<TYPE>(w, p, row_begin, row_end);
     } else {
-        multiply_rows<TYPE>(p, row_begin, row_end);
+        multiply_rows<TYPE>(w, p, row_begin, row_end);
     }
+}
+
+void multiply_bitmap(const bitmap_layout & w, const mul_mat_params & p, x_layout layout, int64_t row_begin,
+                     int64_t row_end) {
+    with_dense_type(w.dense_type, [&](auto type) { multiply_type<type.value>(w, p, layout, row_begin, row_end); });
+}
+
+void multiply_quant_bitmap(const quant_bitmap_layout & w, const mul_mat_params & p, x_layout layout, int64_t row_begin,
+                           int64_t row_end) {
+    with_quant_type(w.value_type, [&](auto type) { multiply_type<type.value>(w, p, layout, row_begin, row_end); });
 }
 
 template <typename S>
-void multiply_coded(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end) {
-    if constexpr (coded_kernels<S>) {
-        if (layout == x_layout::panels) {
-            multiply_panels<GGML_MACKO_TYPE_CODED>(p, row_begin, row_end);
-        } else {
-            multiply_rows<GGML_MACKO_TYPE_CODED>(p, row_begin, row_end);
+void multiply_in_bundles(const bundles_layout & w, const mul_mat_params & p, x_layout layout, int64_t row_begin,
+                         int64_t row_end) {
+    with_type(w.value_type, [&](auto type) {
+        if constexpr (has_bundles(type.value)) {
+            layout == x_layout::planes ? multiply_bundles<type.value, S>(w, p, row_begin, row_end)
+                                       : multiply_bundle_panels<type.value, S>(w, p, row_begin, row_end);
         }
-    }
+    });
 }
 
-void multiply(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end) {
-    switch (p.w.type) {
-        case GGML_MACKO_TYPE_F16:   multiply_type<GGML_MACKO_TYPE_F16>(p, layout, row_begin, row_end); break;
-        case GGML_MACKO_TYPE_BF16:  multiply_type<GGML_MACKO_TYPE_BF16>(p, layout, row_begin, row_end); break;
-        case GGML_MACKO_TYPE_Q8_0:  multiply_type<GGML_MACKO_TYPE_Q8_0>(p, layout, row_begin, row_end); break;
-        case GGML_MACKO_TYPE_Q5_0:  multiply_type<GGML_MACKO_TYPE_Q5_0>(p, layout, row_begin, row_end); break;
-        case GGML_MACKO_TYPE_Q4_0:  multiply_type<GGML_MACKO_TYPE_Q4_0>(p, layout, row_begin, row_end); break;
-        case GGML_MACKO_TYPE_Q4_NL: multiply_type<GGML_MACKO_TYPE_Q4_NL>(p, layout, row_begin, row_end); break;
-        case GGML_MACKO_TYPE_CODED: multiply_coded<simd>(p, layout, row_begin, row_end); break;
-        default:                    multiply_type<GGML_MACKO_TYPE_F32>(p, layout, row_begin, row_end); break;
+// The functions of this set; those of layouts without kernels are null.
+template <typename S> constexpr multiply_fns multiply_of() {
+    multiply_fns all = { multiply_bitmap, multiply_quant_bitmap, nullptr, nullptr };
+    if constexpr (coded_kernels<S>) {
+        all.coded_bitmap = multiply_type<GGML_MACKO_TYPE_CODED>;
     }
+    if constexpr (S::has_bundles) {
+        all.bundles = multiply_in_bundles<S>;
+    }
+    return all;
 }
+constexpr multiply_fns MULTIPLY = multiply_of<simd>();
 
 } // namespace
 } // namespace macko::cpu

@@ -13,5 +13,5 @@ struct simd : neon {};
 #include "cpu/kernels/row-ops-impl.h"
 
 const macko::cpu::kernel_set macko::cpu::kernels_neon = {
-    "neon", prepare, multiply, add_columns, macko::cpu::NEON_COSTS, macko::cpu::ROW_OPS
+    "neon", prepare, macko::cpu::MULTIPLY, add_columns, macko::cpu::NEON_COSTS, macko::cpu::ROW_OPS, {}
 };

@@ -26,12 +26,11 @@ template <int TYPE, typename S = simd> INLINE void store_weights(coded_values at
 }
 
 // Appends a row's outliers in columns begin ... end - 1 to a list of n elements; returns the new number of elements.
-INLINE int add_outliers(const bitmap_matrix & w, int64_t row, int64_t begin, int64_t end, coded_reader & values,
+INLINE int add_outliers(const coded_bitmap_layout & w, int64_t row, int64_t begin, int64_t end, coded_reader & values,
                         nonzero_list & list, int n) {
-    for (; values.outlier < w.coded.outlier_off[row + 1] && w.coded.outlier_cols[values.outlier] < end;
-         values.outlier++, n++) {
-        list.col[n]    = static_cast<uint32_t>(w.coded.outlier_cols[values.outlier] - begin);
-        list.weight[n] = w.coded.outliers[values.outlier];
+    for (; values.outlier < w.outlier_off[row + 1] && w.outlier_cols[values.outlier] < end; values.outlier++, n++) {
+        list.col[n]    = static_cast<uint32_t>(w.outlier_cols[values.outlier] - begin);
+        list.weight[n] = w.outliers[values.outlier];
     }
     return n;
 }
@@ -39,7 +38,7 @@ INLINE int add_outliers(const bitmap_matrix & w, int64_t row, int64_t begin, int
 // Fills the list with the non-zeros of n_words mask words of a row, from `word` on, and adds zeros up to a multiple of
 // `multiple` (at most W). Returns the length with the zeros.
 template <int TYPE>
-INLINE int decode_chunk(const bitmap_matrix & w, int64_t row, int64_t first_word, int n_words, int multiple,
+INLINE int decode_chunk(const layout_of<TYPE> & w, int64_t row, int64_t first_word, int n_words, int multiple,
                         reader<TYPE> & values, nonzero_list & list) {
     const uint64_t *  mask = w.masks + row * words_of(w.cols) + first_word;
     alignas(64) float buffer[BUFFER<TYPE, MAX_CHUNK>];
@@ -128,9 +127,10 @@ void store_block(const mul_mat_params & p, const float * acc, int64_t row, int64
 }
 
 template <int TYPE, int NV>
-void multiply_tile(const mul_mat_params & p, int64_t row_begin, int64_t row_end, int64_t token, int64_t n_tokens) {
+void multiply_tile(const layout_of<TYPE> & w, const mul_mat_params & p, int64_t row_begin, int64_t row_end,
+                   int64_t token, int64_t n_tokens) {
     constexpr int     STRIDE = NV * W;
-    const int64_t     words  = words_of(p.w.cols);
+    const int64_t     words  = words_of(w.cols);
     const float *     x      = static_cast<const float *>(p.scratch) + token * words * 64;
     alignas(64) float acc[BLOCK_ROWS<NV> * STRIDE];
     reader<TYPE>      values[BLOCK_ROWS<NV>];
@@ -142,12 +142,12 @@ void multiply_tile(const mul_mat_params & p, int64_t row_begin, int64_t row_end,
             simd::store(acc + i, simd::zero());
         }
         for (int64_t r = 0; r < n_rows; r++) {
-            values[r].start(p.w, row + r);
+            values[r].start(w, row + r);
         }
         for (int64_t word = 0; word < words; word += CHUNK_WORDS<NV>) {
             const int n_words = static_cast<int>(smaller(CHUNK_WORDS<NV>, words - word));
             for (int64_t r = 0; r < n_rows; r++) {
-                const int n = decode_chunk<TYPE>(p.w, row + r, word, n_words, SETS<NV>, values[r], list);
+                const int n = decode_chunk<TYPE>(w, row + r, word, n_words, SETS<NV>, values[r], list);
                 __builtin_prefetch(values[r].at + 64, 0, 2); // for this row's next chunk
                 accumulate<NV>(x + word * 64 * STRIDE, list, n, acc + r * STRIDE);
             }
@@ -158,19 +158,20 @@ void multiply_tile(const mul_mat_params & p, int64_t row_begin, int64_t row_end,
 
 // multiply_tile with NV = vecs
 template <int TYPE, int NV>
-void multiply_tile_of(int vecs, const mul_mat_params & p, int64_t row_begin, int64_t row_end, int64_t token,
-                      int64_t n_tokens) {
+void multiply_tile_of(int vecs, const layout_of<TYPE> & w, const mul_mat_params & p, int64_t row_begin, int64_t row_end,
+                      int64_t token, int64_t n_tokens) {
     if (vecs == NV) {
-        multiply_tile<TYPE, NV>(p, row_begin, row_end, token, n_tokens);
+        multiply_tile<TYPE, NV>(w, p, row_begin, row_end, token, n_tokens);
     } else if constexpr (NV > 1) {
-        multiply_tile_of<TYPE, NV - 1>(vecs, p, row_begin, row_end, token, n_tokens);
+        multiply_tile_of<TYPE, NV - 1>(vecs, w, p, row_begin, row_end, token, n_tokens);
     }
 }
 
-template <int TYPE> void multiply_panels(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+template <int TYPE>
+void multiply_panels(const layout_of<TYPE> & w, const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
     for (int64_t token = 0; token < p.n; token += TILE) {
         const int64_t n_tokens = smaller(TILE, p.n - token);
-        multiply_tile_of<TYPE, TILE_VECS>(static_cast<int>((n_tokens + W - 1) / W), p, row_begin, row_end, token,
+        multiply_tile_of<TYPE, TILE_VECS>(static_cast<int>((n_tokens + W - 1) / W), w, p, row_begin, row_end, token,
                                           n_tokens);
     }
 }

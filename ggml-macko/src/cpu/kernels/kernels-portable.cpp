@@ -147,5 +147,6 @@ struct simd : plain_mask_bits {
 #include "cpu/kernels/row-ops-impl.h"
 
 const macko::cpu::kernel_set macko::cpu::kernels_portable = {
-    "portable", prepare, multiply, add_columns, { false, 0.0f, 4, 3.5f, 0.1f, 1.7f, 4.0f, 0.25f }, macko::cpu::ROW_OPS
+    "portable",          prepare, macko::cpu::MULTIPLY, add_columns, { false, 0.0f, 4, 3.5f, 0.1f, 1.7f, 4.0f, 0.25f },
+    macko::cpu::ROW_OPS, {}
 };

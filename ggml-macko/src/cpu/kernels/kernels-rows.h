@@ -12,7 +12,7 @@ template <int TYPE, // type of the values
           int NX,   // number of x for each vector of weights
           int NR    // number of rows for each vector of x
           >
-void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
+void dot_rows(const layout_of<TYPE> & matrix, const mul_mat_params & p, int64_t row, int64_t first_x) {
     constexpr int STEP = simd::step<PLAIN<TYPE>>;
     constexpr int VECS = STEP / W;
     constexpr int ACCS = NX == 1 ? 4 : NX <= 4 ? 2 : 1; // independent sums per row and x, to hide the latency of an FMA
@@ -20,7 +20,7 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
     // stores waits until these have reached the cache.
     constexpr int SEGMENT = is_quant<TYPE> ? 8 : 1;
 
-    const int64_t words  = words_of(p.w.cols);
+    const int64_t words  = words_of(matrix.cols);
     const int64_t padded = words * 64;
     const float * x      = static_cast<const float *>(p.scratch) + first_x * padded;
 
@@ -29,8 +29,8 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
     alignas(64) float buffer[NR][BUFFER<TYPE, SEGMENT * 64>];
     vec               acc[NR][NX][ACCS];
     for (int r = 0; r < NR; r++) {
-        mask[r] = p.w.masks + (row + r) * words;
-        values[r].start(p.w, row + r);
+        mask[r] = matrix.masks + (row + r) * words;
+        values[r].start(matrix, row + r);
         for (int i = 0; i < NX; i++) {
             for (int a = 0; a < ACCS; a++) {
                 acc[r][i][a] = simd::zero();
@@ -95,7 +95,7 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
             }
             float y = simd::sum(acc[r][i][0]);
             if constexpr (is_coded<TYPE>) {
-                y += dot_outliers(p.w, row + r, static_cast<const float *>(p.scratch) + (first_x + i) * padded);
+                y += dot_outliers(matrix, row + r, static_cast<const float *>(p.scratch) + (first_x + i) * padded);
             }
             p.y[first_x + i][row + r - p.row_begin] = y;
         }
@@ -103,32 +103,33 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
 }
 
 template <int TYPE, int NX>
-void multiply_batch(const mul_mat_params & p, int64_t row, int64_t n_rows, int64_t first_x) {
+void multiply_batch(const layout_of<TYPE> & w, const mul_mat_params & p, int64_t row, int64_t n_rows, int64_t first_x) {
     constexpr int NR = simd::rows_per_pass<NX>;
     int64_t       r  = 0;
     for (; r + NR <= n_rows; r += NR) {
-        dot_rows<TYPE, NX, NR>(p, row + r, first_x);
+        dot_rows<TYPE, NX, NR>(w, p, row + r, first_x);
     }
     for (; r < n_rows; r++) {
-        dot_rows<TYPE, NX, 1>(p, row + r, first_x);
+        dot_rows<TYPE, NX, 1>(w, p, row + r, first_x);
     }
 }
 
-template <int TYPE> void multiply_rows(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+template <int TYPE>
+void multiply_rows(const layout_of<TYPE> & w, const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
     constexpr int64_t BLOCK = 8; // rows that stay in L1 from one batch of x to the next
     const int64_t     step  = p.n <= X_BATCH ? row_end - row_begin : BLOCK;
     for (int64_t row = row_begin; row < row_end; row += step) {
         const int64_t n_rows = smaller(step, row_end - row);
         for (int64_t i = 0; i < p.n; i += X_BATCH) {
             switch (smaller(X_BATCH, p.n - i)) {
-                case 1:  multiply_batch<TYPE, 1>(p, row, n_rows, i); break;
-                case 2:  multiply_batch<TYPE, 2>(p, row, n_rows, i); break;
-                case 3:  multiply_batch<TYPE, 3>(p, row, n_rows, i); break;
-                case 4:  multiply_batch<TYPE, 4>(p, row, n_rows, i); break;
-                case 5:  multiply_batch<TYPE, 5>(p, row, n_rows, i); break;
-                case 6:  multiply_batch<TYPE, 6>(p, row, n_rows, i); break;
-                case 7:  multiply_batch<TYPE, 7>(p, row, n_rows, i); break;
-                default: multiply_batch<TYPE, 8>(p, row, n_rows, i); break;
+                case 1:  multiply_batch<TYPE, 1>(w, p, row, n_rows, i); break;
+                case 2:  multiply_batch<TYPE, 2>(w, p, row, n_rows, i); break;
+                case 3:  multiply_batch<TYPE, 3>(w, p, row, n_rows, i); break;
+                case 4:  multiply_batch<TYPE, 4>(w, p, row, n_rows, i); break;
+                case 5:  multiply_batch<TYPE, 5>(w, p, row, n_rows, i); break;
+                case 6:  multiply_batch<TYPE, 6>(w, p, row, n_rows, i); break;
+                case 7:  multiply_batch<TYPE, 7>(w, p, row, n_rows, i); break;
+                default: multiply_batch<TYPE, 8>(w, p, row, n_rows, i); break;
             }
         }
     }

@@ -3,29 +3,31 @@
 #pragma once
 
 #include "codec/team.h"
+#include "cpu/layout/choose.h"
 #include "cpu/layout/columns.h"
+#include "cpu/layout/span-ops.h"
 
 namespace macko::cpu {
 
 struct mul_mat_params {
-    bitmap_matrix         w;
+    cpu_matrix            w;
     int64_t               row_begin; // first row of w to multiply: the expert's first row, or 0
     int64_t               row_end;
     int64_t               n; // number of x
-    const float * const * x; // n pointers to w.cols floats
+    const float * const * x; // n pointers to as many floats as w has columns
     float * const *       y; // n pointers to row_end - row_begin floats, all written
     // Rounds x to the value type first (F16, BF16), as ggml-cpu does with dense weights. With quantized weights and few
     // x, each x may be rounded to multiples of max |x| / 32767, or max |x| / 32512 for matrices in bundles. This is
     // finer than ggml's 8 bits per 32 columns.
     bool   round_x;
-    void * scratch; // mul_mat_scratch_nbytes(w.cols, n) bytes, aligned to 64
+    void * scratch; // mul_mat_scratch_nbytes(columns of w, n) bytes, aligned to 64
     // barrier of the calling team; null: the threads are those of an OpenMP parallel region
     team_barrier * barrier = nullptr;
     // null, or with n = 1 a float for each of these rows: y may be 0 where the gate is not positive
     const float * gate = nullptr;
     // The columns of w's rows row_begin ... row_end - 1, as rows (columns.h), or no masks. Used with n = 1 if x has so
     // many zeros that reading only the other columns is faster.
-    bitmap_matrix columns = {};
+    bitmap_layout columns = {};
     // Whether the columns of zeros are skipped. If not, y is the same except for the sign of a zero.
     bool skip_zeros = true;
 };
@@ -47,18 +49,13 @@ constexpr int MAX_SAME_X = 8;
 // Whether the x prepared for p also serves q, which has the same x and the same scratch memory.
 bool same_prepared_x(const mul_mat_params & p, const mul_mat_params & q);
 
-// Layout of a matrix in memory for the kernels in use, chosen from the type and bytes of its values in the file. Coded
-// values stay coded if these kernels multiply them faster, and are expanded otherwise. Quantized, F16 and BF16 values
-// become bundles if the kernels multiply these faster.
-struct cpu_plan {
-    bitmap_form  form;
-    int64_t      nbytes;
-    const char * layout; // BITMAP, CODED_BITMAP or BUNDLES; bundles that take more than `nbytes` become a bitmap
-    const char * reason;
-};
-cpu_plan choose_cpu_layout(const macko_desc & desc, int32_t value_type, int64_t values_nbytes);
+// Of the kernel set in use: the properties on which choose_cpu_layout() depends, and the functions that convert layouts;
+// expand_row_in_use() may return null.
+const layout_traits & layout_traits_in_use();
+const span_ops &      span_ops_in_use();
+expand_row_fn         expand_row_in_use();
 // Name of the CPU if the choice depends on it and not only on the kernel set, else "".
-const char * cpu_with_own_forms();
+const char * cpu_with_own_layouts();
 
 // Name of the kernel set in use: the value of GGML_MACKO_CPU_KERNELS, which is read once, or the fastest set that this
 // CPU supports. BAD_ARGUMENT with a message if GGML_MACKO_CPU_KERNELS names an unknown set or one that this CPU does

@@ -1,10 +1,4 @@
-// Sizes of bundles (bundles.h), and packing of whole matrices in the packed format.
 #include "cpu/layout/bundles.h"
-#include "codec/team.h"
-#include "cpu/layout/quant-packer.h"
-#include "cpu/layout/span-packer.h"
-
-#include <algorithm>
 
 namespace macko::cpu {
 
@@ -43,37 +37,6 @@ int64_t bundles_nbytes(const macko_desc & desc, int32_t value_type) {
     const double full    = static_cast<double>(desc.nnz) / (2 * STEP_SLOTS) / fill;
     const auto   vectors = static_cast<int64_t>((full + static_cast<double>(bundles) / 2) * margin) + 1;
     return bundles * bundle_header_nbytes(value_type) + vectors * bundle_vector_nbytes(value_type);
-}
-
-// Calls pack(packer, group, &bytes) for all groups; each thread has a PACKER. Returns false if a group cannot be
-// packed, or if the groups need too much memory.
-template <typename PACKER, typename F> static bool pack_groups(int n_threads, const bitmap_matrix & w, F && pack) {
-    group_writer                         writer(w);
-    std::vector<std::unique_ptr<PACKER>> packers(static_cast<size_t>(n_threads));
-    parallel_parts(n_threads, n_bundle_groups(w.rows), 1, [&](int64_t group, int64_t, int thread) {
-        std::unique_ptr<PACKER> & packer = packers[static_cast<size_t>(thread)];
-        if (!packer) {
-            packer = std::make_unique<PACKER>();
-        }
-        group_bytes bytes = writer.take();
-        if (writer.fits() && !pack(*packer, group, &bytes)) {
-            writer.refuse();
-        }
-        writer.put(group, std::move(bytes));
-    });
-    return writer.finish();
-}
-
-bool bundles_pack(const packed_view & view, int n_threads, const bitmap_matrix & w) {
-    if (is_quant_type(w.type)) {
-        return pack_groups<quant_packer>(n_threads, w, [&](quant_packer & packer, int64_t group, group_bytes * out) {
-            return packer.pack(view, group, out);
-        });
-    }
-    return pack_groups<span_packer>(n_threads, w, [&](span_packer & packer, int64_t group, group_bytes * out) {
-        packer.pack(view, group, out);
-        return true;
-    });
 }
 
 } // namespace macko::cpu

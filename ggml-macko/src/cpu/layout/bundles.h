@@ -1,6 +1,5 @@
-// Quantized, F16 and BF16 non-zeros in the order in which AVX2 and arm64's sdot multiply them: the second layout of a
-// bitmap_matrix. It is made when a model is loaded; no file contains it. It needs more memory than bitmap and values,
-// and far fewer instructions.
+// BUNDLES (layouts.h): quantized, F16 and BF16 non-zeros in the order in which AVX2 and arm64's sdot multiply them. They
+// need more memory than a bitmap, and far fewer instructions.
 //
 // A piece is a part of a row. A bundle contains pieces with nearby columns, from any of 128 rows. The non-zeros of a
 // bundle are distributed over steps: all non-zeros of a step lie in a window of 16 columns, and one register holds the
@@ -34,8 +33,6 @@
 #include "codec/packed/packed.h"
 
 namespace macko::cpu {
-
-struct bitmap_matrix;
 
 constexpr int64_t BUNDLE_ROWS = 128; // rows of a group; all rows of a bundle belong to one group
 constexpr int     STEP_SLOTS  = 16;
@@ -73,9 +70,6 @@ constexpr int bundle_value_at(int step, int slot) { return slot / 8 * 16 + step 
 
 // Maximum bytes of the bundles; 0 if the matrix must be a bitmap.
 int64_t bundles_nbytes(const macko_desc & desc, int32_t value_type);
-// Writes w.bundles and w.group_off. Returns false if that needs more than bundles_nbytes(); their content is
-// unspecified then.
-bool bundles_pack(const packed_view & view, int n_threads, const bitmap_matrix & w);
 
 // The value of a slot: q, or the bits of an F16 or BF16; 0 in an empty slot.
 inline int bundle_value(const uint8_t * vector, int32_t type, int step, int slot) {

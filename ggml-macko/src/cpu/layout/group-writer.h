@@ -1,7 +1,7 @@
 // Collects finished groups from the packers of bundles (bundles.h).
 #pragma once
 
-#include "cpu/layout/bitmap.h"
+#include "cpu/layout/layouts.h"
 
 #include <cstring>
 #include <map>
@@ -40,7 +40,7 @@ private:
 // waits for another: a group that arrives early is kept until all groups before it are there.
 class group_writer {
 public:
-    explicit group_writer(const bitmap_matrix & w) : w_(w) {}
+    explicit group_writer(const bundles_layout & w) : w_(w) {}
 
     // Whether the matrix can still be in bundles. If not, groups may be empty.
     bool fits() {
@@ -82,14 +82,14 @@ public:
     }
     // Call after the last group. Returns whether the matrix is in bundles.
     bool finish() {
-        w_.group_off[next_] = fits() ? total_ : 0;
-        return w_.group_off[next_] > 0;
+        w_.group_off[next_] = total_;
+        return fits() && total_ > 0;
     }
 
 private:
     bool has_room() const { return !refused_ && total_ <= static_cast<uint64_t>(w_.bundles_nbytes); }
 
-    const bitmap_matrix            w_;
+    const bundles_layout           w_;
     std::mutex                     mutex_;
     std::map<int64_t, group_bytes> waiting_;
     std::vector<group_bytes>       spare_;

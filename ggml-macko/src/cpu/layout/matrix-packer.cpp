@@ -1,19 +1,31 @@
 #include "cpu/layout/matrix-packer.h"
+#include "codec/team.h"
+#include "cpu/layout/bitmap.h"
+#include "cpu/layout/quant-packer.h"
 
 #include <algorithm>
 
 namespace macko::cpu {
 
-matrix_packer::matrix_packer(const bitmap_matrix & dst) : dst_(dst) {
-    if (dst.group_off) {
-        writer_.emplace(dst);
+matrix_packer::matrix_packer(const cpu_plan & plan, const span_ops & ops, void * memory)
+    : plan_(plan), ops_(ops), memory_(memory), matrix_(bind_layout(plan.desc, plan.shape, memory)) {
+    if (const auto * bundles = std::get_if<bundles_layout>(&matrix_)) {
+        writer_.emplace(*bundles);
     }
 }
+
+void matrix_packer::become_bitmap() {
+    matrix_     = bind_layout(plan_.desc, bitmap_instead_of(std::get<bundles_shape>(plan_.shape)), memory_);
+    overflowed_ = true;
+    writer_.reset();
+}
+
+// ---- MACKO rows ----
 
 std::unique_ptr<span_packer> matrix_packer::take_packer() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (packers_.empty()) {
-        return std::make_unique<span_packer>();
+        return std::make_unique<span_packer>(ops_);
     }
     std::unique_ptr<span_packer> packer = std::move(packers_.back());
     packers_.pop_back();
@@ -22,14 +34,14 @@ std::unique_ptr<span_packer> matrix_packer::take_packer() {
 
 void matrix_packer::pack(const macko_view & view, int64_t first_value) {
     if (!writer_) {
-        bitmap_pack(view, first_value, dst_);
+        bitmap_pack(view, first_value, std::get<bitmap_layout>(matrix_));
         return;
     }
     std::unique_ptr<span_packer> packer = take_packer();
     for (int64_t row = view.rows().row_begin; row < view.rows().row_end; row += BUNDLE_ROWS) {
         group_bytes bytes = writer_->take();
         if (writer_->fits()) {
-            packer->pack(view, row, dst_.row_off + row + 1, &bytes);
+            packer->pack(view, row, base_of(matrix_).row_off + row + 1, &bytes);
         }
         writer_->put(row / BUNDLE_ROWS, std::move(bytes));
     }
@@ -42,14 +54,75 @@ bool matrix_packer::finish() {
         return true;
     }
     if (!writer_->finish()) {
-        writer_.reset();
+        become_bitmap();
         return false;
     }
-    dst_.row_off[0] = 0; // the other elements count the non-zeros of all earlier rows
-    for (int64_t r = 0; r < dst_.rows; r++) {
-        dst_.row_off[r + 1] += dst_.row_off[r];
+    uint32_t * row_off = base_of(matrix_).row_off;
+    row_off[0]         = 0; // the other elements count the non-zeros of all earlier rows
+    for (int64_t r = 0; r < plan_.desc.rows; r++) {
+        row_off[r + 1] += row_off[r];
     }
     return true;
+}
+
+// ---- a whole matrix ----
+
+// Calls pack(packer, group, &bytes) for all groups; each thread has a packer, which make() returns. Returns false if a
+// group cannot be packed, or if the groups need too much memory.
+template <typename MAKE, typename F>
+static bool pack_groups(int n_threads, int64_t n_groups, group_writer & writer, MAKE && make, F && pack) {
+    std::vector<decltype(make())> packers(static_cast<size_t>(n_threads));
+    parallel_parts(n_threads, n_groups, 1, [&](int64_t group, int64_t, int thread) {
+        auto & packer = packers[static_cast<size_t>(thread)];
+        if (!packer) {
+            packer = make();
+        }
+        group_bytes bytes = writer.take();
+        if (writer.fits() && !pack(*packer, group, &bytes)) {
+            writer.refuse();
+        }
+        writer.put(group, std::move(bytes));
+    });
+    return writer.finish();
+}
+
+bool matrix_packer::pack_bundles(const packed_view & view, int n_threads) {
+    const auto &  w        = std::get<bundles_layout>(matrix_);
+    const int64_t n_groups = n_bundle_groups(w.rows);
+    std::copy(view.arrays().row_ptr, view.arrays().row_ptr + w.rows + 1, w.row_off);
+    if (w.row_sums) {
+        pack_row_sums(view.arrays(), n_threads, w.row_sums);
+        return pack_groups(
+            n_threads, n_groups, *writer_, [] { return std::make_unique<quant_packer>(); },
+            [&](quant_packer & packer, int64_t group, group_bytes * out) { return packer.pack(view, group, out); });
+    }
+    return pack_groups(
+        n_threads, n_groups, *writer_, [&] { return std::make_unique<span_packer>(ops_); },
+        [&](span_packer & packer, int64_t group, group_bytes * out) {
+            packer.pack(view, group, out);
+            return true;
+        });
+}
+
+namespace {
+
+struct whole_packer {
+    const packed_view & view;
+    int                 n_threads;
+
+    template <typename M> void operator()(const M & m) const { bitmap_pack(view, n_threads, m); }
+    void                       operator()(const bundles_layout &) const {}
+};
+
+} // namespace
+
+void matrix_packer::pack_whole(const codec_view & view, int n_threads) {
+    const auto & packed = static_cast<const packed_view &>(view);
+    if (writer_ && !pack_bundles(packed, n_threads)) {
+        become_bitmap();
+    }
+    writer_.reset();
+    std::visit(whole_packer{ packed, n_threads }, matrix_);
 }
 
 } // namespace macko::cpu

@@ -38,7 +38,5 @@ struct span_ops {
 
 // The functions for any CPU.
 extern const span_ops plain_span_ops;
-// The functions of the kernel set in use (kernels.h).
-const span_ops & span_ops_in_use();
 
 } // namespace macko::cpu

@@ -8,7 +8,7 @@ namespace macko::cpu {
 
 class span_packer {
 public:
-    explicit span_packer(const span_ops & ops = span_ops_in_use());
+    explicit span_packer(const span_ops & ops);
     ~span_packer();
     span_packer(const span_packer &)             = delete;
     span_packer & operator=(const span_packer &) = delete;

@@ -1,0 +1,62 @@
+#include "cpu/layout/choose.h"
+
+#include <algorithm>
+
+namespace macko::cpu {
+
+cpu_shape bitmap_instead_of(const bundles_shape & shape) {
+    return is_quant_type(shape.value_type) ? cpu_shape(quant_bitmap_shape{ shape.value_type }) : bitmap_shape{};
+}
+
+cpu_shape shape_with(const macko_desc & desc, int32_t value_type, bool bundles) {
+    const bundles_shape shape = { value_type };
+    return bundles && bundles_nbytes(desc, value_type) > 0 ? shape : bitmap_instead_of(shape);
+}
+
+cpu_plan plan_with(const macko_desc & desc, const cpu_shape & shape, const char * reason) {
+    const auto *  bundles = std::get_if<bundles_shape>(&shape);
+    const int64_t least   = bundles ? layout_nbytes(desc, bitmap_instead_of(*bundles)) : 0;
+    return { desc, shape, std::max(layout_nbytes(desc, shape), least), reason };
+}
+
+// Coded values need 10 bits instead of 16 or 32. Where instructions are the limit, they must also be at least as fast
+// as expanded values, which depends on the set: with AVX-512 VBMI2 it is cheap to move bytes, signs and one exponent
+// bit to their columns, while all other sets would expand the values again for each product. Rows with few columns are
+// smaller without the alignment of the rows.
+cpu_plan choose_cpu_layout(const layout_traits & kernels, const macko_desc & desc, int32_t value_type,
+                           int64_t values_nbytes, bool round_x) {
+    const bool    quantized = is_quant_type(value_type);
+    const int32_t type      = quantized ? value_type : desc.type; // of the values if they do not stay coded
+    const auto    plan      = [&](bool bundles, const char * reason) {
+        const cpu_shape shape = shape_with(desc, type, bundles);
+        return plan_with(desc, shape,
+                         bundles && !std::holds_alternative<bundles_shape>(shape)
+                                     ? "too few non-zeros or too many columns for bundles"
+                                     : reason);
+    };
+    if (quantized) {
+        return plan(kernels.quant_bundles, kernels.quant_bundles
+                                               ? "quantized values, which these kernels multiply faster in bundles"
+                                               : "quantized values, which these kernels multiply from a bitmap");
+    }
+    const double   elements = static_cast<double>(desc.rows) * static_cast<double>(desc.cols);
+    const auto     nnz      = static_cast<double>(desc.nnz);
+    const float    below    = desc.cols <= SHORT_ROW ? kernels.short_bundles_below : kernels.bundles_below;
+    const bool     sparse   = round_x && nnz < elements * static_cast<double>(below);
+    const cpu_plan expanded =
+        plan(sparse && has_bundles(type), !has_bundles(type) ? "values of 32 bits"
+                                          : sparse ? "few non-zeros, which these kernels multiply faster in bundles"
+                                                   : "non-zeros that these kernels multiply as fast from a bitmap");
+    const int64_t outliers =
+        value_type == GGML_MACKO_TYPE_CODED ? max_short_outliers(desc.nnz, desc.type, values_nbytes) : -1;
+    const bool faster = kernels.coded &&
+                        (nnz >= elements * static_cast<double>(kernels.coded_from) || desc.type == GGML_MACKO_TYPE_F32);
+    if (!faster || !can_stay_coded(desc, outliers)) {
+        return expanded;
+    }
+    const cpu_plan as_stored =
+        plan_with(desc, coded_bitmap_shape{ outliers }, "coded values, which these kernels multiply as they are");
+    return as_stored.nbytes < expanded.nbytes ? as_stored : expanded;
+}
+
+} // namespace macko::cpu

@@ -1,0 +1,109 @@
+// The choice of a CPU's layout: a table of headers and the layouts that different kernel sets get.
+#include "cpu/layout/choose.h"
+#include "test.h"
+
+#include <cstring>
+
+using namespace macko;
+using namespace macko::cpu;
+
+static const int F16 = GGML_MACKO_TYPE_F16, BF16 = GGML_MACKO_TYPE_BF16, F32 = GGML_MACKO_TYPE_F32;
+static const int Q8_0 = GGML_MACKO_TYPE_Q8_0, CODED = GGML_MACKO_TYPE_CODED;
+
+// like the sets of that name; ZEN4 is AVX-512 VBMI2 as dispatch.cpp changes it there
+static const layout_traits PORTABLE = {}, AVX2 = { true, 0.55f }, VBMI2 = { false, 0.25f, 0.55f, true, 0.45f },
+                           ZEN4 = { false, 0.55f, 0.55f, true, 1.0f };
+
+static macko_desc desc_of(int64_t rows, int64_t cols, int type, int percent) {
+    return { rows, cols, type, 4, rows * cols * percent / 100 };
+}
+
+// Bytes of coded values with m = 7 and e = 2, and so many words more for outliers.
+static int64_t coded_nbytes(const macko_desc & desc, int64_t more = 0) {
+    return 4 * (2 + 10 * ((desc.nnz + 31) / 32) + more);
+}
+
+TEST(layout_is_the_fastest_of_the_kernel_set) {
+    const char *B = "BITMAP", *Q = "QUANT_BITMAP", *C = "CODED_BITMAP", *S = "BUNDLES";
+    const struct {
+        macko_desc   desc;
+        int          value_type;
+        int64_t      more_words; // coded values: see coded_nbytes()
+        const char * want[4];    // of PORTABLE, AVX2, VBMI2, ZEN4
+    } cases[] = {
+        // F16 and BF16 in bundles below the density of the set, which is higher for short rows
+        { desc_of(500, 2000, F16, 10), F16, 0, { B, S, S, S } },
+        { desc_of(500, 2000, BF16, 24), BF16, 0, { B, S, S, S } },
+        { desc_of(500, 2000, F16, 25), F16, 0, { B, S, B, S } },
+        { desc_of(1000, 1024, F16, 54), F16, 0, { B, S, S, S } },
+        { desc_of(1000, 1024, F16, 56), F16, 0, { B, B, B, B } },
+        { desc_of(500, 2000, F16, 1), F16, 0, { B, B, B, B } },   // too few for bundles
+        { desc_of(500, 65537, F16, 10), F16, 0, { B, B, B, B } }, // too many columns
+        { desc_of(500, 2000, F32, 10), F32, 0, { B, B, B, B } },
+        // quantized values, at any density that allows bundles
+        { desc_of(500, 2000, F16, 90), Q8_0, 0, { Q, S, Q, Q } },
+        { desc_of(500, 2000, F16, 4), Q8_0, 0, { Q, Q, Q, Q } },
+        // coded values where the set multiplies them faster
+        { desc_of(64, 2048, F16, 50), CODED, 0, { B, S, C, S } },
+        { desc_of(64, 2048, F16, 40), CODED, 0, { B, S, B, S } },
+        { desc_of(64, 2048, BF16, 90), CODED, 0, { B, B, C, B } },
+        { desc_of(64, 2048, F32, 20), CODED, 0, { B, B, C, C } },
+        { desc_of(64, 2048, F16, 50), CODED, 64 * 32 - 1, { B, S, C, S } }, // just few enough outliers
+        { desc_of(64, 2048, F16, 50), CODED, 64 * 32, { B, S, B, S } },     // a word more for each block
+        { desc_of(64, 65537, F16, 50), CODED, 0, { B, B, B, B } },          // columns have 16 bits
+        { desc_of(65536, 2, F16, 50), CODED, 0, { B, S, S, S } },           // short rows, which are aligned
+    };
+    for (const auto & c : cases) {
+        const layout_traits * traits[] = { &PORTABLE, &AVX2, &VBMI2, &ZEN4 };
+        for (int i = 0; i < 4; i++) {
+            const cpu_plan plan =
+                choose_cpu_layout(*traits[i], c.desc, c.value_type, coded_nbytes(c.desc, c.more_words));
+            CHECK(strcmp(layout_name(plan.shape), c.want[i]) == 0,
+                  "set %d, value type %d, %ld columns, %ld of them: %s instead of %s (%s)", i, c.value_type,
+                  (long)c.desc.cols, (long)c.desc.nnz, layout_name(plan.shape), c.want[i], plan.reason);
+            CHECK(plan.nbytes >= layout_nbytes(c.desc, plan.shape) && *plan.reason, "%s", c.want[i]);
+            if (const auto * bundles = std::get_if<bundles_shape>(&plan.shape)) { // it may become a bitmap
+                const cpu_shape bitmap = bitmap_instead_of(*bundles);
+                CHECK(plan.nbytes >= layout_nbytes(c.desc, bitmap), "reserved for bundles only");
+                CHECK(std::holds_alternative<quant_bitmap_shape>(bitmap) == (c.value_type == Q8_0), "type");
+            }
+        }
+    }
+}
+
+TEST(only_quantized_values_become_bundles_if_x_is_not_rounded) {
+    const macko_desc desc = desc_of(500, 2000, F16, 10);
+    CHECK(strcmp(layout_name(choose_cpu_layout(AVX2, desc, F16, 0, false).shape), "BITMAP") == 0, "F16");
+    CHECK(strcmp(layout_name(choose_cpu_layout(AVX2, desc, Q8_0, 0, false).shape), "BUNDLES") == 0, "Q8_0");
+}
+
+TEST(parts_of_a_layout_are_aligned_and_fill_its_bytes) {
+    const macko_desc                         desc = desc_of(300, 1000, F16, 30);
+    alignas(LAYOUT_ALIGNMENT) static uint8_t memory[1 << 20];
+    for (const cpu_shape & shape : { cpu_shape(bitmap_shape{}), cpu_shape(quant_bitmap_shape{ Q8_0 }),
+                                     cpu_shape(coded_bitmap_shape{ 77 }), cpu_shape(bundles_shape{ F16 }) }) {
+        const int64_t    nbytes = layout_nbytes(desc, shape);
+        const cpu_matrix m      = bind_layout(desc, shape, memory);
+        CHECK(m.index() == shape.index() && nbytes <= int64_t(sizeof(memory)), "%s", layout_name(shape));
+        CHECK(base_of(m).rows == 300 && base_of(m).cols == 1000 && base_of(m).dense_type == F16, "%s",
+              layout_name(shape));
+        const void * last = std::visit(
+            [](const auto & l) -> const void * {
+                using layout = std::decay_t<decltype(l)>;
+                if constexpr (std::is_same_v<layout, bundles_layout>) {
+                    return l.bundles + l.bundles_nbytes;
+                } else if constexpr (std::is_same_v<layout, coded_bitmap_layout>) {
+                    return l.outlier_cols + 77;
+                } else if constexpr (std::is_same_v<layout, quant_bitmap_layout>) {
+                    return l.row_sums + l.rows;
+                } else {
+                    return l.values + l.row_off[0] + 300 * 1000 * 30 / 100 * 2 + VALUES_SLACK;
+                }
+            },
+            m);
+        const int64_t rest = memory + nbytes - static_cast<const uint8_t *>(last);
+        CHECK(rest >= 0 && rest < LAYOUT_ALIGNMENT, "%s: %ld bytes are left", layout_name(shape), (long)rest);
+    }
+}
+
+int main(int argc, char ** argv) { return test_main("test-cpu-layout", argc, argv); }

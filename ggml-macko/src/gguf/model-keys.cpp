@@ -61,9 +61,9 @@ static const arch_rules ARCHS[] = {
 
 // ---- the table ----
 
-constexpr uint32_t REQUIRED      = 1u << 30; // flags in the same number as the bits of the architectures
-constexpr uint32_t PER_LAYER     = 1u << 29; // may also be an array of block_count equal elements
-constexpr uint32_t ANY_PER_LAYER = 1u << 28; // may also be an array of block_count elements
+constexpr uint32_t REQUIRED = 1u << 30; // flags in the same number as the bits of the architectures
+// May also be an array of block_count elements, which are equal if the architecture has a row in ARCHS.
+constexpr uint32_t PER_LAYER = 1u << 29;
 
 constexpr double MAX_LAYERS  = 512; // the size of llama.cpp's arrays
 constexpr double MAX_EXPERTS = 1024;
@@ -73,123 +73,97 @@ constexpr double MAX_U32          = 4294967295.0;
 constexpr double MAX_WIDTH        = 1 << 20;
 constexpr double MAX_HEAD         = 1 << 14;
 
+struct bounds {
+    double min, max; // both included; NaN is always refused
+};
+constexpr bounds NOT_READ = { 1, 0 };
+
 struct key_rule {
     const char * name; // "%" stands for the name of the architecture
     gguf_type    type;
-    double       min; // bounds of a number, both included; NaN is always refused
-    double       max;
+    bounds       number;
     uint32_t     flags;
+    // Other bounds for the architectures without a row in ARCHS, which need not have the key. The value may be 0 where
+    // an architecture lacks the feature; for example, a state-space model has no heads.
+    bounds other = NOT_READ;
 };
 
 // clang-format off: the rules are aligned as a table
 static const key_rule RULES[] = {
-    { "general.name",                            GGUF_STRING, 0, 0, ARCH_ALL },
-    { "general.type",                            GGUF_STRING, 0, 0, ARCH_ALL },
-    { "general.file_type",                       GGUF_U32,    0, MAX_U32, ARCH_ALL },
-    { "general.quantization_version",            GGUF_U32,    0, MAX_U32, ARCH_ALL },
-    { "split.no",                                GGUF_U16,    0, 0, ARCH_ALL },
-    { "split.count",                             GGUF_U16,    0, 65535, ARCH_ALL },
-    { "split.tensors.count",                     GGUF_I32,    0, MAX_U32, ARCH_ALL },
+    { "general.name",                           GGUF_STRING, { 0, 0 }, ARCH_ALL },
+    { "general.type",                           GGUF_STRING, { 0, 0 }, ARCH_ALL },
+    { "general.file_type",                      GGUF_U32,    { 0, MAX_U32 }, ARCH_ALL },
+    { "general.quantization_version",           GGUF_U32,    { 0, MAX_U32 }, ARCH_ALL },
+    { "split.no",                               GGUF_U16,    { 0, 0 }, ARCH_ALL },
+    { "split.count",                            GGUF_U16,    { 0, 65535 }, ARCH_ALL },
+    { "split.tensors.count",                    GGUF_I32,    { 0, MAX_U32 }, ARCH_ALL },
 
-    { "%.block_count",                           GGUF_U32,    1, MAX_LAYERS, ARCH_RULED | REQUIRED },
-    { "%.context_length",                        GGUF_U32,    1, 1 << 24, ARCH_RULED | REQUIRED },
-    { "%.embedding_length",                      GGUF_U32,    1, MAX_WIDTH, ARCH_RULED | REQUIRED },
-    { "%.embedding_length_out",                  GGUF_U32,    0, 0, ARCH_RULED },
-    { "%.feed_forward_length",                   GGUF_U32,    1, 1 << 24,
-      (ARCH_RULED & ~(ARCH_QWEN3MOE | ARCH_GPT_OSS)) | REQUIRED | PER_LAYER },
-    { "%.feed_forward_length",                   GGUF_U32,    0, 1 << 24, ARCH_QWEN3MOE | ARCH_GPT_OSS | PER_LAYER },
-    { "%.expert_feed_forward_length",            GGUF_U32,    1, 1 << 24, ARCH_QWEN3MOE | PER_LAYER },
-    { "%.expert_feed_forward_length",            GGUF_U32,    1, 1 << 24, ARCH_GPT_OSS | REQUIRED | PER_LAYER },
-    { "%.vocab_size",                            GGUF_U32,    1, 1 << 24, ARCH_RULED },
-    { "%.nextn_predict_layers",                  GGUF_U32,    0, 0, ARCH_RULED },
-    { "%.expert_count",                          GGUF_U32,    0, MAX_EXPERTS, ARCH_RULED },
-    { "%.expert_used_count",                     GGUF_U32,    0, MAX_EXPERTS_USED, ARCH_RULED | PER_LAYER },
-    { "%.expert_group_count",                    GGUF_U32,    0, 0, ARCH_RULED },
-    { "%.expert_group_used_count",               GGUF_U32,    0, 0, ARCH_RULED },
+    { "%.block_count",                          GGUF_U32,    { 1, MAX_LAYERS }, ARCH_ALL | REQUIRED },
+    { "%.context_length",                       GGUF_U32,    { 1, 1 << 24 }, ARCH_ALL | REQUIRED },
+    { "%.embedding_length",                     GGUF_U32,    { 1, MAX_WIDTH }, ARCH_ALL | REQUIRED },
+    { "%.embedding_length_out",                 GGUF_U32,    { 0, 0 }, ARCH_RULED, { 0, MAX_WIDTH } },
+    { "%.feed_forward_length",                  GGUF_U32,    { 1, 1 << 24 },
+      (ARCH_RULED & ~(ARCH_QWEN3MOE | ARCH_GPT_OSS)) | REQUIRED | PER_LAYER, { 0, 1 << 24 } },
+    { "%.feed_forward_length",                  GGUF_U32,    { 0, 1 << 24 }, ARCH_QWEN3MOE | ARCH_GPT_OSS | PER_LAYER },
+    { "%.expert_feed_forward_length",           GGUF_U32,    { 1, 1 << 24 },
+      ARCH_QWEN3MOE | PER_LAYER, { 0, 1 << 24 } },
+    { "%.expert_feed_forward_length",           GGUF_U32,    { 1, 1 << 24 }, ARCH_GPT_OSS | REQUIRED | PER_LAYER },
+    { "%.vocab_size",                           GGUF_U32,    { 1, 1 << 24 }, ARCH_ALL },
+    { "%.nextn_predict_layers",                 GGUF_U32,    { 0, 0 }, ARCH_RULED, { 0, MAX_LAYERS } },
+    { "%.expert_count",                         GGUF_U32,    { 0, MAX_EXPERTS }, ARCH_ALL },
+    { "%.expert_used_count",                    GGUF_U32,    { 0, MAX_EXPERTS_USED }, ARCH_ALL | PER_LAYER },
+    { "%.expert_group_count",                   GGUF_U32,    { 0, 0 }, ARCH_RULED, { 0, MAX_EXPERTS } },
+    { "%.expert_group_used_count",              GGUF_U32,    { 0, 0 }, ARCH_RULED, { 0, MAX_EXPERTS } },
     // 0 none, 1 mean, 2 cls, 3 last; 4 rank is refused, because it needs a classifier
-    { "%.pooling_type",                          GGUF_U32,    0, 3, ARCH_RULED },
-    { "%.classifier.pooling_type",               GGUF_U32,    0, 3, ARCH_RULED },
-    { "%.final_logit_softcapping",               GGUF_F32,    0, 1e6, ARCH_GEMMA2 | ARCH_GEMMA3 },
-    { "%.attn_logit_softcapping",                GGUF_F32,    1e-3, 1e6, ARCH_GEMMA2 },
+    { "%.pooling_type",                         GGUF_U32,    { 0, 3 }, ARCH_RULED, { 0, 4 } },
+    { "%.classifier.pooling_type",              GGUF_U32,    { 0, 3 }, ARCH_RULED, { 0, 4 } },
+    { "%.final_logit_softcapping",              GGUF_F32,    { 0, 1e6 }, ARCH_GEMMA2 | ARCH_GEMMA3 },
+    { "%.attn_logit_softcapping",               GGUF_F32,    { 1e-3, 1e6 }, ARCH_GEMMA2 },
 
-    { "%.attention.causal",                      GGUF_BOOL,   1, 1, ARCH_RULED },
-    { "%.attention.head_count",                  GGUF_U32,    1, 1 << 16, ARCH_RULED | REQUIRED | PER_LAYER },
-    { "%.attention.head_count_kv",               GGUF_U32,    1, 1 << 16, ARCH_RULED | PER_LAYER },
-    { "%.attention.key_length",                  GGUF_U32,    2, MAX_HEAD, ARCH_RULED },
-    { "%.attention.value_length",                GGUF_U32,    2, MAX_HEAD, ARCH_RULED },
-    { "%.attention.key_length_swa",              GGUF_U32,    2, MAX_HEAD, ARCH_RULED },
-    { "%.attention.value_length_swa",            GGUF_U32,    2, MAX_HEAD, ARCH_RULED },
-    { "%.attention.layer_norm_rms_epsilon",      GGUF_F32,    1e-30, 1, ARCH_RULED | REQUIRED },
-    { "%.attention.sliding_window",              GGUF_U32,    0, 1 << 24, ARCH_GEMMA3 | ARCH_PHI3 },
-    { "%.attention.sliding_window",              GGUF_U32,    1, 1 << 24, ARCH_GEMMA2 },
-    { "%.attention.sliding_window",              GGUF_U32,    1, 1 << 24, ARCH_GPT_OSS | REQUIRED },
-    { "%.attention.temperature_scale",           GGUF_F32,    -1e6, 1e6, ARCH_MISTRAL3 },
+    { "%.attention.causal",                     GGUF_BOOL,   { 1, 1 }, ARCH_RULED, { 0, 1 } },
+    { "%.attention.head_count",                 GGUF_U32,    { 1, 1 << 16 },
+      ARCH_RULED | REQUIRED | PER_LAYER, { 0, 1 << 16 } },
+    { "%.attention.head_count_kv",              GGUF_U32,    { 1, 1 << 16 }, ARCH_RULED | PER_LAYER, { 0, 1 << 16 } },
+    { "%.attention.key_length",                 GGUF_U32,    { 2, MAX_HEAD }, ARCH_RULED, { 1, MAX_HEAD } },
+    { "%.attention.value_length",               GGUF_U32,    { 2, MAX_HEAD }, ARCH_RULED, { 1, MAX_HEAD } },
+    { "%.attention.key_length_swa",             GGUF_U32,    { 2, MAX_HEAD }, ARCH_RULED, { 1, MAX_HEAD } },
+    { "%.attention.value_length_swa",           GGUF_U32,    { 2, MAX_HEAD }, ARCH_RULED, { 1, MAX_HEAD } },
+    { "%.attention.layer_norm_epsilon",         GGUF_F32,    { 0, 1 }, ARCH_OTHER },
+    { "%.attention.group_norm_epsilon",         GGUF_F32,    { 0, 1 }, ARCH_OTHER },
+    { "%.attention.layer_norm_rms_epsilon",     GGUF_F32,    { 1e-30, 1 }, ARCH_RULED | REQUIRED, { 0, 1 } },
+    { "%.attention.sliding_window",             GGUF_U32,    { 0, 1 << 24 }, ARCH_GEMMA3 | ARCH_PHI3 },
+    { "%.attention.sliding_window",             GGUF_U32,    { 1, 1 << 24 }, ARCH_GEMMA2 },
+    { "%.attention.sliding_window",             GGUF_U32,    { 1, 1 << 24 }, ARCH_GPT_OSS | REQUIRED },
+    { "%.attention.temperature_scale",          GGUF_F32,    { -1e6, 1e6 }, ARCH_MISTRAL3 },
 
-    { "%.rope.dimension_count",                  GGUF_U32,    2, MAX_HEAD, ARCH_RULED },
-    { "%.rope.dimension_count_swa",              GGUF_U32,    2, MAX_HEAD, ARCH_RULED },
-    { "%.rope.freq_base",                        GGUF_F32,    1, 1e18, ARCH_RULED },
-    { "%.rope.freq_base_swa",                    GGUF_F32,    1, 1e18, ARCH_GEMMA2 | ARCH_GEMMA3 | ARCH_GPT_OSS },
-    { "%.rope.scale_linear",                     GGUF_F32,    1e-6, 1e6, ARCH_RULED },
-    { "%.rope.scaling.type",                     GGUF_STRING, 0, 0, ARCH_RULED },
-    { "%.rope.scaling.factor",                   GGUF_F32,    1e-6, 1e6, ARCH_RULED },
-    { "%.rope.scaling.alpha",                    GGUF_F32,    -1e6, 1e6, ARCH_RULED },
+    { "%.rope.dimension_count",                 GGUF_U32,    { 2, MAX_HEAD }, ARCH_RULED, { 0, MAX_HEAD } },
+    { "%.rope.dimension_count_swa",             GGUF_U32,    { 2, MAX_HEAD }, ARCH_RULED, { 0, MAX_HEAD } },
+    { "%.rope.freq_base",                       GGUF_F32,    { 1, 1e18 }, ARCH_ALL },
+    { "%.rope.freq_base_swa",                   GGUF_F32,    { 1, 1e18 },
+      ARCH_GEMMA2 | ARCH_GEMMA3 | ARCH_GPT_OSS | ARCH_OTHER },
+    { "%.rope.scale_linear",                    GGUF_F32,    { 1e-6, 1e6 }, ARCH_RULED, { 0, 1e6 } },
+    { "%.rope.scaling.type",                    GGUF_STRING, { 0, 0 }, ARCH_ALL },
+    { "%.rope.scaling.factor",                  GGUF_F32,    { 1e-6, 1e6 }, ARCH_RULED, { 0, 1e6 } },
+    { "%.rope.scaling.alpha",                   GGUF_F32,    { -1e6, 1e6 }, ARCH_ALL },
     // The keys of the attention are multiplied by this factor and stored as F16, which must not overflow.
-    { "%.rope.scaling.attn_factor",              GGUF_F32,    1e-2, 1e2, ARCH_RULED },
-    { "%.rope.scaling.original_context_length",  GGUF_U32,    1, 1 << 24, ARCH_RULED },
-    { "%.rope.scaling.finetuned",                GGUF_BOOL,   0, 1, ARCH_RULED },
-    { "%.rope.scaling.yarn_log_multiplier",      GGUF_F32,    -1e6, 1e6, ARCH_MISTRAL3 },
-    { "%.rope.scaling.yarn_beta_fast",           GGUF_F32,    1e-3, 1e6, ARCH_MISTRAL3 },
-    { "%.rope.scaling.yarn_beta_slow",           GGUF_F32,    1e-3, 1e6, ARCH_MISTRAL3 },
+    { "%.rope.scaling.attn_factor",             GGUF_F32,    { 1e-2, 1e2 }, ARCH_ALL },
+    { "%.rope.scaling.original_context_length", GGUF_U32,    { 1, 1 << 24 }, ARCH_ALL },
+    { "%.rope.scaling.finetuned",               GGUF_BOOL,   { 0, 1 }, ARCH_ALL },
+    { "%.rope.scaling.yarn_log_multiplier",     GGUF_F32,    { -1e6, 1e6 }, ARCH_MISTRAL3 },
+    { "%.rope.scaling.yarn_beta_fast",          GGUF_F32,    { 1e-3, 1e6 }, ARCH_MISTRAL3 },
+    { "%.rope.scaling.yarn_beta_slow",          GGUF_F32,    { 1e-3, 1e6 }, ARCH_MISTRAL3 },
 
-    // Keys that every architecture without a row in ARCHS has. The value may be 0 where an architecture lacks the
-    // feature; for example, a state-space model has no heads.
-    { "%.block_count",                           GGUF_U32,    1, MAX_LAYERS, ARCH_OTHER | REQUIRED },
-    { "%.context_length",                        GGUF_U32,    1, 1 << 24, ARCH_OTHER | REQUIRED },
-    { "%.embedding_length",                      GGUF_U32,    1, MAX_WIDTH, ARCH_OTHER | REQUIRED },
-    { "%.embedding_length_out",                  GGUF_U32,    0, MAX_WIDTH, ARCH_OTHER },
-    { "%.feed_forward_length",                   GGUF_U32,    0, 1 << 24, ARCH_OTHER | ANY_PER_LAYER },
-    { "%.expert_feed_forward_length",            GGUF_U32,    0, 1 << 24, ARCH_OTHER | ANY_PER_LAYER },
-    { "%.vocab_size",                            GGUF_U32,    1, 1 << 24, ARCH_OTHER },
-    { "%.expert_count",                          GGUF_U32,    0, MAX_EXPERTS, ARCH_OTHER },
-    { "%.expert_used_count",                     GGUF_U32,    0, MAX_EXPERTS_USED, ARCH_OTHER | ANY_PER_LAYER },
-    { "%.expert_group_count",                    GGUF_U32,    0, MAX_EXPERTS, ARCH_OTHER },
-    { "%.expert_group_used_count",               GGUF_U32,    0, MAX_EXPERTS, ARCH_OTHER },
-    { "%.nextn_predict_layers",                  GGUF_U32,    0, MAX_LAYERS, ARCH_OTHER },
-    { "%.pooling_type",                          GGUF_U32,    0, 4, ARCH_OTHER },
-    { "%.classifier.pooling_type",               GGUF_U32,    0, 4, ARCH_OTHER },
-    { "%.attention.causal",                      GGUF_BOOL,   0, 1, ARCH_OTHER },
-    { "%.attention.head_count",                  GGUF_U32,    0, 1 << 16, ARCH_OTHER | ANY_PER_LAYER },
-    { "%.attention.head_count_kv",               GGUF_U32,    0, 1 << 16, ARCH_OTHER | ANY_PER_LAYER },
-    { "%.attention.key_length",                  GGUF_U32,    1, MAX_HEAD, ARCH_OTHER },
-    { "%.attention.value_length",                GGUF_U32,    1, MAX_HEAD, ARCH_OTHER },
-    { "%.attention.key_length_swa",              GGUF_U32,    1, MAX_HEAD, ARCH_OTHER },
-    { "%.attention.value_length_swa",            GGUF_U32,    1, MAX_HEAD, ARCH_OTHER },
-    { "%.attention.layer_norm_epsilon",          GGUF_F32,    0, 1, ARCH_OTHER },
-    { "%.attention.layer_norm_rms_epsilon",      GGUF_F32,    0, 1, ARCH_OTHER },
-    { "%.attention.group_norm_epsilon",          GGUF_F32,    0, 1, ARCH_OTHER },
-    { "%.rope.dimension_count",                  GGUF_U32,    0, MAX_HEAD, ARCH_OTHER },
-    { "%.rope.dimension_count_swa",              GGUF_U32,    0, MAX_HEAD, ARCH_OTHER },
-    { "%.rope.freq_base",                        GGUF_F32,    1, 1e18, ARCH_OTHER },
-    { "%.rope.freq_base_swa",                    GGUF_F32,    1, 1e18, ARCH_OTHER },
-    { "%.rope.scale_linear",                     GGUF_F32,    0, 1e6, ARCH_OTHER },
-    { "%.rope.scaling.type",                     GGUF_STRING, 0, 0, ARCH_OTHER },
-    { "%.rope.scaling.factor",                   GGUF_F32,    0, 1e6, ARCH_OTHER },
-    { "%.rope.scaling.alpha",                    GGUF_F32,    -1e6, 1e6, ARCH_OTHER },
-    { "%.rope.scaling.attn_factor",              GGUF_F32,    1e-2, 1e2, ARCH_OTHER },
-    { "%.rope.scaling.original_context_length",  GGUF_U32,    1, 1 << 24, ARCH_OTHER },
-    { "%.rope.scaling.finetuned",                GGUF_BOOL,   0, 1, ARCH_OTHER },
-
-    { "tokenizer.ggml.model",                    GGUF_STRING, 0, 0, ARCH_ALL | REQUIRED },
-    { "tokenizer.ggml.pre",                      GGUF_STRING, 0, 0, ARCH_ALL },
-    { "tokenizer.ggml.token_type_count",         GGUF_U32,    0, MAX_U32, ARCH_ALL },
-    { "tokenizer.ggml.add_bos_token",            GGUF_BOOL,   0, 1, ARCH_ALL },
-    { "tokenizer.ggml.add_eos_token",            GGUF_BOOL,   0, 1, ARCH_ALL },
-    { "tokenizer.ggml.add_sep_token",            GGUF_BOOL,   0, 1, ARCH_ALL },
-    { "tokenizer.ggml.add_space_prefix",         GGUF_BOOL,   0, 1, ARCH_ALL },
-    { "tokenizer.ggml.remove_extra_whitespaces", GGUF_BOOL,   0, 1, ARCH_ALL },
-    { "tokenizer.ggml.normalizer.lowercase",     GGUF_BOOL,   0, 1, ARCH_ALL },
-    { "tokenizer.ggml.normalizer.strip_accents", GGUF_BOOL,   0, 1, ARCH_ALL },
-    { "tokenizer.chat_template",                 GGUF_STRING, 0, 0, ARCH_ALL },
+    { "tokenizer.ggml.model",                   GGUF_STRING, { 0, 0 }, ARCH_ALL | REQUIRED },
+    { "tokenizer.ggml.pre",                     GGUF_STRING, { 0, 0 }, ARCH_ALL },
+    { "tokenizer.ggml.token_type_count",        GGUF_U32,    { 0, MAX_U32 }, ARCH_ALL },
+    { "tokenizer.ggml.add_bos_token",           GGUF_BOOL,   { 0, 1 }, ARCH_ALL },
+    { "tokenizer.ggml.add_eos_token",           GGUF_BOOL,   { 0, 1 }, ARCH_ALL },
+    { "tokenizer.ggml.add_sep_token",           GGUF_BOOL,   { 0, 1 }, ARCH_ALL },
+    { "tokenizer.ggml.add_space_prefix",        GGUF_BOOL,   { 0, 1 }, ARCH_ALL },
+    { "tokenizer.ggml.remove_extra_whitespaces", GGUF_BOOL,   { 0, 1 }, ARCH_ALL },
+    { "tokenizer.ggml.normalizer.lowercase",    GGUF_BOOL,   { 0, 1 }, ARCH_ALL },
+    { "tokenizer.ggml.normalizer.strip_accents", GGUF_BOOL,   { 0, 1 }, ARCH_ALL },
+    { "tokenizer.chat_template",                GGUF_STRING, { 0, 0 }, ARCH_ALL },
 };
 // clang-format on
 
@@ -205,7 +179,7 @@ static int missing(const std::string & name) {
     return fail(GGML_MACKO_STATUS_MISSING_KEY, "key %s is missing", name.c_str());
 }
 
-static int check_number(const gguf_header & header, const gguf_key & key, uint64_t i, const key_rule & rule,
+static int check_number(const gguf_header & header, const gguf_key & key, uint64_t i, const bounds & limit,
                         double * out) {
     int64_t integer = 0;
     if (header.get_int(key, i, &integer)) {
@@ -213,9 +187,9 @@ static int check_number(const gguf_header & header, const gguf_key & key, uint64
     } else if (!header.get_float(key, i, out)) {
         return wrong_type(key.name);
     }
-    if (!(*out >= rule.min && *out <= rule.max)) { // written so that NaN is refused
+    if (!(*out >= limit.min && *out <= limit.max)) { // written so that NaN is refused
         return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s is out of range (%g vs %g...%g)", key.name.c_str(), *out,
-                    rule.min, rule.max);
+                    limit.min, limit.max);
     }
     return GGML_MACKO_STATUS_OK;
 }
@@ -227,7 +201,7 @@ static uint64_t block_count(const gguf_header & header, const arch_rules & arch)
     return key && key->type == GGUF_U32 && header.get_int(*key, 0, &n) ? static_cast<uint64_t>(n) : 0;
 }
 
-static int check_per_layer(const gguf_header & header, const gguf_key & key, const key_rule & rule,
+static int check_per_layer(const gguf_header & header, const gguf_key & key, const bounds & limit,
                            const arch_rules & arch) {
     if (key.element_type != GGUF_U32 && key.element_type != GGUF_I32) {
         return wrong_type(key.name);
@@ -240,12 +214,12 @@ static int check_per_layer(const gguf_header & header, const gguf_key & key, con
     double first = 0;
     for (uint64_t i = 0; i < n; i++) {
         double value = 0;
-        TRY(check_number(header, key, i, rule, &value));
+        TRY(check_number(header, key, i, limit, &value));
         if (i == 0) {
             first = value;
         }
-        if (value != first &&
-            rule.flags & PER_LAYER) { // llama.cpp plans for the first layer and asserts that the others are equal
+        if (value != first && arch.bit != ARCH_OTHER) {
+            // llama.cpp plans for the first layer and asserts that the others are equal
             return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s differs between layers (%g vs %g)", key.name.c_str(),
                         value, first);
         }
@@ -254,19 +228,21 @@ static int check_per_layer(const gguf_header & header, const gguf_key & key, con
 }
 
 static int check_rule(const gguf_header & header, const key_rule & rule, const arch_rules & arch) {
-    const std::string name = with_arch(rule.name, arch);
-    const gguf_key *  key  = header.find(name.c_str());
+    const bool        is_other = !(rule.flags & arch.bit);
+    const bounds &    limit    = is_other ? rule.other : rule.number;
+    const std::string name     = with_arch(rule.name, arch);
+    const gguf_key *  key      = header.find(name.c_str());
     if (key == nullptr) {
-        return rule.flags & REQUIRED ? missing(name) : GGML_MACKO_STATUS_OK;
+        return rule.flags & REQUIRED && !is_other ? missing(name) : GGML_MACKO_STATUS_OK;
     }
-    if (key->type == GGUF_ARRAY && rule.flags & (PER_LAYER | ANY_PER_LAYER)) {
-        return check_per_layer(header, *key, rule, arch);
+    if (key->type == GGUF_ARRAY && rule.flags & PER_LAYER) {
+        return check_per_layer(header, *key, limit, arch);
     }
     if (key->type != rule.type) {
         return wrong_type(name);
     }
     double value = 0;
-    return rule.type == GGUF_STRING ? GGML_MACKO_STATUS_OK : check_number(header, *key, 0, rule, &value);
+    return rule.type == GGUF_STRING ? GGML_MACKO_STATUS_OK : check_number(header, *key, 0, limit, &value);
 }
 
 // ---- relations between keys ----
@@ -725,7 +701,7 @@ int check_model_keys(const gguf_header & header, bool strict) {
     const arch_rules other = { name.c_str(), ARCH_OTHER, EXPERTS_OPTIONAL, WINDOW_UNUSED, false, false };
     const arch_rules arch  = known ? *known : other;
     for (const key_rule & rule : RULES) {
-        if (rule.flags & arch.bit) {
+        if (rule.flags & arch.bit || (!known && rule.other.min <= rule.other.max)) {
             TRY(check_rule(header, rule, arch));
         }
     }

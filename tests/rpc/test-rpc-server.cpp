@@ -119,10 +119,10 @@ struct client {
         const ggml_tensor * w = weight(at);
         for (size_t i = 0; i < file.size(); i += step) {
             const size_t n     = std::min(step, file.size() - i);
-            rpc_message  piece = rpc_make_message(rpc_kind::PIECE);
-            piece.offset       = i;
-            piece.total        = file.size();
-            ggml_tensor t      = rpc_message_tensor(w, piece, n);
+            rpc_message  chunk = rpc_make_message(rpc_kind::CHUNK);
+            chunk.offset       = i;
+            chunk.total        = file.size();
+            ggml_tensor t      = rpc_message_tensor(w, chunk, n);
             buffer->iface.set_tensor(buffer, &t, file.data() + i, 0, n);
         }
         return result(at);

@@ -100,7 +100,7 @@ def test_experts_are_bit_identical(folder, macko, tmp_path):
         assert "refused" not in server.log()
 
 
-def test_server_caches_pieces_by_hash(folder, tmp_path):
+def test_server_caches_chunks_by_hash(folder, tmp_path):
     """A model whose matrices are larger than llama.cpp's threshold of 10 MiB is sent once."""
     dense, model = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"
     make_random(dense, "--layers", "1", "--ff", "16384", "--vocab", "512", "--density", "0.4")
@@ -237,7 +237,7 @@ def test_hostile_payloads_are_refused_and_the_server_goes_on(folder, sparse, wan
                 changed[rng.randrange(len(changed))] = rng.randrange(256)
             refused += client.send(buffer, address, bytes(changed))[0] != 0
         assert refused > 20
-        client.tell(client.SET, client.tensor(buffer, address, 8, rpc.message(rpc.PIECE, total=99))[:50])  # cut off
+        client.tell(client.SET, client.tensor(buffer, address, 8, rpc.message(rpc.CHUNK, total=99))[:50])  # cut off
         client.close()
         assert programs.completion(folder, sparse, "--rpc", server.address, *ALL) == want
         assert server.process.poll() is None

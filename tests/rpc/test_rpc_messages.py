@@ -125,7 +125,7 @@ def test_matrix_is_kept_and_multiplied(device, dense, kind, tmp_path):
 
 
 def test_bytes_of_data_are_no_message(device):
-    data = rpc.message(rpc.PIECE, total=8) * 4
+    data = rpc.message(rpc.CHUNK, total=8) * 4
     t = device.at(4096, (len(data),), rpc.I8)
     device.set(t, data)
     assert device.get(t, len(data)) == data
@@ -159,8 +159,8 @@ def test_plain_bytes_replace_a_weight(device, matrix):
 
 def test_incomplete_weight_is_not_computed_with(device, matrix, capfd):
     data = gb.write(matrix[0])
-    piece = rpc.message(rpc.PIECE, total=len(data))
-    device.set(device.at(0, (len(data) - 1,), rpc.I8, piece), data[:-1])
+    chunk = rpc.message(rpc.CHUNK, total=len(data))
+    device.set(device.at(0, (len(data) - 1,), rpc.I8, chunk), data[:-1])
     status, text = device.result(0)
     assert status != 0 and "missing" in text
     assert np.all(np.isnan(product(device, 0, columns(2))))
@@ -184,18 +184,18 @@ def test_wrong_matrix_is_refused(device, matrix):
         assert np.all(np.isnan(product(device, 0, columns(1))))
 
 
-def test_piece_out_of_order_is_refused(device, matrix):
+def test_chunk_out_of_order_is_refused(device, matrix):
     data = gb.write(matrix[0])
     for offset, total in ((0, 8), (1, len(data)), (1 << 63, 1 << 63), (len(data), 2 * len(data))):
-        device.set(device.at(0, (100,), rpc.I8, rpc.message(rpc.PIECE, total=len(data))), data[:100])
-        device.set(device.at(0, (200,), rpc.I8, rpc.message(rpc.PIECE, offset=offset, total=total)), bytes(200))
+        device.set(device.at(0, (100,), rpc.I8, rpc.message(rpc.CHUNK, total=len(data))), data[:100])
+        device.set(device.at(0, (200,), rpc.I8, rpc.message(rpc.CHUNK, offset=offset, total=total)), bytes(200))
         assert device.result(0)[0] != 0
     assert device.send(0, data) == (0, "")
 
 
 def test_message_of_another_version_is_refused(device, matrix):
     data = gb.write(matrix[0])
-    t = device.at(0, (len(data),), rpc.I8, rpc.message(rpc.PIECE, total=len(data), version=rpc.VERSION + 1))
+    t = device.at(0, (len(data),), rpc.I8, rpc.message(rpc.CHUNK, total=len(data), version=rpc.VERSION + 1))
     device.set(t, data)
     assert device.result(0)[0] != 0
 
@@ -307,7 +307,7 @@ def test_random_messages_never_crash(device, matrix):
     data = gb.write(matrix[0])
     rng = random.Random(5)
     for _ in range(3000):
-        kind = rng.choice((rpc.HELLO, rpc.PIECE, rpc.PIECE, rpc.RESULT, 0, 77))
+        kind = rng.choice((rpc.HELLO, rpc.CHUNK, rpc.CHUNK, rpc.RESULT, 0, 77))
         offset = rng.choice((0, 0, 100, 4096, len(data), rng.getrandbits(64)))
         total = rng.choice((len(data), 0, 1, rng.getrandbits(64)))
         n = rng.choice((1, 7, 100, len(data)))

@@ -66,7 +66,7 @@ def start(folder, model, server, *args):
 
 class Relay:
     """A port whose connections go on to a server. change: called with what the client sends, and with what the server
-    answers, piece by piece; it returns what goes on, or None to end the connection.
+    answers, chunk by chunk; it returns what goes on, or None to end the connection.
     """
 
     def __init__(self, server, to_server=None, to_client=None):
@@ -138,10 +138,10 @@ class Raw:
         return head + op_params.ljust(64, b"\0") + tail
 
     def send(self, buffer, address, data, step=4096):
-        """Sends a matrix file in pieces, and returns the status and text of the answer."""
+        """Sends a matrix file in chunks, and returns the status and text of the answer."""
         for at in range(0, len(data), step):
             part = data[at : at + step]
-            message = rpc.message(rpc.PIECE, offset=at, total=len(data))
+            message = rpc.message(rpc.CHUNK, offset=at, total=len(data))
             head = self.tensor(buffer, address, len(part), message)
             self.tell(self.SET, head + struct.pack("<BQ", 0, 0) + part)
         head = self.tensor(buffer, address, 256, rpc.message(rpc.RESULT))

@@ -13,7 +13,7 @@ from ggml_macko.evaluation.activations import Tensor
 from support import gguf_bytes as gb
 
 MAGIC = b"macko rpc\x9e\x1f\x5c\xd3\x07\xb8\x42"
-HELLO, PIECE, RESULT = 1, 2, 3
+HELLO, CHUNK, RESULT = 1, 2, 3
 VERSION = 1
 F32, F16, I8, I32 = 0, 1, 24, 26
 
@@ -107,10 +107,10 @@ class Device:
         return self.get(self.at(0, (64,), I8, message(HELLO, challenge)), 64)
 
     def send(self, offset: int, data: bytes, step: int = 1 << 20) -> tuple[int, str]:
-        """Sends a matrix file in pieces, and returns the status and text of the answer."""
+        """Sends a matrix file in chunks, and returns the status and text of the answer."""
         for at in range(0, len(data), step):
             part = data[at : at + step]
-            self.set(self.at(offset, (len(part),), I8, message(PIECE, offset=at, total=len(data))), part)
+            self.set(self.at(offset, (len(part),), I8, message(CHUNK, offset=at, total=len(data))), part)
         return self.result(offset)
 
     def result(self, offset: int) -> tuple[int, str]:

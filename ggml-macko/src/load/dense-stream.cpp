@@ -19,7 +19,7 @@ static_assert(sizeof(tensor_placeholder) == 24, "the placeholder is copied byte 
 
 namespace {
 
-// Size of stdio's buffer. stdio reads a stream in pieces of this size, whatever size fread is called with. A piece is
+// Size of stdio's buffer. stdio reads a stream in chunks of this size, whatever size fread is called with. A chunk is
 // large enough to keep all threads busy.
 constexpr size_t  STREAM_NBYTES = 4 << 20;
 constexpr int64_t FEW_ZEROS     = 4096;
@@ -393,7 +393,7 @@ FILE * dense_stream::open_stream() {
         return nullptr;
     }
     k.release();  // stream_close deletes it from now on
-    if (buffer) { // without a buffer of our own, stdio reads smaller pieces
+    if (buffer) { // without a buffer of our own, stdio reads smaller chunks
         setvbuf(stream, buffer, _IOFBF, STREAM_NBYTES);
     }
     return stream;

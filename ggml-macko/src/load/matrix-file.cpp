@@ -129,10 +129,10 @@ int check_matrix_file(model_file * file) {
 }
 
 void received_file::append(const void * data, size_t n) {
-    piece p = { size_, std::vector<uint8_t>(n) };
+    chunk p = { size_, std::vector<uint8_t>(n) };
     if (n > 0) {
         memcpy(p.bytes.data(), data, n);
-        pieces_.push_back(std::move(p));
+        chunks_.push_back(std::move(p));
         size_ += static_cast<int64_t>(n);
     }
 }
@@ -143,10 +143,10 @@ int received_file::read(int64_t offset, void * dst, int64_t n) const {
                     "reading past the end (%" PRId64 " bytes from %" PRId64 " of %" PRId64 ")", n, offset, size_);
     }
     auto * out  = static_cast<uint8_t *>(dst);
-    auto   next = std::upper_bound(pieces_.begin(), pieces_.end(), offset,
-                                   [](int64_t at, const piece & p) { return at < p.begin; });
+    auto   next = std::upper_bound(chunks_.begin(), chunks_.end(), offset,
+                                   [](int64_t at, const chunk & p) { return at < p.begin; });
     while (n > 0) {
-        const piece & p    = *(next++ - 1); // the last piece that begins at or before offset
+        const chunk & p    = *(next++ - 1); // the last chunk that begins at or before offset
         const int64_t skip = offset - p.begin;
         const int64_t part = std::min(n, static_cast<int64_t>(p.bytes.size()) - skip);
         memcpy(out, p.bytes.data() + skip, static_cast<size_t>(part));

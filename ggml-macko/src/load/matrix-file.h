@@ -15,7 +15,7 @@ namespace macko {
 // nothing else. read_payload() checks the payload.
 [[nodiscard]] int check_matrix_file(model_file * file);
 
-// Bytes of such a GGUF that arrive in pieces. Memory grows with the bytes that have arrived.
+// Bytes of such a GGUF that arrive in chunks. Memory grows with the bytes that have arrived.
 struct received_file : model_file {
     void append(const void * data, size_t n); // may throw std::bad_alloc
 
@@ -23,11 +23,11 @@ struct received_file : model_file {
     [[nodiscard]] int read(int64_t offset, void * dst, int64_t n) const override;
 
 private:
-    struct piece {
+    struct chunk {
         int64_t              begin;
         std::vector<uint8_t> bytes;
     };
-    std::vector<piece> pieces_;
+    std::vector<chunk> chunks_;
     int64_t            size_ = 0;
 };
 

@@ -265,9 +265,9 @@ int read_whole(const byte_source & source, const gguf_header & header, const spa
 } // namespace
 
 int read_by_all(const byte_source & source, int64_t offset, uint8_t * dst, int64_t n, int n_team) {
-    constexpr int64_t PIECE = 256 << 10;
+    constexpr int64_t CHUNK = 256 << 10;
     first_error       error;
-    parallel_parts(n_team, n, PIECE, [&](int64_t at, int64_t end, int) {
+    parallel_parts(n_team, n, CHUNK, [&](int64_t at, int64_t end, int) {
         if (at < error.block) {
             if (const int status = source.read(offset + at, dst + at, end - at)) {
                 error.set(at, status);

@@ -54,17 +54,17 @@ bool is_ours_alone(const struct stat & file) {
     return file.st_uid == geteuid() && (file.st_mode & (S_IWGRP | S_IWOTH)) == 0;
 }
 
-constexpr int64_t PIECE = 1 << 20; // bytes per thread and step
+constexpr int64_t CHUNK = 1 << 20; // bytes per thread and step
 
 } // namespace
 
 static uint64_t checksum_by_all(const void * data, int64_t nbytes) {
-    std::vector<uint64_t> pieces(static_cast<size_t>((nbytes + PIECE - 1) / PIECE));
-    parallel_parts(threads_for(0, nbytes), nbytes, PIECE, [&](int64_t begin, int64_t end, int) {
-        pieces[static_cast<size_t>(begin / PIECE)] =
+    std::vector<uint64_t> chunks(static_cast<size_t>((nbytes + CHUNK - 1) / CHUNK));
+    parallel_parts(threads_for(0, nbytes), nbytes, CHUNK, [&](int64_t begin, int64_t end, int) {
+        chunks[static_cast<size_t>(begin / CHUNK)] =
             XXH3_64bits(static_cast<const uint8_t *>(data) + begin, static_cast<size_t>(end - begin));
     });
-    return XXH3_64bits(pieces.data(), pieces.size() * sizeof(uint64_t));
+    return XXH3_64bits(chunks.data(), chunks.size() * sizeof(uint64_t));
 }
 
 size_t weight_cache::page_size() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }

@@ -65,7 +65,7 @@ int check_place(buffer_context & buffer, uintptr_t at, const sparse_tensor_info 
     return GGML_MACKO_STATUS_OK;
 }
 
-// Called after the last piece: checks the matrix file like any file, and makes the weight.
+// Called after the last chunk: checks the matrix file like any file, and makes the weight.
 int finish(buffer_context & buffer, uintptr_t at, incoming * w) {
     const std::unique_ptr<received_file> file = std::move(w->file); // freed on every path
     TRY(check_matrix_file(file.get()));
@@ -79,32 +79,32 @@ int finish(buffer_context & buffer, uintptr_t at, incoming * w) {
     return GGML_MACKO_STATUS_OK;
 }
 
-// Pieces arrive in order; the first piece restarts the weight.
-int take_piece(buffer_context & buffer, const ggml_tensor * tensor, const rpc_message & piece, const void * data,
+// Chunks arrive in order; the first chunk restarts the weight.
+int take_chunk(buffer_context & buffer, const ggml_tensor * tensor, const rpc_message & chunk, const void * data,
                size_t n) {
     const uintptr_t at = address_of(tensor);
-    if (piece.version != RPC_VERSION) {
-        return fail(GGML_MACKO_STATUS_VERSION_MISMATCH, "message of RPC version %u, this is %u", piece.version,
+    if (chunk.version != RPC_VERSION) {
+        return fail(GGML_MACKO_STATUS_VERSION_MISMATCH, "message of RPC version %u, this is %u", chunk.version,
                     RPC_VERSION);
     }
-    if (piece.offset == 0) {
+    if (chunk.offset == 0) {
         buffer.forget(at, 1);
         incoming & w    = buffer.weights[at];
         w.file          = std::make_unique<received_file>();
-        w.total         = piece.total;
-        w.result.status = GGML_MACKO_STATUS_TRUNCATED; // until the last piece is there
-        snprintf(w.result.text, sizeof(w.result.text), "pieces are missing");
+        w.total         = chunk.total;
+        w.result.status = GGML_MACKO_STATUS_TRUNCATED; // until the last chunk is there
+        snprintf(w.result.text, sizeof(w.result.text), "chunks are missing");
     }
     const auto it = buffer.weights.find(at);
     if (it == buffer.weights.end() || !it->second.file) {
-        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "a piece without a first piece");
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "a chunk without a first chunk");
     }
     incoming &     w   = it->second;
     const uint64_t got = static_cast<uint64_t>(w.file->size());
-    if (n == 0 || piece.offset != got || piece.total != w.total || n > w.total - got) {
+    if (n == 0 || chunk.offset != got || chunk.total != w.total || n > w.total - got) {
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT,
-                    "%zu bytes at %" PRIu64 " of %" PRIu64 ", after %" PRIu64 " of %" PRIu64, n, piece.offset,
-                    piece.total, got, w.total);
+                    "%zu bytes at %" PRIu64 " of %" PRIu64 ", after %" PRIu64 " of %" PRIu64, n, chunk.offset,
+                    chunk.total, got, w.total);
     }
     w.file->append(data, n);
     if (got + n < w.total) {
@@ -121,8 +121,8 @@ int take_piece(buffer_context & buffer, const ggml_tensor * tensor, const rpc_me
 void take_message(buffer_context & buffer, const ggml_tensor * tensor, const rpc_message & message, const void * data,
                   size_t n) {
     const int status = c_boundary([&] {
-        return message.kind == rpc_kind::PIECE
-                   ? take_piece(buffer, tensor, message, data, n)
+        return message.kind == rpc_kind::CHUNK
+                   ? take_chunk(buffer, tensor, message, data, n)
                    : fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "unknown message %u", static_cast<unsigned>(message.kind));
     });
     if (status) {

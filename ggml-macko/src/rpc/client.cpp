@@ -14,9 +14,9 @@ namespace macko {
 
 namespace {
 
-// Above 10 MiB, llama.cpp's client first tries a hash of the data, and rpc-server -c caches the data. Pieces are larger
+// Above 10 MiB, llama.cpp's client first tries a hash of the data, and rpc-server -c caches the data. Chunks are larger
 // than that.
-constexpr size_t PIECE_NBYTES = 16 << 20;
+constexpr size_t CHUNK_NBYTES = 16 << 20;
 
 // The RPC backend's own functions, which all its devices share; null before there is a device.
 struct {
@@ -63,16 +63,16 @@ int ask(const ggml_tensor * weight, bool * is_ours) {
 
 // Sends a matrix to the server and waits for its result.
 int send(const ggml_tensor * weight, const model_file & file) {
-    rpc_message          piece = rpc_make_message(rpc_kind::PIECE);
+    rpc_message          chunk = rpc_make_message(rpc_kind::CHUNK);
     const auto           total = static_cast<size_t>(file.size());
-    const size_t         step  = std::min(PIECE_NBYTES, ggml_nbytes(weight)); // must fit the addresses
+    const size_t         step  = std::min(CHUNK_NBYTES, ggml_nbytes(weight)); // must fit the addresses
     std::vector<uint8_t> bytes(std::min(step, total));
-    piece.total = total;
+    chunk.total = total;
     for (size_t at = 0; at < total; at += step) {
         const size_t n = std::min(step, total - at);
         TRY(file.read(static_cast<int64_t>(at), bytes.data(), static_cast<int64_t>(n)));
-        piece.offset              = at;
-        const ggml_tensor carrier = rpc_message_tensor(weight, piece, n);
+        chunk.offset              = at;
+        const ggml_tensor carrier = rpc_message_tensor(weight, chunk, n);
         original.set_tensor(weight->buffer, const_cast<ggml_tensor *>(&carrier), bytes.data(), 0, n);
     }
     rpc_result        result  = {};

@@ -15,8 +15,8 @@ constexpr uint32_t RPC_VERSION = 1; // message version; must be equal on client 
 
 enum class rpc_kind : uint32_t {
     HELLO  = 1, // get_tensor of a rpc_hello: asks for a plugin and its version
-    PIECE  = 2, // set_tensor of a piece of the weight's matrix file (load/matrix-file.h)
-    RESULT = 3, // get_tensor of a rpc_result: the outcome of the pieces
+    CHUNK  = 2, // set_tensor of a chunk of the weight's matrix file (load/matrix-file.h)
+    RESULT = 3, // get_tensor of a rpc_result: the outcome of the chunks
 };
 
 // Client and server have the same byte order, which llama.cpp's RPC backend requires.
@@ -25,8 +25,8 @@ struct rpc_message {
     uint32_t version;
     rpc_kind kind;
     uint8_t  challenge[16]; // HELLO: random; a server cannot answer with it unless it has read this message
-    uint64_t offset;        // PIECE: offset of the data in the matrix file
-    uint64_t total;         // PIECE: total bytes of the matrix file
+    uint64_t offset;        // CHUNK: offset of the data in the matrix file
+    uint64_t total;         // CHUNK: total bytes of the matrix file
 };
 static_assert(sizeof(rpc_message) == 56 && sizeof(rpc_message) <= GGML_MAX_OP_PARAMS, "it must fit op_params");
 

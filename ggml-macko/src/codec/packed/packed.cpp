@@ -145,29 +145,29 @@ private:
 };
 
 // Finds where the codes of each row begin: after the row_ptr[r]-th code that stores a value. The first pass counts
-// these codes in pieces of the index, which tells which rows begin in each piece. Rows that begin after the end of the
+// these codes in chunks of the index, which tells which rows begin in each chunk. Rows that begin after the end of the
 // index get its end. Returns the number of codes that store a value.
 static int64_t find_rows(const packed_arrays & a, int n_threads, std::vector<int64_t> * row_codes) {
-    constexpr int64_t    PIECE  = 1 << 14; // bytes
+    constexpr int64_t    CHUNK  = 1 << 14; // bytes
     const int32_t        b      = a.desc.index_bits;
     const uint32_t       escape = (1u << b) - 1;
-    const int64_t        rows = a.desc.dense.rows, per_byte = 8 / b, n_pieces = (a.n_index + PIECE - 1) / PIECE;
+    const int64_t        rows = a.desc.dense.rows, per_byte = 8 / b, n_chunks = (a.n_index + CHUNK - 1) / CHUNK;
     const byte_table     stored_in(b, [escape](uint32_t code) { return code != escape; });
-    std::vector<int64_t> before(static_cast<size_t>(n_pieces) + 1, 0);
-    parallel_parts(n_threads, a.n_index, PIECE, [&](int64_t begin, int64_t end, int) {
+    std::vector<int64_t> before(static_cast<size_t>(n_chunks) + 1, 0);
+    parallel_parts(n_threads, a.n_index, CHUNK, [&](int64_t begin, int64_t end, int) {
         int64_t n = 0;
         for (int64_t i = begin; i < end; i++) {
             n += stored_in[a.index[i]];
         }
-        before[static_cast<size_t>(begin / PIECE) + 1] = n;
+        before[static_cast<size_t>(begin / CHUNK) + 1] = n;
     });
     for (size_t p = 1; p < before.size(); p++) {
         before[p] += before[p - 1];
     }
     row_codes->assign(static_cast<size_t>(rows), a.n_index * per_byte);
-    parallel_parts(n_threads, a.n_index, PIECE, [&](int64_t begin, int64_t end, int) {
-        int64_t n = before[static_cast<size_t>(begin / PIECE)];
-        // rows that begin after the codes n + 1 ... of this piece
+    parallel_parts(n_threads, a.n_index, CHUNK, [&](int64_t begin, int64_t end, int) {
+        int64_t n = before[static_cast<size_t>(begin / CHUNK)];
+        // rows that begin after the codes n + 1 ... of this chunk
         auto row =
             std::upper_bound(a.row_ptr, a.row_ptr + rows, n, [](int64_t value, int32_t ptr) { return value < ptr; }) -
             a.row_ptr;

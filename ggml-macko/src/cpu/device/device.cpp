@@ -43,7 +43,7 @@ void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *
         return;
     }
     if (offset > 0) {
-        return; // the first piece contained the placeholder; the stream has no other data of a sparse tensor
+        return; // the first chunk contained the placeholder; the stream has no other data of a sparse tensor
     }
     auto *         m         = static_cast<weight *>(tensor->data);
     weight_cache * cache     = current->cache();

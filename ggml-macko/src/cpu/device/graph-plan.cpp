@@ -322,11 +322,11 @@ void graph_plan::skip_closed_rows(const ggml_cgraph * graph, int i) {
 }
 
 void graph_plan::reserve_scratch() {
-    int64_t nbytes = 0;
-    size_t  n_kept = 0;
+    int64_t nbytes   = 0;
+    size_t  n_floats = 0;
     for (size_t i = 0; i < n_steps; i++) {
         if (steps[i].skips_small) {
-            n_kept = std::max(n_kept, static_cast<size_t>(steps[i].m->desc().cols));
+            n_floats = std::max(n_floats, static_cast<size_t>(steps[i].m->desc().cols));
         }
         if (steps[i].m) {
             nbytes = std::max(nbytes,
@@ -341,9 +341,9 @@ void graph_plan::reserve_scratch() {
         scratch.reset(memory);
         scratch_nbytes = nbytes;
     }
-    if (n_kept > kept.size()) {
-        kept.resize(n_kept);
-        kept_x = kept.data();
+    if (n_floats > thresholded.size()) {
+        thresholded.resize(n_floats);
+        thresholded_x = thresholded.data();
     }
 }
 
@@ -373,7 +373,7 @@ mul_mat_params graph_plan::params_of(const step & s) const {
              row,
              row + s.m->rows_per_matrix,
              static_cast<int64_t>(s.x.size()),
-             s.skips_small ? &kept_x : s.x.data(),
+             s.skips_small ? &thresholded_x : s.x.data(),
              s.y.data(),
              s.m->desc().type != GGML_MACKO_TYPE_F32,
              scratch.get(),
@@ -396,7 +396,7 @@ void graph_plan::run_thread(int ith, int nth) const {
             }
         } else if (!s.x.empty()) {
             if (s.skips_small && barrier.begin(true, ith)) {
-                columns_skip_below(s.m->threshold, s.m->norms(), s.x[0], s.m->desc().cols, kept_x);
+                columns_skip_below(s.m->threshold, s.m->norms(), s.x[0], s.m->desc().cols, thresholded_x);
             }
             const mul_mat_params p     = params_of(s);
             const bool           alone = s.m->desc().cols * p.n < ALONE_BELOW;

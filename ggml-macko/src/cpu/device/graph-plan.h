@@ -83,8 +83,8 @@ private:
     product_steps                           last_products[2] = {}; // the two most recent products
     std::unique_ptr<void, void (*)(void *)> scratch          = { nullptr, free };
     int64_t                                 scratch_nbytes   = 0;
-    std::vector<float>                      kept; // x of a step that skips small elements, which are zero
-    float *                                 kept_x = nullptr;
+    std::vector<float>                      thresholded; // x of a step that skips small elements, which are zero
+    float *                                 thresholded_x = nullptr;
 
     step & next_step(const ggml_tensor * row_op, const weight * m, int64_t matrix);
     void   add_mul_mat(const weight * m, const ggml_tensor * dst);

@@ -5,9 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
-#include <ctime>
 #include <string>
-#include <sys/stat.h>
 #include <sys/types.h>
 
 // Marks a function that gcc compiles twice, the second time for AVX2. The dynamic linker of Linux chooses one (ifunc).

@@ -7,9 +7,9 @@
 // the compiler could emit that function with AVX-512 instructions, and the linker could pick that copy for code that
 // runs on any CPU. The test kernel-objects checks this.
 //
-// How the work is divided. W has one of the layouts of layouts.h, mostly a bit mask and the packed non-zeros of each row. Three
-// kernels differ in the layout of x in the scratch memory (x_layout), and in the operand that is moved to match the
-// other:
+// How the work is divided. W has one of the layouts of layouts.h, mostly a bit mask and the packed non-zeros of each
+// row. Three kernels differ in the layout of x in the scratch memory (x_layout), and in the operand that is moved to
+// match the other:
 //
 //   rows     float x[n][cols]. Weights are expanded to their columns and multiplied by up to X_BATCH x.
 //

@@ -1,5 +1,5 @@
-// BUNDLES (layouts.h): quantized, F16 and BF16 non-zeros in the order in which AVX2 and arm64's sdot multiply them. They
-// need more memory than a bitmap, and far fewer instructions.
+// BUNDLES (layouts.h): quantized, F16 and BF16 non-zeros in the order in which AVX2 and arm64's sdot multiply them.
+// They need more memory than a bitmap, and far fewer instructions.
 //
 // A piece is a part of a row. A bundle contains pieces with nearby columns, from any of 128 rows. The non-zeros of a
 // bundle are distributed over steps: all non-zeros of a step lie in a window of 16 columns, and one register holds the

@@ -13,11 +13,12 @@ template <typename T> T group_value(const quant_bitmap_layout & m, int64_t k, in
     const uint8_t * group  = m.values + k / QUANT_GROUP * quant_group_nbytes(m.value_type);
     const uint8_t * q      = group + GROUP_SCALES_NBYTES;
     const uint32_t  d      = reinterpret_cast<const uint32_t *>(group)[half];
-    const int       nibble = m.value_type == GGML_MACKO_TYPE_Q8_0 ? 0 : (q[i % QUANT_BLOCK] >> (4 * half)) & 15;
-    const int       value  = m.value_type == GGML_MACKO_TYPE_Q8_0    ? static_cast<int8_t>(q[i])
-                             : m.value_type == GGML_MACKO_TYPE_Q4_NL ? Q4_NL_LEVELS[d & 1][nibble]
-                             : m.value_type == GGML_MACKO_TYPE_Q4_0  ? nibble - 8
-                                                                    : nibble + ((q[32 + i / 8] >> (i % 8)) & 1) * 16 - 16;
+    const int32_t   type   = m.value_type;
+    const int       nibble = type == GGML_MACKO_TYPE_Q8_0 ? 0 : (q[i % QUANT_BLOCK] >> (4 * half)) & 15;
+    const int       value  = type == GGML_MACKO_TYPE_Q8_0    ? static_cast<int8_t>(q[i])
+                             : type == GGML_MACKO_TYPE_Q4_NL ? Q4_NL_LEVELS[d & 1][nibble]
+                             : type == GGML_MACKO_TYPE_Q4_0  ? nibble - 8
+                                                             : nibble + ((q[32 + i / 8] >> (i % 8)) & 1) * 16 - 16;
     return dense_of_quant<T>(float_of_bits(d & ~1u), value, dense_type);
 }
 

@@ -10,7 +10,9 @@ from .. import console, errors
 from ..commands.arguments import Number, add_force, add_quiet
 from ..commands.skip_arguments import add_skip_allocation, add_skip_score, given
 from ..commands.text_arguments import add_text_arguments, text_arguments
-from ..evaluation.perplexity import Estimate, SkipOptions, kl_divergence, perplexity, skipped_perplexity
+from ..evaluation.likelihood import Estimate
+from ..evaluation.perplexity import kl_divergence, perplexity, skipped_perplexity
+from ..evaluation.skipping import SkipOptions
 from ..evaluation.text_model import N_BATCH
 
 HELP = "measure perplexity, and KL divergence from another model"

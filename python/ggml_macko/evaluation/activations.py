@@ -85,19 +85,23 @@ class Ggml:
 
     def __init__(self) -> None:
         lib = system.ggml_library("ggml-base")  # libllama has loaded this copy already
-        lib.ggml_tensor_overhead.restype = ctypes.c_size_t
-        lib.ggml_op_name.restype = ctypes.c_char_p
-        lib.ggml_op_name.argtypes = [ctypes.c_int]
-        self.glu_op_name = lib.ggml_glu_op_name
-        self.glu_op_name.restype, self.glu_op_name.argtypes = ctypes.c_char_p, [ctypes.c_int]
-        self.unary_op_name = lib.ggml_unary_op_name
-        self.unary_op_name.restype, self.unary_op_name.argtypes = ctypes.c_char_p, [ctypes.c_int]
-        self.nbytes = lib.ggml_nbytes
-        self.nbytes.restype, self.nbytes.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
-        self.is_host = lib.ggml_backend_buffer_is_host
-        self.is_host.restype, self.is_host.argtypes = ctypes.c_bool, [ctypes.c_void_p]
-        self.get = lib.ggml_backend_tensor_get
-        self.get.restype, self.get.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        for name, result, arguments in (
+            ("ggml_tensor_overhead", size, []),
+            ("ggml_op_name", ctypes.c_char_p, [ctypes.c_int]),
+            ("ggml_glu_op_name", ctypes.c_char_p, [ctypes.c_int]),
+            ("ggml_unary_op_name", ctypes.c_char_p, [ctypes.c_int]),
+            ("ggml_nbytes", size, [pointer]),
+            ("ggml_backend_buffer_is_host", ctypes.c_bool, [pointer]),
+            ("ggml_backend_tensor_get", None, [pointer, pointer, size, size]),
+        ):
+            getattr(lib, name).restype, getattr(lib, name).argtypes = result, arguments
+        self.glu_op_name, self.unary_op_name, self.nbytes = (
+            lib.ggml_glu_op_name,
+            lib.ggml_unary_op_name,
+            lib.ggml_nbytes,
+        )
+        self.is_host, self.get = lib.ggml_backend_buffer_is_host, lib.ggml_backend_tensor_get
         ops: dict[bytes, int] = {}
         while len(ops) < 1024 and not ops.keys() >= _OPS:
             ops[lib.ggml_op_name(len(ops))] = len(ops)

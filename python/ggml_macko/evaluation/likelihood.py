@@ -1,8 +1,8 @@
-"""How likely a model finds the tokens of a text: llama-perplexity's choice of tokens, and its arithmetic.
+"""The likelihood of the tokens of a text, with the tokens and the arithmetic of llama-perplexity.
 
-Each chunk of n_ctx tokens is a fresh sequence. The tokens of its second half except the first are scored, each
-predicted from all tokens before it in the chunk. What llama-perplexity computes in float32 is computed in float32
-here, and likewise for float64, so that the printed figures agree to the last digit.
+Each chunk of n_ctx tokens is a new sequence. The tokens of its second half except the first are scored, each predicted
+from all previous tokens of the chunk. The precision of each step, float32 or float64, is that of llama-perplexity, so
+printed results agree to the last digit.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Array = npt.NDArray[Any]
 Tokens = npt.NDArray[np.integer[Any]]
 
 MIN_CTX = 4
-"""Tokens of a chunk at least: in a shorter one, no token or one would be scored."""
+"""Smallest number of tokens of a chunk; shorter chunks have at most one scored token."""
 
-_BLOCK_ELEMENTS = 1 << 20  # logits that a thread works on at a time
+_BLOCK_ELEMENTS = 1 << 20  # logits per task of a thread
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Estimate:
 
     @property
     def error(self) -> float:
-        """The standard error of nll, carried through the exponential: ppl * sqrt((nll2 - nll^2) / (n_tokens - 1))."""
+        """The standard error of ppl: ppl * sqrt((nll2 - nll^2) / (n_tokens - 1))."""
         variance = self.nll2 - self.nll**2
         return self.ppl * math.sqrt(variance / (self.n_tokens - 1)) if variance > 0 and self.n_tokens > 1 else 0.0
 
@@ -55,7 +55,7 @@ rows, the first of which are negative log-likelihoods where `estimate` is to use
 
 
 def n_scored(n_ctx: int) -> int:
-    """Tokens of a chunk that are scored."""
+    """The number of scored tokens of a chunk."""
     return n_ctx - 1 - n_ctx // 2
 
 

@@ -1,6 +1,6 @@
 """Perplexity of a model on a text, and its Kullback-Leibler divergence from another model.
 
-Options, definitions and figures are those of llama-perplexity; likelihood.py and kl_divergence.py describe them.
+Options, definitions and results are those of llama-perplexity; likelihood.py and kl_divergence.py describe them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,6 @@ from ..gguf.activation_keys import SkipRule, read_rule
 from ..gguf.files import Model, shard_paths
 from ..gguf.outputs import AtomicOutput
 
-__all__ = [
-    "Divergence",
-    "Estimate",
-    "SkipOptions",
-    "SkippedPerplexity",
-    "kl_divergence",
-    "perplexity",
-    "skipped_perplexity",
-]
-
 
 def perplexity(
     model: str | os.PathLike[str],
@@ -45,15 +35,15 @@ def perplexity(
     verbose: bool = False,
     force: bool = False,
 ) -> Estimate:
-    """Perplexity of a GGUF model, dense or sparse, on a UTF-8 text: the figure of llama-perplexity.
+    """Perplexity of a GGUF model, dense or sparse, on a UTF-8 text, as of llama-perplexity.
 
-    n_ctx: tokens of a chunk, at least 4; the second half of each chunk is scored. n_batch: tokens per evaluation;
-    n_ubatch: tokens per matrix product. n_chunks: chunks from the start of the text; -1 is all. n_threads: 0 is all
-    cores. n_gpu_layers: -1 is all. kl_divergence_base: also write the log-probabilities to this file, for
-    kl_divergence(); force: replace it if it exists. verbose: show llama.cpp's log.
+    n_ctx: tokens per chunk, at least 4; the second half of each chunk is scored. n_batch: tokens per evaluation.
+    n_ubatch: tokens per matrix product. n_chunks: chunks from the start of the text (-1: all). n_threads: 0: all cores.
+    n_gpu_layers: -1: all. kl_divergence_base: also write the log-probabilities to this file, for kl_divergence();
+    force: replace it if it exists. verbose: show llama.cpp's log.
 
-    Logs the estimates so far. Raises MackoError (a text that is too short or not UTF-8, a model that llama.cpp does not
-    load) or OSError.
+    Logs intermediate estimates. Raises MackoError (a text that is too short or not UTF-8, a model that llama.cpp does
+    not load) or OSError.
     """
     _check_context(n_ctx)
     _check_chunks(n_chunks)
@@ -77,7 +67,7 @@ def perplexity(
     with AtomicOutput(kl_divergence_base, [*shard_paths(model), text], force, SIGNATURE[:4]) as base:
         estimate = measure(base)
         base.seal()
-        with BaseFile(base.partial):  # its header and size are as a reader expects them
+        with BaseFile(base.partial):  # checks header and size
             pass
         base.commit()
     return estimate
@@ -85,15 +75,15 @@ def perplexity(
 
 @dataclass(frozen=True)
 class SkippedPerplexity:
-    """Perplexity of a model whose neurons are skipped, and what was skipped in each of its feed-forward parts."""
+    """Perplexity of a model with skipped neurons, and the skipped neurons of each feed-forward part."""
 
     estimate: Estimate
-    skip: SkipOptions  # as asked for, or as the file says
+    skip: SkipOptions  # of the caller or of the file
     parts: list[SkippedPart]
 
     @property
     def share(self) -> float:
-        """Of the neurons, as measured on the evaluated text."""
+        """Share of skipped neurons on the evaluated text."""
         return skipping.skipped_share(self.parts)
 
 
@@ -110,18 +100,17 @@ def skipped_perplexity(
     n_gpu_layers: int = -1,
     verbose: bool = False,
 ) -> SkippedPerplexity:
-    """Perplexity of a GGUF model, dense or sparse, some of whose feed-forward neurons are skipped, as skipping.py says:
-    for share 0 that of perplexity(), which explains the other parameters. skip=None: those that the file's keys
-    (calibrate_activations()) say.
+    """Perplexity of a GGUF model, dense or sparse, that skips feed-forward neurons (skipping.py). Share 0 gives the
+    result of perplexity(), which explains the other parameters. skip=None: use the thresholds in the file
+    (calibrate_activations()).
 
-    Measures quality on the CPU; nothing is faster. Raises MackoError (as perplexity() does; a model without
-    feed-forward parts that have a gate or a ReLU, without the keys or with keys that do not fit it, or one in the
-    memory of a GPU) or OSError.
+    The measurement runs on the CPU and is not faster. Raises MackoError (as perplexity(); a model without feed-forward
+    parts with a gate or a ReLU, without thresholds or with wrong ones, or in GPU memory) or OSError.
     """
     _check_context(n_ctx)
     _check_chunks(n_chunks)
     for path in (text,) if skip is None else (skip.text, text):
-        read_text(path)  # a bad one is refused before the model is loaded
+        read_text(path)  # checks the text before the model is loaded
     how = _rule_of(model) if skip is None else skip
     with skipping.SkippingModel(
         model,
@@ -165,11 +154,11 @@ def kl_divergence(
     n_gpu_layers: int = -1,
     verbose: bool = False,
 ) -> Divergence:
-    """Divergence of a GGUF model, dense or sparse, from the model that wrote base: the figures of llama-perplexity.
+    """Divergence of a GGUF model, dense or sparse, from the model that wrote base, as of llama-perplexity.
 
-    base: a file that perplexity() or llama-perplexity wrote (kl_divergence_base); it holds the text, too. The other
-    parameters are those of perplexity(). Logs the figures so far. Raises MackoError (a base file that is damaged or of
-    another vocabulary, fewer than 100 scored tokens) or OSError.
+    base: file of perplexity() or llama-perplexity (kl_divergence_base), which also contains the text. The other
+    parameters are those of perplexity(). Logs intermediate results. Raises MackoError (a base file that is damaged or
+    of another vocabulary, fewer than 100 scored tokens) or OSError.
     """
     _check_chunks(n_chunks)
     with (
@@ -204,7 +193,7 @@ def _check_chunks(n_chunks: int) -> None:
 
 
 def _measure(model: TextModel, chunks: Chunks, base: AtomicOutput | None) -> Estimate:
-    """Perplexity on chunks (chunks, n_ctx). base: also gets the header and rows of a base file."""
+    """Perplexity on chunks (chunks, n_ctx). base: output for the header and rows of a base file."""
     progress = _Progress(model, len(chunks))
 
     def on_chunk(done: int, so_far: Estimate, more: list[Array]) -> None:
@@ -231,7 +220,7 @@ _COLUMNS = (
 
 
 class _Progress:
-    """Logs the figures so far, and before the first of them how long the run will take."""
+    """Logs intermediate results, and the expected time before the first of them."""
 
     def __init__(self, model: TextModel, n_chunks: int) -> None:
         self._n_chunks, self._n_seq = n_chunks, model.n_seq

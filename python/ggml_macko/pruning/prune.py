@@ -45,7 +45,7 @@ from ..values import NEGATIVE_ZERO, bits_dtype
 
 @dataclass(frozen=True)
 class PrunedTensor:
-    """What became of one tensor."""
+    """The result for one tensor."""
 
     name: str
     ne: tuple[int, ...]  # ggml order: columns first
@@ -62,15 +62,15 @@ class PrunedTensor:
 
 @dataclass(frozen=True)
 class PruneReport:
-    """What `prune` did, or would do."""
+    """The result of `prune`, or of a dry run."""
 
     tensors: tuple[PrunedTensor, ...]
-    n_parameters: int  # of the whole model, tensors that were left alone included
-    compare_within: str  # within what weights were compared: row, tensor or model
+    n_parameters: int  # of the whole model
+    compare_within: str  # row, tensor or model
 
     @property
     def n_elements(self) -> int:
-        """Weights of the tensors that were pruned."""
+        """Weights of the pruned tensors."""
         return sum(t.n_elements for t in self.tensors)
 
     @property
@@ -119,7 +119,7 @@ def prune_with(
     *,
     force: bool = False,
 ) -> PruneReport:
-    """prune() with options that are parsed and checked already."""
+    """prune() with parsed options."""
     statistics_files = [Path(p) for p in (options.imatrix, options.text) if p is not None]
     for path in statistics_files:
         check_regular(path)
@@ -152,7 +152,7 @@ def prune_with(
 
 class _Selected(NamedTuple):
     tensor: Tensor
-    obstacle: str  # why it cannot be pruned; empty if it can
+    obstacle: str  # why the tensor cannot be pruned, or empty
 
 
 def tensors_to_prune(model: Model, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Tensor]:
@@ -210,7 +210,7 @@ def make_quotas(
     scorer: Scorer,
     loss_curves: Callable[[Sequence[Tensor], Sequence[Fraction]], dict[str, list[float]]] | None = None,
 ) -> Quotas:
-    """How many weights each matrix loses.
+    """The number of weights to prune in each matrix.
 
     scorer: the scores that are compared (used with compare_within model). loss_curves: of tensors at sparsities, for
     allocation by loss.
@@ -234,12 +234,12 @@ def make_quotas(
 
 
 def table_sparsity(name: str, table: Iterable[TableEntry]) -> Fraction | None:
-    """The sparsity that the first matching entry of a table gives to a tensor, if one does."""
+    """The sparsity of a tensor from the first matching entry of a table, if any."""
     return next((entry.sparsity for entry in table if entry.regex.search(name)), None)
 
 
 def _statistics(model: Model, tensors: Sequence[Tensor], options: ParsedOptions) -> imatrix_file.Imatrix | None:
-    """Sums of squares of the inputs of the tensors, if anything needs those of the dense model."""
+    """Sums of squares of the inputs of the tensors in the dense model, if they are needed."""
     if options.method != "wanda" or options.needs_passes:
         return None
     if options.imatrix is None:
@@ -254,7 +254,7 @@ def _statistics(model: Model, tensors: Sequence[Tensor], options: ParsedOptions)
 
 
 def _what_decides(model: Model, options: ParsedOptions, quotas: Quotas) -> dict[str, str]:
-    """What the weights of a model that is pruned in passes depend on."""
+    """The inputs that determine the weights of a model pruned in passes."""
     assert options.text is not None
     settings = dataclasses.asdict(dataclasses.replace(options, table=(), hessian_memory=0, n_threads=0, imatrix=None))
     return {
@@ -276,7 +276,7 @@ def _prune_model(
     pool: ThreadPoolExecutor,
     stack: contextlib.ExitStack,
 ) -> list[PrunedTensor]:
-    """Prunes the tensors, and writes the model if there is an output. stack: closes the working copy, if any."""
+    """Prunes the tensors and writes the model if there is an output. stack: closes the working copy, if any."""
     statistics = _statistics(model, tensors, options)
     scorer = Scorer(statistics)
 
@@ -338,7 +338,7 @@ def _prune_tensor(t: Tensor, pruner: Pruner) -> tuple[Bits, PrunedTensor]:
     bits = methods.read_finite(t)
     n_zeros_before = bits.size - int(np.count_nonzero(bits))
     pruner(bits, t)
-    bits[bits == NEGATIVE_ZERO[t.type]] = 0  # a mask that was multiplied with leaves -0.0 of negative weights
+    bits[bits == NEGATIVE_ZERO[t.type]] = 0  # multiplication with a mask leaves -0.0 of negative weights
     return bits, PrunedTensor(
         name=t.name,
         ne=t.ne,
@@ -351,27 +351,24 @@ def _prune_tensor(t: Tensor, pruner: Pruner) -> tuple[Bits, PrunedTensor]:
 
 
 def provenance(options: ParsedOptions, statistics: imatrix_file.Imatrix | None, n_chunks: int) -> list[Key]:
-    """The metadata that tell how a model was pruned. n_chunks: of the text, if it was read in passes."""
+    """The metadata about the pruning of a model. n_chunks: of a text that was read in passes."""
     keys = [
         make_key("macko.prune.method", "str", options.method),
         make_key("macko.prune.sparsity", "f32", float(options.sparsity)),
         make_key("macko.prune.compare_within", "str", options.compare_within),
     ]
-    if options.allocation != "uniform":
-        keys.append(make_key("macko.prune.allocation", "str", options.allocation))
-    if options.table:
-        table = [f"{entry.regex.pattern}={float(entry.sparsity):g}" for entry in options.table]
-        keys.append(make_key("macko.prune.tensor_sparsity", "[str", table))
-    if options.sequential:
-        keys.append(make_key("macko.prune.sequential", "u32", 1))
-    if options.refit:
-        keys.append(make_key("macko.prune.refit", "u32", 1))
-    if options.quant_values is not None:
-        keys.append(make_key("macko.prune.quant_values", "str", options.quant_values))
-    if options.keep_mantissa:
-        keys.append(make_key("macko.prune.keep_mantissa", "u32", 1))
-    if options.asymmetric is not None:
-        keys.append(make_key("macko.prune.asymmetric", "f32", options.asymmetric))
+    table = [f"{entry.regex.pattern}={float(entry.sparsity):g}" for entry in options.table]
+    for name, kind, value in (
+        ("allocation", "str", options.allocation if options.allocation != "uniform" else None),
+        ("tensor_sparsity", "[str", table or None),
+        ("sequential", "u32", options.sequential or None),
+        ("refit", "u32", options.refit or None),
+        ("quant_values", "str", options.quant_values),
+        ("keep_mantissa", "u32", options.keep_mantissa or None),
+        ("asymmetric", "f32", options.asymmetric),
+    ):
+        if value is not None:
+            keys.append(make_key(f"macko.prune.{name}", kind, value))
     if statistics is not None or n_chunks:
         datasets = statistics.datasets if statistics is not None else [options.text or ""]
         chunk_count = n_chunks or (statistics.chunk_count if statistics is not None else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 from llama_cpp._logger import set_verbose
@@ -16,6 +17,13 @@ NUMBERS = dict.fromkeys(("n_ctx", "n_batch", "n_ubatch"), 2**31 - 1) | dict.from
     ("n_threads", "n_threads_batch"), system.MAX_THREADS
 )
 """Arguments of Llama that llama_cpp cuts to 32 bits unseen, or that end the process, and the largest values."""
+
+
+class _Path(str):
+    """llama_cpp encodes a path as UTF-8, but a file name may be any bytes."""
+
+    def encode(self, *unused: str) -> bytes:
+        return super().encode(sys.getfilesystemencoding(), "surrogateescape")
 
 
 class Llama(GuardedLlama):
@@ -86,10 +94,11 @@ class Llama(GuardedLlama):
         )
         init = super().__init__
         try:
-            run_with(options, lambda: init(model_path, *args, verbose=verbose, **kwargs))
+            run_with(options, lambda: init(_Path(model_path), *args, verbose=verbose, **kwargs))
         except ValueError as e:
             _say_what_is_wrong(model_path, e)
             raise
+        self.model_path = model_path
         # llama.cpp rounds a context up to a multiple of 256; llama_cpp has room for as many tokens as were asked for
         self._n_ctx = min(self._n_ctx, len(self.input_ids))
 

@@ -185,6 +185,18 @@ def test_closed_streams_are_harmless(tmp_path, tiny, macko, closed):
     assert (tmp_path / "out.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
 
 
+@pytest.mark.parametrize("type_", ["dense", "sparse-lossless"])
+def test_file_name_may_be_any_bytes(tmp_path, macko, type_):
+    model, odd = generators.DEMO, tmp_path / os.fsdecode(b"caf\xe9.gguf")
+    if type_ == "dense":
+        odd.symlink_to(model)
+    else:
+        assert macko("convert", model, odd, type_).code == 0
+    options = ("-p", "The", "-n", 4, "--temp", 0, "-t", 1)
+    done = macko("generate", "-m", odd, *options)
+    assert done.code == 0 and done.out == macko("generate", "-m", model, *options).out != "The\n", done.err
+
+
 def test_json_has_no_numbers_that_json_lacks(capsys):
     console.print_json({"a": [float("nan"), (float("inf"), 1.5)], "b": {"c": -float("inf"), "d": "nan"}, "e": True})
     assert json.loads(capsys.readouterr().out, parse_constant=None) == {

@@ -65,6 +65,13 @@ def test_dollar_sign_in_a_name_begins_no_formula(name):
     plot.draw_density([plot.Cell(0, name, 0.5)], name).draw_without_rendering()
 
 
+def test_name_that_is_not_utf8_is_drawn_with_escapes(tmp_path):
+    figure = plot.draw([plot.Panel("x", [plot.Point("caf\udce9", DENSE, 1, 2), *POINTS])], "m\udcff")
+    plot.save_as(figure, str(tmp_path / "p.svg"))
+    drawn = (tmp_path / "p.svg").read_text()
+    assert r"caf\udce9" in drawn and r"m\udcff" in drawn
+
+
 @pytest.mark.parametrize(
     "names, limit",
     [

@@ -168,6 +168,6 @@ def draw(report: ModelReport, path: str, force: bool) -> None:
             f"--plot: {report.path}: blk.{last.layer}.{last.matrix}.weight: {last.layer + 1} layers, "
             f"{n_matrices} matrices in a layer; a plot shows at most {MAX_LAYERS} and {MAX_MATRICES}",
         )
-    name = errors.printable(str(report.metadata.get("general.name", Path(report.path).name)))
-    figure = plot.draw_density(cells, f"{name[:100]}: density of the weights of each layer")
+    title = errors.printable(str(report.metadata.get("general.name", Path(report.path).name)))
+    figure = plot.draw_density(cells, f"{title[:100]}: density of the weights of each layer")
     plot.save_as(figure, path, force, [report.path])

@@ -7,6 +7,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import gguf
@@ -53,6 +55,7 @@ def test_size_is_what_convert_writes(pruned, type_name):
     (planned,) = (t for t in found.types if t.is_sparse)
     assert planned.type == type_name and found.sampled == 1
     assert planned.nbytes == sum(t.nbytes for t in done.tensors) and planned.n_sparse == done.n_sparse
+    assert planned.nbytes < planned.nbytes_file == pytest.approx(done.nbytes, rel=0.01)
 
 
 def test_sample_of_rows_gives_nearly_the_same(pruned, monkeypatch):
@@ -104,14 +107,49 @@ def test_groups_add_up_to_the_model(pruned):
 
 
 def test_break_even_is_where_sizes_are_equal(pruned):
-    """On random masks: below it the type is smaller than the dense one, above it larger."""
-    packed = by_type(ggml_macko.plan(pruned))["packed"]
+    """On random masks: below it the file is smaller than the dense one, above it larger."""
+    found = ggml_macko.plan(pruned)
+    blocks = [g for g in found.groups if g.value_bits is not None]
+    n = sum(g.n_parameters for g in blocks)
     rng = np.random.default_rng(0)
-    for dense_type, bits in (("Q8_0", 8.5), ("Q4_K_M", 4.85)):
+    for dense_type, name in (("Q8_0", "packed"), ("Q4_K_M", "sparse-q4_0")):
+        other = sum(g.nbytes_as[name] for g in found.groups if g not in blocks)
+        bits = (by_type(found)[dense_type].nbytes - other) * 8 / n
         for shift in (-0.02, 0.02):
-            w = np.where(rng.random((256, 1024)) < packed.below[dense_type] + shift, 1, 0).astype(np.float16)
-            m = ggml_macko.SparseMatrix.from_dense(w, format="packed")
-            assert (m.nbytes * 8 / w.size < bits) == (shift < 0)
+            w = np.where(rng.random((256, 1024)) < by_type(found)[name].below[dense_type] + shift, 1, 0)
+            m = ggml_macko.SparseMatrix.from_dense(w.astype(np.float16), format=name)
+            assert (m.nbytes * 8 / w.size < bits) == (shift < 0), (dense_type, bits)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    """Gemma 3 270M in small: most weights are those of an embedding of 640 columns, which is the head, too."""
+    rng = np.random.default_rng(0)
+    blocks = [(f"blk.0.{name}.weight", rows) for name, rows in (("attn_q", 1024), ("ffn_up", 2048))]
+    tensors = {name: (generators.random_bits(rng, rows, 640, 0.3), 1) for name, rows in blocks}
+    tensors["token_embd.weight"] = (generators.safe_bits(rng, 8192, 640, 1.0, 1), 1)
+    return generators.write_gguf(tmp_path_factory.mktemp("tied") / "m.gguf", tensors)
+
+
+def test_large_tied_embedding_counts(tied):
+    found = ggml_macko.plan(tied)
+    types = by_type(found)
+    assert [types[name].ends for name in ("packed", "sparse-q4_0", "Q4_K_M")] == ["f16", "q8_0", "q8_0"]
+    assert types["sparse-q4_0"].nbytes_file < types["Q4_K_M"].nbytes_file < types["packed"].nbytes_file
+    assert types["packed"].below["Q4_K_M"] == 0
+    text = "\n".join(found.advice)
+    assert "is smaller than dense Q4_K_M" in text and "a lossless file is smaller at no density" in text
+    assert "token_embd.weight cannot become Q6_K or another K-quant: 640 columns are no multiple of 256" in text
+
+
+def test_speed_counts_the_head(tied):
+    """The blocks alone are twice as fast as in Q4_K_M, and the head takes most of the time."""
+    machine = measured_speed.H200
+    (speed,) = (t.speed[machine.name] for t in ggml_macko.plan(tied, types=["sparse-q4_0"]).types if t.is_sparse)
+    block, head = machine.seconds(4.85) * 3072, machine.seconds(8.5) * 8192
+    ratio = machine.ratio("sparse-q4_0", 0.3, "Q4_K_M")
+    assert ratio > 2 and speed["Q4_K_M"] == pytest.approx((block + head) / (block / ratio + head), abs=0.01)
+    assert 1 < speed["Q4_K_M"] < 1.3
 
 
 # ---- memory ----
@@ -124,6 +162,15 @@ def test_cache_is_as_large_as_llama_cpp_makes_it(macko_process, pruned):
     context = ggml_macko.plan(pruned, types=["packed"], n_ctx=500).context
     assert context.n_ctx == 512 and context.kv_cache / MIB == pytest.approx(sizes["KV"], abs=0.01)
     assert sizes["compute"] / 2 < context.compute / MIB < sizes["compute"] * 2, sizes
+
+
+def test_memory_of_a_process_is_what_was_planned(pruned):
+    command = ["generate", "-m", str(pruned), "-p", "The function returns a value. " * 30, "-n", "1", "-c", "512"]
+    code = f"from ggml_macko import system\nfrom ggml_macko.commands import cli\ncli.main({command})\n"
+    done = subprocess.run([sys.executable, "-c", code + "print(system.peak_rss())"], capture_output=True, text=True)
+    found = ggml_macko.plan(pruned, types=["packed"], n_ctx=512)
+    planned = pruned.stat().st_size + found.context.kv_cache + found.context.host
+    assert int(done.stdout.splitlines()[-1]) == pytest.approx(planned, rel=0.25), done.stderr
 
 
 @pytest.mark.parametrize("arch", tiny_models.ARCHITECTURES)

@@ -73,15 +73,15 @@ def sections(p: ModelPlan) -> Iterator[str]:
     yield "\n" + console.table(list(_type_rows(p)), _TYPE_HEADERS, "g")
     yield (
         '\n"bits per value", "exponents covered": of the non-zeros as sparse-lossless stores them, and the share of\n'
-        'them that are no outliers; "ends in Q6_K": with --token-embedding-type q6_k --output-tensor-type q6_k;\n'
-        '"smaller than": at densities of random non-zeros below that'
+        'them that are no outliers; "embeddings, head": their type, which --token-embedding-type and\n'
+        '--output-tensor-type change; "smaller than": the file is, at densities of random non-zeros below that'
     )
     if p.context is not None:
         types = " and ".join(dict.fromkeys((p.context.type_k.upper(), p.context.type_v.upper())))
         yield (
             f"memory: weights, {console.size(p.context.kv_cache)} of keys and values ({types}, {p.context.n_ctx} "
-            f"tokens) and about {console.size(p.context.compute)} to compute in; on a GPU also about "
-            f"{console.size(p.context.gpu)}, CUDA's own among it"
+            f"tokens) and about {console.size(p.context.host)} of the process; on a GPU about "
+            f"{console.size(p.context.compute + p.context.gpu)} instead of the latter, CUDA's own among it"
         )
     if p.advice:
         yield "\n" + "\n".join(f"* {line}" for line in p.advice)
@@ -96,7 +96,7 @@ _TYPE_HEADERS = [
     "MiB",
     "BPW",
     "of file",
-    "MiB, ends in Q6_K",
+    "embeddings, head",
     "RAM, MiB",
     "GPU, MiB",
     "smaller than Q8_0",
@@ -121,18 +121,21 @@ def _group_rows(p: ModelPlan) -> Iterator[list[object]]:
 
 
 def _type_rows(p: ModelPlan) -> Iterator[list[object]]:
-    rest, on_gpu = (0, 0) if p.context is None else (p.context.kv_cache + p.context.compute, p.context.gpu)
+    host, on_gpu = 0, 0
+    if p.context is not None:
+        host = p.context.kv_cache + p.context.host
+        on_gpu = p.context.kv_cache + p.context.compute + p.context.gpu
     for t in p.types:
         yield [
             t.type,
             "yes" if t.is_lossless else "no",
             t.n_sparse,
-            round(t.nbytes / console.MIB, 2),
+            round(t.nbytes_file / console.MIB, 2),
             round(t.bits_per_weight, 2),
-            round(t.nbytes / p.nbytes, 2),
-            round(t.nbytes_q6_k / console.MIB, 2) if t.is_sparse else "",
-            round((t.nbytes_cpu + rest) / console.MIB),
-            round((t.nbytes_gpu + rest + on_gpu) / console.MIB),
+            round(t.nbytes_file / p.nbytes, 2),
+            t.ends,
+            round((t.nbytes_cpu + host) / console.MIB),
+            round((t.nbytes_gpu + on_gpu) / console.MIB),
             *(_below(t.below.get(name)) for name in ("Q8_0", "Q4_K_M")),
         ]
 
@@ -140,4 +143,6 @@ def _type_rows(p: ModelPlan) -> Iterator[list[object]]:
 def _below(density: float | None) -> str:
     if density is None:
         return ""
-    return "always" if density == 1 else f"below {density:.2f}"
+    if density in (0, 1):
+        return "always" if density else "never"
+    return f"below {density:.2f}"

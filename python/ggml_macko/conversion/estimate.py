@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .. import console, errors
-from ..codecs import registry
+from ..codecs import ggml_quants, registry
 from ..codecs.codec import Candidate, Choice, EncodedArrays, Settings, Source, ValueCoding
 from ..gguf import tensor_rules
 from ..gguf.files import Model, Tensor, type_name
-from ..gguf.writer import align
+from ..gguf.writer import NewTensor, align, file_nbytes
 from ..native import bindings
 from ..native import codec as native_codec
 from ..values import NEGATIVE_ZERO, TYPE_F16, Array, bits_dtype
 from . import measured_speed, model_memory
 from .model_memory import ContextMemory, DeviceMemory
-from .tensor_plan import dense_nbytes, stored_nbytes
+from .tensor_plan import dense_instead, dense_nbytes, end_type, stored_nbytes
 
 SAMPLE_WEIGHTS = 1 << 20
 """Number of encoded weights of a tensor. A larger tensor has rows in evenly spread blocks encoded."""
@@ -65,11 +65,12 @@ class TypePlan:
     is_lossless: bool
     n_sparse: int  # tensors that would be stored sparse
     nbytes: int  # of all tensors
-    nbytes_q6_k: int  # the same with embeddings and head in Q6_K, which stay as they are otherwise
+    nbytes_file: int  # with the metadata
+    ends: str  # type of embeddings and head
     nbytes_gpu: int  # of the tensors in GPU memory, as the plugin reserves it
     nbytes_cpu: int  # in memory of the process
     bits_per_weight: float
-    below: Mapping[str, float]  # dense type -> density below which block weights are smaller than in it
+    below: Mapping[str, float]  # dense type -> density of block weights below which the file is smaller than in it
     speed: Mapping[str, Mapping[str, float]]  # machine -> dense type -> measured speed over that type's
 
 
@@ -134,13 +135,13 @@ def plan(
             n_negative_zeros=sum(x.n_negative_zeros for x in looked),
             sampled=_share_looked_at(looked),
             groups=tuple(_groups(looked)),
-            types=tuple(_type_plan(name, looked, n_threads) for name in (*names, Q8_0, Q4_K_M)),
+            types=tuple(_type_plan(name, looked, frame, n_threads) for name in (*names, Q8_0, Q4_K_M)),
             context=context,
             gpus=tuple(gpus),
             host=model_memory.host_memory(),
             advice=(),
         )
-    return replace(found, advice=tuple(_advice(found)))
+    return replace(found, advice=(*_advice(found), *_ends_advice(looked)))
 
 
 def default_types() -> list[str]:
@@ -171,12 +172,15 @@ class _Frame:
     alignment: int
     head: str  # the tensor that gives the logits
     n_layer: int
+    nbytes: int  # of the metadata and the tensor table
 
     @classmethod
     def of(cls, model: Model) -> _Frame:
         names = {t.name for t in model.tensors}
         head = tensor_rules.HEAD if tensor_rules.HEAD in names else tensor_rules.EMBEDDING
-        return cls(model.alignment, head, sum(name.endswith("attn_norm.weight") for name in names))
+        n_layer = sum(name.endswith("attn_norm.weight") for name in names)
+        empty = [NewTensor(t.name, t.type, t.ne, 0) for t in model.tensors]
+        return cls(model.alignment, head, n_layer, file_nbytes(model.keys, empty, model.alignment))
 
 
 @dataclass(frozen=True)
@@ -228,7 +232,10 @@ def _sampled(rows: int, n: int) -> Array:
 
 
 def _look(t: Tensor, names: Sequence[str], of: _Frame, all_rows: bool, n_threads: int) -> _Looked:
-    dense = {name: _dense(align(t.nbytes, of.alignment)) for name in names}
+    ends = {name: end_type(t, name) for name in names}
+    dense = {
+        name: _dense(align(int(dense_nbytes(t, end)) if end else t.nbytes, of.alignment)) for name, end in ends.items()
+    }
     dense.update({name: _dense(int(_quantized_nbytes(t, name, of))) for name in (Q8_0, Q4_K_M)})
     if not tensor_rules.is_value_type(t.type):
         return _Looked(t, False, t.n_elements, None, 0, dense)
@@ -245,17 +252,15 @@ def _look(t: Tensor, names: Sequence[str], of: _Frame, all_rows: bool, n_threads
         if not count.n_nonfinite:
             source = Source(np.ascontiguousarray(bits), t.type, count)
             for name in names:
-                dense[name] = _stored(t, source, registry.types()[name], of.alignment, scale, n_threads)
+                dense[name] = _stored(t, source, name, of.alignment, scale, n_threads)
     return _Looked(t, can_be_sparse, bits.size, nnz, round(n_negative * scale), dense)
 
 
-def _stored(
-    t: Tensor, source: Source, choices: Sequence[Choice], alignment: int, scale: float, n_threads: int
-) -> _Stored:
+def _stored(t: Tensor, source: Source, wanted: str, alignment: int, scale: float, n_threads: int) -> _Stored:
     """The tensor after `macko convert`: the smallest choice, or dense if that is smaller."""
     settings = Settings(n_threads, search=False)  # the search for scales changes no size
     found = []
-    for choice in choices:
+    for choice in registry.types()[wanted]:
         try:
             found.append(choice.codec.plan(source, choice, settings))
         except errors.MackoError as e:
@@ -266,12 +271,12 @@ def _stored(
         return stays
     chosen = min(found, key=lambda c: stored_nbytes(c, alignment))
     nbytes = round(stored_nbytes(chosen, alignment) * scale)
-    twin = dense_nbytes(t, chosen.codec.value_name(chosen.value_type))
-    if twin <= nbytes:
-        return _dense(align(int(twin), alignment))
     expanded = max(nbytes, round(chosen.codec.nbytes_expanded(chosen, source) * scale))
     if expanded >= stays.nbytes:
         return stays
+    instead = dense_instead(t, wanted, source, chosen, nbytes)
+    if instead is not None:
+        return _dense(align(int(dense_nbytes(t, instead)), alignment))
     on_gpu = native_codec.gpu_nbytes(chosen.codec.header(chosen, source, t.rows))
     return _Stored(nbytes, True, expanded, on_gpu, chosen.name, _coding(chosen, scale))
 
@@ -356,7 +361,7 @@ def _coding_of_group(members: Sequence[_Looked]) -> tuple[float | None, float | 
     return sum(c.value_bits * c.n_values for c in found) / n, 1 - sum(c.n_outliers for c in found) / n
 
 
-def _type_plan(name: str, looked: Sequence[_Looked], n_threads: int) -> TypePlan:
+def _type_plan(name: str, looked: Sequence[_Looked], frame: _Frame, n_threads: int) -> TypePlan:
     nbytes = sum(x.stored[name].nbytes for x in looked)
     n_parameters = sum(x.tensor.n_elements for x in looked)
     choices = registry.types().get(name, ())
@@ -371,20 +376,23 @@ def _type_plan(name: str, looked: Sequence[_Looked], n_threads: int) -> TypePlan
         is_lossless=bool(choices) and not is_lossy,
         n_sparse=sum(x.stored[name].is_sparse for x in looked),
         nbytes=nbytes,
-        nbytes_q6_k=nbytes - _saved_by_q6_k(name, looked),
+        nbytes_file=nbytes + frame.nbytes,
+        ends=", ".join(dict.fromkeys(_end(name, x) for x in looked if x.tensor.name in tensor_rules.ENDS)),
         nbytes_gpu=sum(x.stored[name].nbytes_gpu for x in looked) - _host_nbytes(name, looked),
         nbytes_cpu=dense + sparse,
-        bits_per_weight=nbytes * 8 / n_parameters if n_parameters else 0.0,
-        below=_break_evens(choices, looked, n_threads),
-        speed=_speeds(kind, by_density),
+        bits_per_weight=(nbytes + frame.nbytes) * 8 / n_parameters if n_parameters else 0.0,
+        below=_break_evens(name, looked, n_threads),
+        speed=_speeds(kind, by_density, name, looked, frame),
     )
 
 
-def _saved_by_q6_k(name: str, looked: Sequence[_Looked]) -> int:
-    """Bytes that --token-embedding-type q6_k and --output-tensor-type q6_k save where those tensors stay dense."""
-    ends = [x for x in looked if x.tensor.name in (tensor_rules.HEAD, tensor_rules.EMBEDDING)]
-    saved = [x.stored[name].nbytes - dense_nbytes(x.tensor, "q6_k") for x in ends if not x.stored[name].is_sparse]
-    return int(sum(n for n in saved if 0 < n < float("inf")))
+def _end(name: str, x: _Looked) -> str:
+    """How an embedding or head is stored."""
+    if x.stored[name].is_sparse:
+        return x.stored[name].name
+    t, nbytes = x.tensor, x.stored[name].nbytes
+    kinds = (kind for kind in ggml_quants.DENSE_TYPES if 0 <= nbytes - dense_nbytes(t, kind) < 64)
+    return type_name(t.type) if nbytes >= t.nbytes else next(kinds, "")
 
 
 def _host_nbytes(name: str, looked: Sequence[_Looked]) -> int:
@@ -395,19 +403,20 @@ def _host_nbytes(name: str, looked: Sequence[_Looked]) -> int:
     return 0 if embedding is None or embedding.is_sparse or tensor_rules.HEAD not in stored else embedding.nbytes
 
 
-def _break_evens(choices: Sequence[Choice], looked: Sequence[_Looked], n_threads: int) -> dict[str, float]:
-    """For random non-zeros in rows of the usual length: the density below which the type is smaller."""
+def _break_evens(name: str, looked: Sequence[_Looked], n_threads: int) -> dict[str, float]:
+    """For random non-zeros in rows of the usual length: the density below which the file is smaller; 0: none."""
+    choices = registry.types().get(name, ())
     candidates = [x for x in looked if x.can_be_sparse and x.nnz is not None]
     if not choices or not candidates:
         return {}
     largest = max(candidates, key=lambda x: x.tensor.n_elements).tensor
     out = {}
-    for dense_type, bits in ((Q8_0, 8.5), (Q4_K_M, _Q4_K_M_BITS)):
-        out[dense_type] = _random_break_even(choices, largest.cols, largest.type, bits, n_threads)
+    n = sum(x.tensor.n_elements for x in candidates)
+    others = [x for x in looked if x not in candidates]
+    for dense_type in (Q8_0, Q4_K_M):
+        room = sum(x.stored[dense_type].nbytes for x in looked) - sum(x.stored[name].nbytes for x in others)
+        out[dense_type] = _random_break_even(choices, largest.cols, largest.type, room * 8 / n, n_threads)
     return out
-
-
-_Q4_K_M_BITS = 4.85  # of block weights: Q4_K has 4.5, Q6_K 6.5625
 
 
 def _random_break_even(choices: Sequence[Choice], cols: int, type_id: int, limit: float, n_threads: int) -> float:
@@ -423,8 +432,8 @@ def _random_break_even(choices: Sequence[Choice], cols: int, type_id: int, limit
         settings = Settings(n_threads, search=False)
         return min(stored_nbytes(c.codec.plan(source, c, settings), 1) for c in choices) * 8 / dense.size
 
-    if bits_per_weight(1.0) < limit:
-        return 1.0
+    if bits_per_weight(1.0) < limit or bits_per_weight(0.0) > limit:
+        return float(limit > bits_per_weight(0.0))
     low, high = 0.0, 1.0
     while high - low > 0.01:
         middle = (low + high) / 2
@@ -445,12 +454,27 @@ def machines() -> tuple[measured_speed.Machine, ...]:
     return (*measured_speed.BY_KERNELS.get(bindings.cpu_kernels(), ()), measured_speed.H200, measured_speed.H100)
 
 
-def _speeds(kind: str | None, density: float | None) -> dict[str, dict[str, float]]:
+def _speeds(
+    kind: str | None, density: float | None, name: str, looked: Sequence[_Looked], frame: _Frame
+) -> dict[str, dict[str, float]]:
     out: dict[str, dict[str, float]] = {}
     if kind is None or density is None:
         return out
+    head = next((x for x in looked if x.tensor.name == frame.head and not x.stored[name].is_sparse), None)
+    n_head = head.tensor.n_elements if head else 0
+    n_blocks = sum(x.tensor.n_elements for x in looked if x.can_be_sparse and x is not head)
+
+    def with_head(machine: measured_speed.Machine, dense: str) -> float | None:
+        ratio = machine.ratio(kind, density, dense)
+        if ratio is None or head is None:
+            return ratio
+        blocks = n_blocks * machine.seconds(measured_speed.BITS[dense])
+        in_dense = head.stored[dense].nbytes if dense in head.stored else head.tensor.nbytes
+        heads = [n_head * machine.seconds(n * 8 / n_head) for n in (in_dense, head.stored[name].nbytes)]
+        return (blocks + heads[0]) / (blocks / ratio + heads[1])
+
     for machine in machines():
-        ratios = {dense: machine.ratio(kind, density, dense) for dense in machine.dense}
+        ratios = {dense: with_head(machine, dense) for dense in machine.dense}
         known = {dense: round(r, 2) for dense, r in ratios.items() if r is not None}
         if known:
             out[machine.name] = known
@@ -474,8 +498,8 @@ def _advice(p: ModelPlan) -> Iterator[str]:
     if p.density > _PRUNED:
         yield (
             f"Not pruned: {p.density:.1%} of its weights are not zero, and storing it sparse brings nothing. To make "
-            f"it small, use llama-quantize: Q8_0 ({console.size(by_type[Q8_0].nbytes)}) or Q4_K_M "
-            f"({console.size(quantized.nbytes)})."
+            f"it small, use llama-quantize: Q8_0 ({console.size(by_type[Q8_0].nbytes_file)}) or Q4_K_M "
+            f"({console.size(quantized.nbytes_file)})."
         )
         return
     if p.n_negative_zeros:
@@ -485,32 +509,41 @@ def _advice(p: ModelPlan) -> Iterator[str]:
     sparse = [t for t in p.types if t.is_sparse and not t.is_lossless]
     if lossless:
         yield from _lossless_advice(p, min(lossless, key=lambda t: t.nbytes), quantized)
-    smaller = [t for t in sparse if t.nbytes_q6_k < quantized.nbytes]
+    smaller = [t for t in sparse if t.nbytes_file < quantized.nbytes_file]
+    q4_k_m = console.size(quantized.nbytes_file)
     if smaller:
-        t = max(smaller, key=lambda t: t.nbytes_q6_k)  # the one that loses least
+        t = max(smaller, key=lambda t: t.nbytes_file)  # the one that loses least
         yield (
-            f"{t.type} with embeddings and head in Q6_K ({console.size(t.nbytes_q6_k)}) is smaller than dense Q4_K_M; "
-            "it quantizes the non-zeros: measure perplexity."
+            f"{t.type} ({console.size(t.nbytes_file)}) is smaller than dense Q4_K_M ({q4_k_m}); it quantizes the "
+            "non-zeros, embeddings and head: measure perplexity."
         )
     elif sparse:
-        q4_k_m = console.size(quantized.nbytes)
         yield f"No sparse type is smaller than Q4_K_M ({q4_k_m}): use Q4_K_M where size counts."
     yield from _speed_advice(p)
     yield from _memory_advice(p)
 
 
+def _ends_advice(looked: Sequence[_Looked]) -> Iterator[str]:
+    for t in (
+        x.tensor for x in looked if x.tensor.name in tensor_rules.ENDS and tensor_rules.is_value_type(x.tensor.type)
+    ):
+        if dense_nbytes(t, "q6_k") == float("inf"):
+            yield f"{t.name} cannot become Q6_K or another K-quant: {t.cols} columns are no multiple of 256."
+
+
 def _lossless_advice(p: ModelPlan, best: TypePlan, quantized: TypePlan) -> Iterator[str]:
+    q4_k_m = console.size(quantized.nbytes_file)
     if not best.n_sparse:
         yield f"At density {p.density:.2f} no lossless type is smaller than the dense file."
         return
-    share = best.nbytes / p.nbytes
-    yield f"Smallest lossless type: {best.type}, {console.size(best.nbytes)}, {share:.2f} of this file."
-    if best.nbytes > quantized.nbytes:
+    share = best.nbytes_file / p.nbytes
+    yield f"Smallest lossless type: {best.type}, {console.size(best.nbytes_file)}, {share:.2f} of this file."
+    if best.nbytes_file > quantized.nbytes_file:
         below = best.below.get(Q4_K_M)
-        limit = f"; block weights are smaller losslessly below density {below:.2f}" if below else ""
-        yield f"If it need not be lossless, dense Q4_K_M is smaller ({console.size(quantized.nbytes)}){limit}."
+        limit = f"below density {below:.2f}" if below else f"at no density, because embeddings and head are {best.ends}"
+        yield f"If it need not be lossless, dense Q4_K_M is smaller ({q4_k_m}); a lossless file is smaller {limit}."
     else:
-        yield f"It is smaller than dense Q4_K_M ({console.size(quantized.nbytes)}), and nothing is lost."
+        yield f"It is smaller than dense Q4_K_M ({q4_k_m}), and nothing is lost."
 
 
 def _speed_advice(p: ModelPlan) -> Iterator[str]:
@@ -524,7 +557,7 @@ def _speed_advice(p: ModelPlan) -> Iterator[str]:
                 parts.append(f"{kind} {ratio:.2f} times")
         limit = machine.break_even(measured_speed.SPARSE_F16, Q4_K_M)
         if parts:
-            below = f"; sparse F16 is faster below density {limit:.2f}" if limit is not None else ""
+            below = f"; without the head, sparse F16 is faster below density {limit:.2f}" if limit is not None else ""
             yield f"Generation against dense Q4_K_M, measured on {machine.name}: {', '.join(parts)}{below}."
 
 
@@ -539,6 +572,7 @@ def _memory_advice(p: ModelPlan) -> Iterator[str]:
             + (f"these fit: {', '.join(fits)}." if fits else "nothing fits.")
         )
     if not p.gpus and p.host is not None:
+        rest = p.context.kv_cache + p.context.host
         fits = [t.type for t in p.types if t.nbytes_cpu + rest <= p.host.free]
         yield (
             f"No GPU here. RAM: {console.size(p.host.free)} free; with a context of {p.context.n_ctx} tokens "

@@ -16,6 +16,7 @@ NEAR = 0.05
 """Largest distance of a density from the measured densities."""
 
 F16, Q8_0, Q4_K_M = "F16", "Q8_0", "Q4_K_M"  # dense
+BITS = {F16: 16.0, Q8_0: 8.5, Q4_K_M: 4.85}  # of a block weight
 SPARSE_F16 = "sparse F16"
 SPARSE_Q8_0, SPARSE_Q5_0, SPARSE_Q4_NL, SPARSE_Q4_0 = "sparse-q8_0", "sparse-q5_0", "sparse-q4_nl", "sparse-q4_0"
 
@@ -44,6 +45,14 @@ class Machine:
                 x = (density - d0) / (d1 - d0)
                 return math.exp((1 - x) * math.log(s0) + x * math.log(s1)) / self.dense[dense_type]
         return points[0][1] / self.dense[dense_type]  # one density only
+
+    def seconds(self, bits: float) -> float:
+        """Time of a dense weight of so many bits, up to a factor: in proportion to bits from the nearest measured type
+        that is no wider, or else the narrowest.
+        """
+        nearest = max((name for name in self.dense if BITS[name] <= bits), key=lambda name: BITS[name], default=None)
+        nearest = nearest or min(self.dense, key=lambda name: BITS[name])
+        return bits / BITS[nearest] / self.dense[nearest]
 
     def break_even(self, stored: str, dense_type: str) -> float | None:
         """The density below which the sparse type generates faster than the dense type; None outside the measured

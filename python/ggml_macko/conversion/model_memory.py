@@ -18,6 +18,7 @@ from ..native import devices
 CTX_STEP = 256  # llama.cpp rounds the context up to a multiple of this
 UBATCH = 512  # tokens of a matrix product, llama.cpp's default
 CUDA_NBYTES = 617 << 20  # CUDA's own: context, kernels and cuBLAS, of an H100 with driver 580; others may need less
+PROCESS_NBYTES, TOKEN_NBYTES = 64 << 20, 200  # of Python, libllama and the plugin; of a token of the vocabulary
 CUBLAS_WORKSPACE_NBYTES = 32 << 20
 N_PANELS, MAX_PANEL_NBYTES, PANEL_SHARE = 2, 96 << 20, 512
 """Buffers in which the plugin makes weights dense for prompts, the most bytes of one, and the share of the GPU's memory
@@ -35,7 +36,8 @@ class ContextMemory:
     type_k: str  # of CACHE_TYPES
     type_v: str
     kv_cache: int  # an upper bound for models with attention windows
-    compute: int  # an estimate
+    compute: int  # an estimate of what llama.cpp reserves
+    host: int  # beside weights and cache in the memory of a process that computes on the CPU: an estimate
     gpu: int  # beside these on a GPU, for a sparse model: an estimate
 
 
@@ -100,7 +102,10 @@ def context_memory(
     n_vocab = next((t.rows for t in model.tensors if t.name in ("output.weight", "token_embd.weight")), 0)
     # logits of a micro-batch or the inner results of a block, whichever is more, and the mask of attention
     compute = UBATCH * (4 * max(n_vocab + n_embd, 2 * n_ff + 3 * n_embd) + 4 * n_ctx)
-    return ContextMemory(n_ctx, type_k, type_v, kv_cache, compute, _gpu_nbytes(model, gpu_total))
+    # of the logits, a process touches those of the last token only
+    host = min(compute, UBATCH * 4 * (2 * n_ff + 3 * n_embd + n_ctx)) + 4 * n_vocab
+    host += PROCESS_NBYTES + n_vocab * TOKEN_NBYTES
+    return ContextMemory(n_ctx, type_k, type_v, kv_cache, compute, host, _gpu_nbytes(model, gpu_total))
 
 
 def _gpu_nbytes(model: Model, total: int | None) -> int:

@@ -69,6 +69,18 @@ def tiny(tmp_path):
     return generators.write_gguf(tmp_path / "tiny.gguf", generators.tiny_tensors())
 
 
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    """The bundled model as a sparse file."""
+    path = tmp_path_factory.mktemp("demo") / "sparse.gguf"
+    subprocess.run(
+        [sys.executable, "-m", "ggml_macko.commands.cli", "convert", str(generators.DEMO), str(path)],
+        check=True,
+        capture_output=True,
+    )
+    return path
+
+
 @pytest.fixture
 def shared_models():
     """A folder of real models, which the repository does not have. Skips the test without it."""

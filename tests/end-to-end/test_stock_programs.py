@@ -29,17 +29,6 @@ def folder():
     return path
 
 
-@pytest.fixture(scope="module")
-def sparse(tmp_path_factory):
-    path = tmp_path_factory.mktemp("demo") / "sparse.gguf"
-    subprocess.run(
-        [sys.executable, "-m", "ggml_macko.commands.cli", "convert", str(generators.DEMO), str(path)],
-        check=True,
-        capture_output=True,
-    )
-    return path
-
-
 def test_program_writes_the_same_text(folder, sparse):
     want = programs.simple(folder, generators.DEMO)
     assert programs.simple(folder, sparse) == want

@@ -18,7 +18,7 @@ from ggml_macko.native import bindings, devices
 from support import generators, gguf_bytes, lora_files, tiny_models
 from support.commands import run_macko
 from support.gpu_models import FULL_GPU, OUT_OF_MEMORY, greedy, open_model
-from support.llama_logits import PROMPT, logits, logits_one_by_one
+from support.llama_logits import PROMPT, logits, logits_one_by_one, nmse
 
 pytestmark = pytest.mark.gpu
 
@@ -90,11 +90,6 @@ def squared_relu(tmp_path_factory, request):
     subprocess.run([sys.executable, str(MAKE), *shape.split(), str(dense)], check=True, capture_output=True)
     run_macko("convert", dense, sparse, request.param)
     return dense, sparse
-
-
-def nmse(got, want):
-    assert np.isfinite(got).all()
-    return float(((got - want) ** 2).sum() / (want.astype(np.float64) ** 2).sum())
 
 
 @pytest.mark.parametrize("flash", [False, True])

@@ -15,7 +15,7 @@ import pytest
 
 from ggml_macko.native import devices
 from support import generators, lora_files
-from support.llama_logits import logits, logits_one_by_one, open_model
+from support.llama_logits import logits, logits_one_by_one, nmse, open_model
 
 pytestmark = pytest.mark.gpu
 
@@ -70,11 +70,6 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory):
     return make_models(tmp_path_factory.mktemp("experts"), "--experts", str(N_EXPERTS), kinds=("sparse-q8_0",))
-
-
-def nmse(got, want):
-    assert np.isfinite(got).all()
-    return float(((got - want) ** 2).sum() / (want.astype(np.float64) ** 2).sum())
 
 
 def logits_of_cpu(monkeypatch, path, tokens, evaluate=logits, **kwargs):

@@ -23,17 +23,6 @@ from support.llama_logits import logits
 open_model = functools.partial(llama_logits.open_model, n_ctx=256, logits_all=True)
 
 
-@pytest.fixture(scope="module")
-def sparse(tmp_path_factory):
-    path = tmp_path_factory.mktemp("demo") / "sparse.gguf"
-    subprocess.run(
-        [sys.executable, "-m", "ggml_macko.commands.cli", "convert", str(generators.DEMO), str(path)],
-        check=True,
-        capture_output=True,
-    )
-    return path
-
-
 def assert_same(a, b, **kwargs):
     first, second = open_model(a, **kwargs), open_model(b)
     tokens = [int(t) for t in np.random.default_rng(3).integers(3, first.n_vocab(), 40)]

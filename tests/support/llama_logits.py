@@ -80,3 +80,9 @@ def prompt_logits(llama: Any, n: int = 256) -> tuple[list, np.ndarray]:
     """The first n tokens of the bundled text, and their logits."""
     tokens = llama.tokenize(generators.SAMPLE.read_bytes(), add_bos=False)[:n]
     return tokens, logits(llama, tokens)
+
+
+def nmse(got, want):
+    """Squared error over the squares of the expected numbers."""
+    assert np.isfinite(got).all()
+    return float(((got - want) ** 2).sum() / (want.astype(np.float64) ** 2).sum())

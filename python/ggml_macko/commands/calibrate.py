@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Runs a text through a GGUF model, dense or sparse, and writes an imatrix file with the sum of squares of each "
         "input column of each weight. `macko prune --imatrix` and llama-quantize --imatrix read it; llama-imatrix "
-        "writes the same file. An interrupted run leaves OUT.checkpoint, and the same command resumes from it, even "
-        "with a different number of --chunks. "
+        "writes the same file. A run that stops early leaves OUT.checkpoint, and the same command resumes from it, "
+        "even with a different number of --chunks. "
         "With --activations, the command writes a copy of the model instead. The copy has thresholds, measured on the "
         "text, below which a feed-forward neuron may be skipped for a token. Its results are the same until skipping "
         "is turned on; `macko perplexity --skip file` measures the cost."

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "from, and writes a dense GGUF with the same zeros; then use `macko convert`. The command needs PyTorch (pip "
         "install 'ggml-macko[train]') and uses a GPU if PyTorch finds one. It trains block matrices, norms and biases, "
         "but not embeddings and head. Supported models: llama, arcee, qwen2, qwen3, gemma2, gemma3, without experts. "
-        "An interrupted run leaves OUT.checkpoint, and the same command resumes from it."
+        "A run that stops early leaves OUT.checkpoint, and the same command resumes from it."
     )
     parser.add_argument("input", metavar="IN", help="pruned GGUF, dense or sparse; the first file of a split model")
     parser.add_argument("output", metavar="OUT", help="GGUF to write")

@@ -101,9 +101,16 @@ def test_minus_one_thread_is_all_usable_cores(monkeypatch):
     assert [parse(["restore", "a", "b", *more]).nthreads for more in ([], ["-1"], ["2"])] == [7, 7, 2]
 
 
-def test_program_that_is_missing_is_an_error_and_no_usage_error(macko):
-    done = macko("run", "--", "/no/such/program", "-hf", "x")
-    assert done.code == 1 and done.err == "error: /no/such/program: No such file or directory\n"
+@pytest.mark.parametrize(
+    ("program", "hint"),
+    [
+        ("/no/such/program", ""),
+        ("llama-no-such-program", "; docs/guide/programs.md says how to get llama.cpp's programs"),
+    ],
+)
+def test_program_that_is_missing_is_an_error_and_no_usage_error(macko, program, hint):
+    done = macko("run", "--", program, "-hf", "x")
+    assert done.code == 1 and done.err == f"error: {program}: No such file or directory{hint}\n"
 
 
 @pytest.mark.parametrize(

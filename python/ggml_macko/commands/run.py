@@ -87,4 +87,6 @@ def run(args: argparse.Namespace) -> int:
     try:
         os.execvpe(program[0], program, environment)
     except OSError as e:
-        raise errors.error(errors.IO, f"{program[0]}: {e.strerror}") from e
+        is_missing = isinstance(e, FileNotFoundError) and pathlib.PurePath(program[0]).name.startswith("llama-")
+        hint = "; docs/guide/programs.md says how to get llama.cpp's programs" if is_missing else ""
+        raise errors.error(errors.IO, f"{program[0]}: {e.strerror}{hint}") from e

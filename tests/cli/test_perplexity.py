@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import struct
@@ -264,3 +265,16 @@ def test_failed_evaluation_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(api, "llama_decode", lambda context, batch: 1)
     with pytest.raises(errors.MackoError, match="could not evaluate"):
         perplexity.perplexity(DEMO, SAMPLE, n_chunks=2, n_gpu_layers=0)
+
+
+def test_long_text_is_measured_in_part_by_default(tmp_path, macko):
+    """In the first 8192 tokens; a note says so."""
+    text = tmp_path / "long.txt"
+    text.write_text(SAMPLE.read_text() * 2)
+    args = ["-m", DEMO, "-f", text, "-c", 128, "--json"]
+    done = {chunks: macko("perplexity", *args, *chunks) for chunks in ((), ("--chunks", 64), ("--chunks", -1))}
+    note = "note: the first 64 chunks of the text; --chunks -1 measures all of it"
+    assert [note in d.err for d in done.values()] == [True, False, False]
+    n_tokens = [json.loads(d.out)["n_tokens"] for d in done.values()]
+    assert n_tokens[0] == n_tokens[1] == 64 * 63 < n_tokens[2]
+    assert note not in macko("perplexity", "-m", DEMO, "-f", SAMPLE, "-c", 512).err

@@ -62,8 +62,10 @@ def add_threads(parser: argparse.ArgumentParser, *names: str, **more: Any) -> No
     parser.add_argument(*names, type=threads, default="-1", help=help_text, **more)
 
 
-def add_chunks(group: argparse._ActionsContainer, n_chunks: int, what: str) -> None:
-    """-c and --chunks of commands that read a text in chunks. n_chunks: the default."""
+def add_chunks(group: argparse._ActionsContainer, n_chunks: int | None, what: str, default: str = "all") -> None:
+    """-c and --chunks of commands that read a text in chunks. n_chunks: the default. default: what it means, where it
+    is no number of chunks.
+    """
     group.add_argument(
         "-c",
         "--ctx-size",
@@ -73,7 +75,8 @@ def add_chunks(group: argparse._ActionsContainer, n_chunks: int, what: str) -> N
         metavar="N",
         help=f"tokens per chunk (default: {N_CTX})",
     )
-    default = "all" if n_chunks < 0 else f"{n_chunks}; -1: all"
+    if n_chunks is not None and n_chunks >= 0:
+        default = f"{n_chunks}; -1: all"
     group.add_argument(
         "--chunks", dest="n_chunks", type=Number(-1), default=n_chunks, metavar="N", help=f"{what} (default: {default})"
     )

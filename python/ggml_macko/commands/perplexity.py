@@ -17,6 +17,9 @@ from ..evaluation.text_model import N_BATCH
 
 HELP = "measure perplexity, and KL divergence from another model"
 
+N_TOKENS = 8192
+"""Tokens that are evaluated by default: a model of 1 B weights takes about a minute on two cores."""
+
 FROM_FILE = "file"
 """The value of --skip that is not a number."""
 
@@ -31,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "for each token (parts with a gate, or with a ReLU and no gate). This measurement runs on the CPU and is not "
         "faster. `--skip file` uses the thresholds in the model file (macko calibrate --activations)."
     )
-    add_text_arguments(parser, N_BATCH, file_required=False)
+    default = f"as many as {N_TOKENS} tokens fill, with --kl-divergence all; -1: all"
+    add_text_arguments(parser, N_BATCH, file_required=False, n_chunks=None, chunks_default=default)
     parser.add_argument(
         "--kl-divergence-base", metavar="FNAME", help="file of log-probabilities to write, or to compare with"
     )
@@ -72,6 +76,10 @@ def run(args: argparse.Namespace) -> int:
     skip_options = given(
         text=args.skip_text, score=args.skip_score, allocation=args.skip_allocation, n_chunks=args.skip_chunks
     )
+    args.limit = 0  # of chunks that were not asked for
+    if args.n_chunks is None:
+        args.limit = 0 if args.kl_divergence else max(1, N_TOKENS // args.n_ctx)
+        args.n_chunks = args.limit or -1
     if args.skip is not None:
         return run_skipping(args, skip_options)
     if skip_options:
@@ -95,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
         force=args.force,
         **text_arguments(args),
     )
+    log_limit(args, estimate)
     if args.json:
         console.print_json({"model": args.model, "text": args.text, **estimate_values(estimate)})
         return 0
@@ -121,6 +130,7 @@ def run_skipping(args: argparse.Namespace, options: dict[str, Any]) -> int:
         "thresholds"
     )
     found = skipped_perplexity(args.model, args.text, skip, n_ctx=args.n_ctx, **text_arguments(args))
+    log_limit(args, found.estimate)
     if args.json:
         console.print_json(
             {
@@ -143,6 +153,12 @@ def run_skipping(args: argparse.Namespace, options: dict[str, Any]) -> int:
 def estimate_values(estimate: Estimate) -> dict[str, float]:
     """For JSON."""
     return {"ppl": estimate.ppl, "error": estimate.error, "nll": estimate.nll, "n_tokens": estimate.n_tokens}
+
+
+def log_limit(args: argparse.Namespace, estimate: Estimate) -> None:
+    """Tells that the text may be longer than what was measured."""
+    if args.limit and estimate.n_tokens >= args.limit * (args.n_ctx - 1 - args.n_ctx // 2):
+        console.log(f"note: the first {args.limit} chunks of the text; --chunks -1 measures all of it")
 
 
 def print_estimate(estimate: Estimate) -> None:

@@ -10,12 +10,18 @@ from ..evaluation.text_model import N_UBATCH
 
 
 def add_text_arguments(
-    parser: argparse.ArgumentParser, n_batch: int, file_required: bool = True, n_chunks: int = -1
+    parser: argparse.ArgumentParser,
+    n_batch: int,
+    file_required: bool = True,
+    n_chunks: int | None = -1,
+    chunks_default: str = "all",
 ) -> None:
-    """-m, -f, -c, --chunks, -b, -ub, -t, -ngl and -v. n_batch, n_chunks: the defaults of -b and --chunks."""
+    """-m, -f, -c, --chunks, -b, -ub, -t, -ngl and -v. n_batch, n_chunks: the defaults of -b and --chunks;
+    chunks_default: as add_chunks() takes it.
+    """
     parser.add_argument("-m", "--model", required=True, metavar="FNAME", help="GGUF model, dense or sparse")
     parser.add_argument("-f", "--file", dest="text", required=file_required, metavar="FNAME", help="text file")
-    add_chunks(parser, n_chunks, "chunks to evaluate")
+    add_chunks(parser, n_chunks, "chunks to evaluate", chunks_default)
     for flags, name, default, what in (
         (("-b", "--batch-size"), "n_batch", n_batch, "evaluation"),
         (("-ub", "--ubatch-size"), "n_ubatch", N_UBATCH, "matrix product"),

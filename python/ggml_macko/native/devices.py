@@ -52,7 +52,7 @@ def shared_nbytes(number: int) -> int:
     driver, count, device, nbytes = system.cuda_driver(), ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     if driver and driver.cuInit(0) == 0:
         driver.cuDeviceGetCount(ctypes.byref(count))
-    if number >= count.value:
+    if driver is None or number >= count.value:
         found = f"{count.value} GPU{'s'[: count.value != 1]}" if count.value else "no GPU"
         raise errors.error(
             errors.BAD_ARGUMENT, f"device 'cuda:{number}': the driver finds {found}; cuda:sm_90 needs none"

@@ -427,9 +427,9 @@ static int check_labels(const hparams & hp) {
 
 enum { TOKEN_TYPE_UNKNOWN = 2, TOKEN_TYPE_USER_DEFINED = 4, TOKEN_TYPE_BYTE = 6, TOKEN_TYPE_MAX = 6 };
 
-// Finds an array key; *out is null if the key is missing and not required.
+// Finds an array key; *out is null if the key is missing and not required. n_tokens: its length, or 0 for any.
 static int find_array(const gguf_header & header, const char * name, bool required,
-                      std::initializer_list<gguf_type> types, const gguf_key ** out) {
+                      std::initializer_list<gguf_type> types, const gguf_key ** out, uint64_t n_tokens = 0) {
     *out = header.find(name);
     if (*out == nullptr) {
         return required ? missing(name) : GGML_MACKO_STATUS_OK;
@@ -437,7 +437,10 @@ static int find_array(const gguf_header & header, const char * name, bool requir
     if ((*out)->type != GGUF_ARRAY || std::find(types.begin(), types.end(), (*out)->element_type) == types.end()) {
         return wrong_type(name);
     }
-    return GGML_MACKO_STATUS_OK;
+    return n_tokens == 0 || (*out)->n == n_tokens
+               ? static_cast<int>(GGML_MACKO_STATUS_OK)
+               : fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s has one element per token (%" PRIu64 " vs %" PRIu64 ")",
+                      name, (*out)->n, n_tokens);
 }
 
 static int bad_token(uint64_t i, const std::string & token, const char * what) {
@@ -472,16 +475,9 @@ static bool is_byte_token(const std::string & token) {
 
 static int check_token_types(const gguf_header & header, const std::vector<std::string> & tokens) {
     const gguf_key * key = nullptr;
-    TRY(find_array(header, "tokenizer.ggml.token_type", false, { GGUF_I32 }, &key));
-    if (key == nullptr) {
-        return GGML_MACKO_STATUS_OK;
-    }
-    if (key->n != tokens.size()) {
-        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s has one element per token (%" PRIu64 " vs %zu)",
-                    key->name.c_str(), key->n, tokens.size());
-    }
+    TRY(find_array(header, "tokenizer.ggml.token_type", false, { GGUF_I32 }, &key, tokens.size()));
     int64_t n_special = 0; // llama.cpp searches every text for each of them
-    for (uint64_t i = 0; i < key->n; i++) {
+    for (uint64_t i = 0; key && i < key->n; i++) {
         int64_t type = 0;
         if (!header.get_int(*key, i, &type) || type < 0 || type > TOKEN_TYPE_MAX) {
             return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE,
@@ -502,15 +498,8 @@ static int check_token_types(const gguf_header & header, const std::vector<std::
 
 static int check_scores(const gguf_header & header, uint64_t n_tokens) {
     const gguf_key * key = nullptr;
-    TRY(find_array(header, "tokenizer.ggml.scores", false, { GGUF_F32, GGUF_I32 }, &key));
-    if (key == nullptr) {
-        return GGML_MACKO_STATUS_OK;
-    }
-    if (key->n != n_tokens) {
-        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s has one element per token (%" PRIu64 " vs %" PRIu64 ")",
-                    key->name.c_str(), key->n, n_tokens);
-    }
-    for (uint64_t i = 0; i < key->n; i++) {
+    TRY(find_array(header, "tokenizer.ggml.scores", false, { GGUF_F32, GGUF_I32 }, &key, n_tokens));
+    for (uint64_t i = 0; key && i < key->n; i++) {
         double score = 0; // the tokenizer keeps a heap ordered by score, and NaN has no order
         if (header.get_float(*key, i, &score) && !std::isfinite(score)) {
             return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s: score of token %" PRIu64 " is not finite",

@@ -40,25 +40,23 @@ static bool block_part(std::string_view name, std::string_view * part) {
 }
 
 // Large matrices of state-space models, RWKV, short convolutions and the vision experts of CogVLM.
-static constexpr std::string_view OTHER_MATRICES[] = {
-    "ssm_in",
-    "ssm_out",
-    "time_mix_key",
-    "time_mix_value",
-    "time_mix_receptance",
-    "time_mix_gate",
-    "time_mix_output",
-    "channel_mix_key",
-    "channel_mix_value",
-    "channel_mix_receptance",
-    "shortconv.in_proj",
-    "shortconv.out_proj",
-    "vis_attn_qkv",
-    "vis_attn_output",
-    "vis_gate",
-    "vis_up",
-    "vis_down",
-};
+static constexpr std::string_view OTHER_MATRICES[] = { "ssm_in",
+                                                       "ssm_out",
+                                                       "time_mix_key",
+                                                       "time_mix_value",
+                                                       "time_mix_receptance",
+                                                       "time_mix_gate",
+                                                       "time_mix_output",
+                                                       "channel_mix_key",
+                                                       "channel_mix_value",
+                                                       "channel_mix_receptance",
+                                                       "shortconv.in_proj",
+                                                       "shortconv.out_proj",
+                                                       "vis_attn_qkv",
+                                                       "vis_attn_output",
+                                                       "vis_gate",
+                                                       "vis_up",
+                                                       "vis_down" };
 
 // Name parts of attn_ and ffn_ tensors that are not matrices, are small, or that llama.cpp uses through a view.
 static constexpr std::string_view NO_MATRICES[] = {

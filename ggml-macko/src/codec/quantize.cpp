@@ -65,16 +65,27 @@ constexpr nearest_table make_nearest_table() {
 }
 constexpr nearest_table NEAREST = make_nearest_table();
 
-// Indices of the levels nearest to x / d.
-static void nearest_levels(const float * x, float d, int table, uint8_t * number) {
+// [table][256 + h]: the level itself, as double for the sums of the search.
+struct level_table {
+    double level[2][512];
+};
+constexpr level_table make_level_table() {
+    level_table t = {};
+    for (int table = 0; table < 2; table++) {
+        for (int h = 0; h < 512; h++) {
+            t.level[table][h] = Q4_NL_LEVELS[table][NEAREST.number[table][h]];
+        }
+    }
+    return t;
+}
+constexpr level_table LEVEL = make_level_table();
+
+// 256 + floor(2 * x / d), the places in the tables.
+static inline __attribute__((always_inline)) void find_places(const float * x, float d, int * places) {
     const float inverse = d != 0 && std::isfinite(1 / d) ? 1 / d : 0;
-    int         halves[QUANT_BLOCK];
     for (int64_t i = 0; i < QUANT_BLOCK; i++) {
         // a NaN becomes 127.5
-        halves[i] = static_cast<int>(std::max(-128.0f, std::min(127.5f, x[i] * inverse)) * 2 + 256);
-    }
-    for (int64_t i = 0; i < QUANT_BLOCK; i++) {
-        number[i] = NEAREST.number[table][halves[i]];
+        places[i] = static_cast<int>(std::max(-128.0f, std::min(127.5f, x[i] * inverse)) * 2 + 256);
     }
 }
 
@@ -84,19 +95,29 @@ struct table_scale {
     double gain; // reduction of the sum of w * x^2 by d * q
 };
 
+// As MACKO_CLONES of platform.h, with AVX-512 too: 2.4 times as fast as SSE2, AVX2 1.5 times. All use the same
+// operations in the same order.
+#if defined(__x86_64__) && __GNUC__ >= 12 && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && \
+    !defined(__SANITIZE_THREAD__)
+#define SEARCH_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
+#else
+#define SEARCH_CLONES
+#endif
+using double8 = double __attribute__((vector_size(64)));
+
 // The search tries both tables, and scales of both signs that put the largest magnitude at .78 to 1.14 times the
 // outermost level. Each scale is replaced twice by the best scale for the levels that it leads to. Sums have eight
 // parts, so they fit vectors.
 constexpr float TRIED[] = { .78f, .88f, .95f, 1.0f, 1.06f, 1.14f }; // 20 scales leave 0.3 % less error
 
-static table_scale search_scale(const float * x, const float * weights) {
+SEARCH_CLONES static table_scale search_scale(const float * x, const float * weights) {
     table_scale best    = { 0, 0, 0 };
     float       largest = 0;
-    double      w[QUANT_BLOCK], wx[QUANT_BLOCK];
+    double8     w[QUANT_BLOCK / 8], wx[QUANT_BLOCK / 8];
     for (int64_t i = 0; i < QUANT_BLOCK; i++) {
-        largest = std::max(largest, std::fabs(x[i]));
-        w[i]    = static_cast<double>(weights[i]);
-        wx[i]   = w[i] * static_cast<double>(x[i]);
+        largest          = std::max(largest, std::fabs(x[i]));
+        w[i / 8][i % 8]  = static_cast<double>(weights[i]);
+        wx[i / 8][i % 8] = static_cast<double>(weights[i]) * static_cast<double>(x[i]);
     }
     for (const int trial : { 0, 1, 2, 3 }) {
         const int   table = trial / 2;
@@ -104,13 +125,18 @@ static table_scale search_scale(const float * x, const float * weights) {
         for (const float tried : TRIED) {
             float d = sign * (largest / 127 * tried);
             for (int round = 0; round < 2; round++) {
-                uint8_t number[QUANT_BLOCK];
-                double  wxq[8] = {}, wqq[8] = {};
-                nearest_levels(x, d, table, number);
+                int     places[QUANT_BLOCK];
+                double  levels[QUANT_BLOCK];
+                double8 wxq = {}, wqq = {};
+                find_places(x, d, places);
                 for (int64_t i = 0; i < QUANT_BLOCK; i++) {
-                    const double q = Q4_NL_LEVELS[table][number[i]];
-                    wxq[i % 8] += wx[i] * q;
-                    wqq[i % 8] += w[i] * (q * q);
+                    levels[i] = LEVEL.level[table][places[i]];
+                }
+                for (int64_t i = 0; i < QUANT_BLOCK; i += 8) {
+                    double8 q;
+                    memcpy(&q, levels + i, sizeof(q));
+                    wxq += wx[i / 8] * q;
+                    wqq += w[i / 8] * (q * q);
                 }
                 for (int half = 4; half > 0; half /= 2) {
                     for (int j = 0; j < half; j++) {
@@ -148,10 +174,11 @@ static uint16_t scale_with_table(float d, int table) {
 static uint16_t search_block(const float * x, const float * weights, int64_t n, uint8_t * block) {
     const table_scale found = search_scale(x, weights);
     const uint16_t    scale = scale_with_table(found.d, found.table);
-    uint8_t           number[QUANT_BLOCK];
-    nearest_levels(x, float_of_f16(scale), found.table, number);
+    int               places[QUANT_BLOCK];
+    find_places(x, float_of_f16(scale), places);
     for (int64_t i = 0; i < n; i++) {
-        block[2 + i % 16] = static_cast<uint8_t>(block[2 + i % 16] | number[i] << (i / 16 * 4));
+        const uint8_t number = NEAREST.number[found.table][places[i]];
+        block[2 + i % 16]    = static_cast<uint8_t>(block[2 + i % 16] | number << (i / 16 * 4));
     }
     return scale;
 }

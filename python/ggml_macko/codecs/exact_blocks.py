@@ -24,7 +24,7 @@ def find(values: Array, type_id: int, value_type: int, n_threads: int = 0) -> Ar
     None. n is a multiple of 32; zeros are padding. If several scales give the same dense values, any of them is used.
     """
     blocks = values.reshape(-1, BLOCK)
-    if _find(blocks[:_PROBED], type_id, value_type) is None:
+    if not _may_be_exact(blocks[:1], type_id, value_type) or _find(blocks[:_PROBED], type_id, value_type) is None:
         return None
     pieces = [blocks[i : i + _PIECE] for i in range(0, len(blocks), _PIECE)]
     found = ggml_quants.in_threads(lambda piece: _find(piece, type_id, value_type), pieces, n_threads)
@@ -56,6 +56,25 @@ def _find(blocks: Array, type_id: int, value_type: int) -> Array | None:
             if not len(left):
                 return _packed(scales, q, value_type)
     return None if len(left) else _packed(scales, q, value_type)
+
+
+def _may_be_exact(block: Array, type_id: int, value_type: int) -> bool:
+    """Whether any scale gives exactly these bit patterns (1, BLOCK). Tries all scales at once: where weights were not
+    quantized before, nothing else of the search runs.
+    """
+    x = to_float(block, type_id).astype(np.float64)
+    largest = x[0, np.abs(x).argmax()]
+    number, table = (np.array(column) for column in zip(*_tried(value_type)))
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        near = (largest / number).astype(np.float16).view(np.uint16)
+        steps = np.arange(-_STEPS[type_id], _STEPS[type_id] + 1).astype(np.uint16)
+        scale = (near[:, None] + steps).reshape(-1, 1).view(np.float16)
+        place = np.floor(x / scale.astype(np.float64) * 2) + 256
+        q = nearest_numbers(value_type)[
+            np.repeat(table, len(steps))[:, None], np.nan_to_num(np.clip(place, 0, 511)).astype(np.int64)
+        ]
+        q[:, x[0] == 0] = 0
+        return bool(_are_exact(block, scale, q, type_id).any())
 
 
 def _tried(value_type: int) -> list[tuple[int, int]]:

@@ -21,10 +21,10 @@ import argparse
 import concurrent.futures
 import ctypes
 import json
+import multiprocessing
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -174,28 +174,38 @@ def compare_on_gpu(folder: pathlib.Path, arch: str) -> dict[str, Any]:
     return {**found, "gpu_dense_nmse": nmse(outputs(folder / "dense.gguf", arch, gpu=True), on_cpu)}
 
 
+# a process that has imported the packages forks for each step: importing takes more CPU time than a step
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["__main__", "ggml_macko", "llama_cpp", "support.architectures", "support.gguf_bytes"])
 STEPS = {"build": build, "compare": compare, "gpu": compare_on_gpu}
 
 # ---- all architectures ----
 
 
+def run_step(name: str, folder: pathlib.Path, arch: str) -> None:
+    """Runs a step in this process, which has been forked for it, with output in files of the folder."""
+    for number, stream in (1, "stdout"), (2, "stderr"):
+        os.dup2(os.open(folder / stream, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    if name != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    print(json.dumps(STEPS[name](folder, arch)), flush=True)
+
+
 def step(name: str, folder: pathlib.Path, arch: str) -> tuple[dict[str, Any], str]:
     """The result of a step, and the reason of a failure or an empty text. Only the step "gpu" has GPUs."""
-    environment = {**os.environ, "GGML_MACKO_LOAD": "sparse-only", "OMP_NUM_THREADS": "2"}
-    if name != "gpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, __file__, "--step", name, str(folder), arch]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    except subprocess.TimeoutExpired:
+    process = PROCESSES.Process(target=run_step, args=(name, folder, arch))
+    process.start()
+    process.join(120)
+    if process.exitcode is None:
+        process.kill()
         return {}, "did not end within two minutes"
-    printed = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    printed = [line for line in (folder / "stdout").read_text().splitlines() if line.startswith("{")]
     found = json.loads(printed[-1]) if printed else {}
-    if done.returncode == 0:
+    if process.exitcode == 0:
         return found, ""
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    lines = [line for line in (folder / "stderr").read_text(errors="replace").splitlines() if line.strip()]
     wanted = [line for line in lines if "GGML_ASSERT" in line or "GGML_ABORT" in line or "error" in line.lower()]
-    wanted = wanted or ([f"signal {-done.returncode}"] if done.returncode < 0 else lines[-1:])
+    wanted = wanted or ([f"signal {-process.exitcode}"] if process.exitcode < 0 else lines[-1:])
     return found, re.sub(r"^.*/llama\.cpp/", "", wanted[0].strip())
 
 
@@ -231,6 +241,8 @@ def check_all(names: list[str], gpu: bool, jobs: int) -> Iterator[dict[str, Any]
     """Rows in the order in which they finish; without names, for all architectures."""
     from support import architectures
 
+    # read when the process starts that forks for each step; waiting threads must not take a core
+    os.environ.update({"GGML_MACKO_LOAD": "sparse-only", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"})
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:  # each waits for its processes
         checks = [pool.submit(check, name, gpu) for name in names or architectures.names()]
         for done in concurrent.futures.as_completed(checks):

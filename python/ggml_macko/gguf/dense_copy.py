@@ -14,7 +14,7 @@ from .. import console, errors
 from ..codecs import ggml_quants
 from ..values import TYPE_F16, TYPE_NAMES, Array, from_float
 from .files import Model, Tensor, make_key, type_name
-from .outputs import AtomicOutput, scratch_folder
+from .outputs import AtomicOutput
 from .writer import NewTensor, Writer
 
 _PIECE = 1 << 24  # values that are dequantized at a time
@@ -31,17 +31,19 @@ def is_quantized(t: Tensor) -> bool:
 def dequantized(source: str | os.PathLike[str], near: str | os.PathLike[str] | None) -> Iterator[Path]:
     """A model without quantized tensors: the source itself, or a temporary copy in which they are F16.
 
-    near: the output, in whose folder the copy lies; None: the system's. The copy has the name and the time of the
-    source, so that runs that are interrupted find it unchanged. Logs what this costs. Raises MackoError or OSError.
+    near: the output; the copy lies beside it, and the next run that makes it removes what a killed run left. None: the
+    copy lies in the system's folder. The copy has the time of the source, so that runs that are interrupted find it
+    unchanged. Logs what this costs. Raises MackoError or OSError.
     """
     with contextlib.ExitStack() as stack:
+        path = Path(source)
         with Model(source) as model:
             quantized = [t for t in model.tensors if is_quantized(t)]
             if quantized:
-                parent = tempfile.gettempdir() if near is None else Path(os.path.realpath(near)).parent
-                folder = stack.enter_context(scratch_folder(parent, ".macko-f16-"))
-                path = folder / model.path.name
-                _write_copy(model, {t.name for t in quantized}, path)
+                name = Path(tempfile.gettempdir(), f"macko-{os.getpid()}") if near is None else Path(near)
+                output = AtomicOutput(name.with_name(f"{name.name}.f16"), model.paths, force=True)
+                path = stack.enter_context(output).partial  # never committed
+                _write_copy(model, {t.name for t in quantized}, output)
                 modified = model.shards[0].opened.st_mtime_ns
                 os.utime(path, ns=(modified, modified))
                 types = ", ".join(sorted({type_name(t.type) for t in quantized}))
@@ -50,21 +52,19 @@ def dequantized(source: str | os.PathLike[str], near: str | os.PathLike[str] | N
                     f"{console.size(model.nbytes)} -> {console.size(path.stat().st_size)}: the result keeps the errors "
                     "of their quantization; the F16 or BF16 model is a better source"
                 )
-        yield path if quantized else Path(source)
+        yield path
 
 
-def _write_copy(model: Model, names: set[str], path: Path) -> None:
+def _write_copy(model: Model, names: set[str], output: AtomicOutput) -> None:
     keys = [k for k in model.keys if k.name not in (_FILE_TYPE, "general.quantization_version")]
     stored = {t.name: (TYPE_F16, 2 * t.n_elements) if t.name in names else (t.type, t.nbytes) for t in model.tensors}
     tensors = [NewTensor(t.name, stored[t.name][0], t.ne, stored[t.name][1]) for t in model.tensors]
-    with AtomicOutput(path, model.paths) as output:
-        writer = Writer(output, [*keys, make_key(_FILE_TYPE, "u32", _MOSTLY_F16)], tensors, model.alignment)
-        for t in console.tracked(model.tensors, "dequantizing", lambda t: t.nbytes, "B"):
-            writer.write(_as_f16(t) if t.name in names else t.blocks())
-        writer.finish()
-        model.check_unchanged()
-        output.seal()
-        output.commit()
+    writer = Writer(output, [*keys, make_key(_FILE_TYPE, "u32", _MOSTLY_F16)], tensors, model.alignment)
+    for t in console.tracked(model.tensors, "dequantizing", lambda t: t.nbytes, "B"):
+        writer.write(_as_f16(t) if t.name in names else t.blocks())
+    writer.finish()
+    model.check_unchanged()
+    output.seal()
 
 
 def _as_f16(t: Tensor) -> Iterator[Array]:

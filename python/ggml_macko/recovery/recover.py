@@ -103,7 +103,8 @@ def train_file(
         for text in texts_in:
             read_text(text)
         torch = import_torch()
-        copies = [stack.enter_context(dequantized(path, output)) for path in (source, dense)]
+        names = {".pruned": source, ".dense": dense}
+        copies = [stack.enter_context(dequantized(path, f"{out.path}{name}")) for name, path in names.items()]
         pruned, teacher = (stack.enter_context(Model(path)) for path in copies)
         start = time.monotonic()
         torch.manual_seed(asked.seed)

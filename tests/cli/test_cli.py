@@ -317,3 +317,25 @@ def test_users_get_types(tmp_path):
         ('Llama("sparse.gguf", compress="yes")', "arg-type"),
         ('ggml_macko.inspect("sparse.gguf", threads=2)', "call-arg"),
     ], done.stdout
+
+
+@pytest.mark.parametrize(
+    ("trained", "options", "line"),
+    [
+        (8192, [], "context of 4096 tokens; the model allows 8192, see -c\n"),
+        (8192, ["-c", "64"], ""),
+        (256, [], ""),
+        (256, ["-c", "512"], "possible training context overflow\n"),  # llama.cpp's warning
+        (256, ["-f"], "lines end in CRLF, which changes the tokens; dos2unix makes them LF\n"),
+    ],
+)
+def test_generate_mentions_its_context_and_crlf(tmp_path, macko, trained, options, line):
+    model = tmp_path / "m.gguf"
+    data = bytearray(generators.DEMO.read_bytes())
+    at = data.index(b"llama.context_length") + len("llama.context_length") + 4
+    data[at : at + 4] = trained.to_bytes(4, "little")
+    model.write_bytes(data)
+    (tmp_path / "crlf.txt").write_bytes(b"The\r\nmodel")
+    text = ["-f", tmp_path / "crlf.txt"] if options == ["-f"] else ["-p", "The"]
+    done = macko("generate", "-m", model, "-n", 1, "--temp", 0, *text, *(options if options != ["-f"] else []))
+    assert done.code == 0 and (done.err.endswith(line) if line else done.err == ""), done.err

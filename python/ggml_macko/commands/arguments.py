@@ -91,7 +91,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Threads, context length and load options, with llama.cpp's names."""
     add_threads(parser)
     parser.add_argument(
-        "-c", "--ctx-size", type=Number(0), default=0, metavar="N", help="context length (default: the model's own)"
+        "-c",
+        "--ctx-size",
+        type=Number(0),
+        metavar="N",
+        help="context length; 0: the model's own (default: the model's own, at most 4096)",
     )
     add_gpu_layers(parser)
     add_load_options(parser)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any, Callable
 
-from .. import errors
+from .. import console, errors
 from .arguments import Number, add_attention, add_hub, add_model_arguments, attention_arguments
 
 if TYPE_CHECKING:
@@ -91,19 +91,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..evaluation.text_model import read_text
+    from ..evaluation.text_model import read_text, warn_of_crlf
     from ..gguf.files import Model
     from ..huggingface.hub import download
     from ..llama import Llama
 
     if args.system_prompt is not None and not args.conversation:
         raise errors.usage_error("-sys is the system message of a conversation: add -cnv")
-    prompt = args.prompt if args.file is None else read_text(args.file).decode("utf-8")
+    prompt = args.prompt
+    if args.file is not None:
+        text = read_text(args.file)
+        warn_of_crlf(text, args.file)
+        prompt = text.decode("utf-8")
     if prompt is None and not (args.conversation or args.interactive):
         raise errors.usage_error("-p is missing: the text to continue (or use -f, -i or -cnv)")
+    path = str(download(args.hf)) if args.hf is not None else args.model
     llama = Llama(
-        str(download(args.hf)) if args.hf is not None else args.model,
-        n_ctx=args.ctx_size,
+        path,
+        n_ctx=chosen_n_ctx(path, args.ctx_size),
         n_threads=args.n_threads,
         n_threads_batch=args.n_threads,
         n_gpu_layers=args.gpu_layers,
@@ -135,6 +140,19 @@ def run(args: argparse.Namespace) -> int:
         raise errors.error(errors.NOT_FINITE, found) from e
     llama.close()
     return 0
+
+
+def chosen_n_ctx(path: str, asked: int | None) -> int:
+    """Tokens of the context. A log line names a default that is less than the model allows."""
+    from ..conversion import model_memory
+    from ..gguf.files import Model
+
+    with Model(path) as model:
+        trained = model_memory.trained_n_ctx(model)
+    n_ctx = min(trained, model_memory.DEFAULT_N_CTX) if asked is None else asked
+    if asked is None and n_ctx < trained:
+        console.log(f"context of {n_ctx} tokens; the model allows {trained}, see -c")
+    return n_ctx
 
 
 def continue_text(llama: Llama, prompt: str | None, args: argparse.Namespace, sampling: dict[str, Any]) -> None:

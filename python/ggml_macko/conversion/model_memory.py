@@ -57,6 +57,10 @@ def cache_type(name: str) -> gguf.GGMLQuantizationType:
     return gguf.GGMLQuantizationType[name.upper()]
 
 
+DEFAULT_N_CTX = 4096
+"""Tokens of a context at most, unless an option asks for more."""
+
+
 def is_quantized_cache(name: str) -> bool:
     return bool(gguf.GGML_QUANT_SIZES[cache_type(name)][0] > 1)
 
@@ -64,6 +68,14 @@ def is_quantized_cache(name: str) -> bool:
 def _cache_nbytes(n_elements: int, name: str) -> int:
     block, nbytes = gguf.GGML_QUANT_SIZES[cache_type(name)]
     return int(-(-n_elements // block) * nbytes)
+
+
+def trained_n_ctx(model: Model) -> int:
+    """Tokens of a context in the model's training; 4096 if the metadata do not tell."""
+    keys = {k.name: k for k in model.keys}
+    key = keys.get(f"{keys['general.architecture'].value()}.context_length") if "general.architecture" in keys else None
+    value = None if key is None else key.value()
+    return value if isinstance(value, int) else DEFAULT_N_CTX
 
 
 def context_memory(
@@ -92,7 +104,7 @@ def context_memory(
     heads_kv = _per_layer(read("attention.head_count_kv", n_head), n_layer)
     if heads is None or heads_kv is None or not max(heads):
         return None
-    n_ctx = n_ctx or min(4096, number("context_length", 4096))
+    n_ctx = n_ctx or min(DEFAULT_N_CTX, trained_n_ctx(model))
     n_ctx = -(-n_ctx // CTX_STEP) * CTX_STEP
     head = n_embd // max(heads)
     rows = n_ctx * sum(heads_kv)

@@ -120,11 +120,14 @@ class TextModel:
                 )
             on_error.callback(api.llama_free, self._ctx)
             self._vocab = api.llama_model_get_vocab(self._model)
+            trained = int(api.llama_model_n_ctx_train(self._model))
             if api.llama_vocab_get_add_eos(self._vocab):
                 raise errors.error(
                     errors.BAD_ARGUMENT, f"{path}: its vocabulary ends each text with EOS; not supported"
                 )
             self._stack = on_error.pop_all()
+        if n_ctx > trained:
+            console.log(f"warning: -c {n_ctx}: the model was trained with {trained} tokens")
 
     @property
     def n_vocab(self) -> int:
@@ -157,6 +160,7 @@ class TextModel:
         return self._chunks(read_text(text_path), text_path, n_chunks)
 
     def _chunks(self, text: bytes, text_path: str | os.PathLike[str], n_chunks: int, *, evenly: bool = False) -> Chunks:
+        warn_of_crlf(text, text_path)
         tokens = self.tokenize(text[:-1] if text.endswith(b"\n") else text)  # llama.cpp's tools drop one newline
         if len(tokens) < 2 * self.n_ctx:
             raise errors.error(
@@ -267,6 +271,11 @@ def spread(chunks: Chunks, n: int) -> Chunks:
     """n evenly spread chunks, or all chunks if there are fewer."""
     n = min(n, len(chunks))
     return chunks[[i * len(chunks) // n for i in range(n)]]
+
+
+def warn_of_crlf(text: bytes, path: str | os.PathLike[str]) -> None:
+    if b"\r\n" in text:
+        console.log(f"warning: {path}: lines end in CRLF, which changes the tokens; dos2unix makes them LF")
 
 
 def read_text(path: str | os.PathLike[str]) -> bytes:

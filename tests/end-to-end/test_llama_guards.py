@@ -128,7 +128,7 @@ def test_texts_are_those_of_llama_cpp():
 
 
 def test_random_grammars_are_followed_or_refused():
-    """tools/fuzz.py grammars --count N follows more of them."""
+    """tests/fuzz/fuzz.py grammars --count N follows more of them."""
     seen = random_grammars.run(generators.DEMO, 2000, seed=1, n_workers=2)
     assert sum(seen.values()) == 2000 and seen["followed"] > 300 and seen["llama.cpp refused it"] > 300
 

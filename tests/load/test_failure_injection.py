@@ -1,5 +1,5 @@
 """The N-th allocation, read, write and so on fails: the right result, or one line, and nothing else. A sample; all of
-them take tools/checks/inject_failures.py minutes on many cores (lab/robustness.md).
+them take tests/stress/inject_failures.py minutes on many cores (lab/robustness.md).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 from support import generators
 
-TOOL = generators.ROOT / "tools" / "checks" / "inject_failures.py"
+TOOL = generators.ROOT / "tests" / "stress" / "inject_failures.py"
 
 
 def inject(tmp_path, only: str, sample: int, seed: int) -> list[dict]:

@@ -1,5 +1,5 @@
 // Makes the N-th call of a kind fail: memory, reads, writes, and so on. It is loaded with LD_PRELOAD and controlled by
-// tools/checks/inject_failures.py through ctypes. Until fail_nth_arm is called, it only forwards calls.
+// tests/stress/inject_failures.py through ctypes. Until fail_nth_arm is called, it only forwards calls.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

@@ -1,4 +1,4 @@
-# The plugin with failing CUDA calls, for tools/checks/inject_cuda_failures.py: the objects of the plugin, whose calls
+# The plugin with failing CUDA calls, for tests/stress/inject_cuda_failures.py: the objects of the plugin, whose calls
 # of the CUDA runtime go through tests/support/failing-cuda.c.
 if(TARGET ggml-macko AND TARGET macko-cuda)
     set(failing_source ${PROJECT_SOURCE_DIR}/tests/support/failing-cuda.c)

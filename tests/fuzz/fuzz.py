@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Coverage-guided fuzzing of model files and matrices with libFuzzer (tests/fuzz/).
 
-  python3 tools/fuzz.py build build/fuzz                 with clang: programs without its libraries at run time
-  python3 tools/fuzz.py run build/fuzz --seconds 480     one process per core; a table, new inputs and crashes
-  python3 tools/fuzz.py merge build/fuzz                 the fewest new inputs with the same coverage: tests/fuzz/corpus
-  .venv/bin/python tools/fuzz.py grammars --count 1000000    random grammars, in processes of ggml_macko.grammar
+  python3 tests/fuzz/fuzz.py build build/fuzz                with clang: programs without its libraries at run time
+  python3 tests/fuzz/fuzz.py run build/fuzz --seconds 480    one process per core; a table, new inputs and crashes
+  python3 tests/fuzz/fuzz.py merge build/fuzz                the fewest new inputs with the same coverage, to corpus/
+  .venv/bin/python tests/fuzz/fuzz.py grammars --count 1000000    random grammars, in processes of ggml_macko.grammar
 
 Each target is built with the address and undefined-behavior sanitizers and, several times faster, without them.
 `run` needs only Python: copy this file and the folder to another x86-64 machine without compiler or network. An input
@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 CORPUS = ROOT / "tests" / "fuzz" / "corpus"
 CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 # name -> largest input, as in tests/fuzz/fuzz-NAME.cpp, and share of the processes

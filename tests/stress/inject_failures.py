@@ -10,8 +10,8 @@ Needs cc and the package (installed, or on PYTHONPATH). The model is tiny, so th
 tried. A worker imports everything, runs the operation once, and forks for each call. fail-nth.c is preloaded; it counts
 calls and makes one fail.
 
-    python3 tools/checks/inject_failures.py -j 16 --json results.jsonl      # everything
-    python3 tools/checks/inject_failures.py --only convert-macko:write      # one operation and kind
+    python3 tests/stress/inject_failures.py -j 16 --json results.jsonl      # everything
+    python3 tests/stress/inject_failures.py --only convert-macko:write      # one operation and kind
 """
 
 from __future__ import annotations

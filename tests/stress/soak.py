@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Loads a model, generates a few tokens and frees it, thousands of times. No resource may grow.
 
-  python3 tools/checks/soak.py --cycles 5000                    on the CPU
-  python3 tools/checks/soak.py --cycles 1000 --gpu              on the first GPU, which no other program may use
+  python3 tests/stress/soak.py --cycles 5000                    on the CPU
+  python3 tests/stress/soak.py --cycles 1000 --gpu              on the first GPU, which no other program may use
 
 The cycles alternate between the formats of a small random model, with compression on load among them; each must
 generate the same tokens every time. Prints a table of the resident memory, descriptors and threads of this process, and

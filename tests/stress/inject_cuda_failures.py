@@ -2,7 +2,7 @@
 """Makes each CUDA call of a load and a generation fail in turn, and prints the outcomes.
 
   cmake -S . -B build -DGGML_MACKO_CUDA=ON && cmake --build build --target ggml-macko-failing ggml-macko-ffi
-  python3 tools/checks/inject_cuda_failures.py --build build -m MODEL.gguf
+  python3 tests/stress/inject_cuda_failures.py --build build -m MODEL.gguf
 
 The tool tries two errors: missing memory, after which the model can be loaded again, and a failure of the GPU, after
 which the process must be restarted. For the first load of a process, each failure has a separate process, which takes

@@ -94,12 +94,16 @@ def header_paths(tree: pathlib.Path) -> list[pathlib.Path]:
 
 
 def names_in_sources(pattern: str) -> set[str]:
-    return {
-        name
-        for path in SOURCES.rglob("*")
-        if path.suffix in (".c", ".h", ".cpp", ".cu", ".cuh")
-        for name in re.findall(pattern, path.read_text())
-    }
+    text = "\n".join(
+        path.read_text() for path in SOURCES.rglob("*") if path.suffix in (".c", ".h", ".cpp", ".cu", ".cuh")
+    )
+    # cuda/ops/ops.h lists ops as X(ADD), and a macro of cuda/graph adds the prefix: GGML_OP_##NAME
+    lists = re.findall(r"#define (\w+)\(X\)((?:\\\n|.)*)", text)
+    for macro, prefix in re.findall(r"#define (\w+)\(NAME\) +\{ (\w+)##NAME", text):
+        for name, ops in lists:
+            if f"{name}({macro})" in text:
+                text += re.sub(r"X\((\w+)\)", rf" {prefix}\1 ", ops)
+    return set(re.findall(pattern, text))
 
 
 def probe_program(tree: pathlib.Path) -> str:

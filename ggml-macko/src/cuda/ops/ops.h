@@ -103,7 +103,7 @@ cudaError_t op_small_writes(const small_writes & w, cudaStream_t stream);
 
 // ---- elementwise (elementwise.cu); dst may be one of the sources ----
 
-// Lists of ops: X(NAME) for each. ggml's names are GGML_OP_NAME, GGML_UNARY_OP_NAME and GGML_GLU_OP_NAME.
+// Lists of ops: X(NAME) for each. cuda/graph/adapters.cpp adds the prefix of ggml's name.
 #define MACKO_ENUMERATOR(NAME) NAME,
 
 #define MACKO_BINARY_OPS(X) X(ADD) X(SUB) X(MUL) X(DIV)

@@ -254,7 +254,7 @@ def test_first_matching_override_wins(tmp_path, tiny, macko):
         (["macko", "--tensor-type", "attn"], "expected REGEX=TYPE"),
         (["macko", "--tensor-type", "attn=q8_0"], "unknown type"),
         (["macko", "--tensor-type", "(=macko"], "--tensor-type (=macko:"),
-        (["macko", "two"], "invalid int value: 'two'"),
+        (["macko", "two"], "'two' is not an integer from -1 to 512"),
         (["macko", "--dry"], "--dry"),  # no abbreviations
     ],
 )

@@ -654,7 +654,7 @@ def test_ends_have_the_types_of_llama_quantize(tmp_path, macko, cols, head_densi
     ("code", "arguments", "message"),
     [
         (2, ["macko", "--target-bpw", "5"], "needs type auto"),
-        (2, ["auto", "--target-bpw", "-1"], "a number above 0"),
+        (2, ["auto", "--target-bpw", "0"], "a number above 0"),
         (1, ["sparse-q4_0", "--imatrix", DEMO], "not 'imatrix'"),
         (2, ["sparse-q4_0", "--output-tensor-type", "q9_0"], "unknown type; known: q8_0"),
         (1, ["sparse-q4_0", "--token-embedding-type", "q4_k"], "cannot become q4_k: 64 columns are no multiple of 256"),

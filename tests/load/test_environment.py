@@ -52,7 +52,7 @@ def test_only_the_table_reads_the_environment():
     """And what finds folders of the user, another project's variable, and the preloaded library, which is in C."""
     readers = {
         "platform/environment.cpp": {"variable"},
-        "platform/platform.cpp": {"variable", '"HOME"'},
+        "platform/platform.cpp": {'"XDG_CACHE_HOME"', '"HOME"'},
         "cuda/device/backend.cpp": {'"GGML_OP_OFFLOAD_MIN_BATCH"'},
         "plugin/preload.c": {'"GGML_MACKO_PLUGIN"'},
     }

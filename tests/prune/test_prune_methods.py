@@ -359,7 +359,6 @@ def test_rounding_to_significant_bits_is_to_nearest_even(xp):
         ),
         (["--sparsity", "0.5", "--sequential"], "magnitude needs no statistics"),
         (["--sparsity", "0.5", "--method", "wanda", "--sequential"], "--sequential needs a calibration text"),
-        (["--sparsity", "0.5", "--damping", "nan"], "--damping nan"),
         (["--sparsity", "0.5", "--chunks", "0"], "--chunks 0"),
     ],
 )

@@ -147,12 +147,16 @@ def chosen_n_ctx(path: str, asked: int | None) -> int:
     from ..conversion import model_memory
     from ..gguf.files import Model
 
-    with Model(path) as model:
-        trained = model_memory.trained_n_ctx(model)
-    n_ctx = min(trained, model_memory.DEFAULT_N_CTX) if asked is None else asked
-    if asked is None and n_ctx < trained:
-        console.log(f"context of {n_ctx} tokens; the model allows {trained}, see -c")
-    return n_ctx
+    if asked is not None:
+        return asked
+    try:
+        with Model(path) as model:
+            trained = model_memory.trained_n_ctx(model)
+    except errors.MackoError:  # Llama opens shards of a sparse model, which Model does not, and reports other errors
+        return model_memory.DEFAULT_N_CTX
+    if trained > model_memory.DEFAULT_N_CTX:
+        console.log(f"context of {model_memory.DEFAULT_N_CTX} tokens; the model allows {trained}, see -c")
+    return min(trained, model_memory.DEFAULT_N_CTX)
 
 
 def continue_text(llama: Llama, prompt: str | None, args: argparse.Namespace, sampling: dict[str, Any]) -> None:

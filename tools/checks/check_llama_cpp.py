@@ -3,17 +3,20 @@
 
   python3 tools/build_llama_cpp.py
   python3 tools/checks/check_llama_cpp.py build/llama.cpp/bin [--dense MODEL.gguf] [--seconds 300]
+  python3 tools/checks/check_llama_cpp.py build/llama.cpp-dl/bin --devices    # of tools/build_llama_cpp.py --dynamic
 
 Greedy text and tokens must be equal, perplexity to four digits, and the model identical after splitting and merging.
 llama-bench runs both models. Eight clients use a server at once: with one slot, all answers must equal those of a
-single client; with eight slots, answers may differ only at nearly tied tokens. Prints a table; exits with 1 after a
-failure.
+single client; with eight slots, answers may differ only at nearly tied tokens. With --devices, the texts, the answer
+of a server, and llama-bench are compared on every device of the build instead: on each device, on all of them, on
+llama.cpp's own choice, and on an RPC server without the plugin. Prints a table; exits with 1 after a failure.
 """
 
 from __future__ import annotations
 
 import argparse
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +27,7 @@ from tabulate import tabulate
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 from support import llama_programs as programs  # noqa: E402
+from support import rpc_servers  # noqa: E402
 
 SAMPLE = ROOT / "models" / "sample.txt"
 
@@ -96,9 +100,15 @@ def check_figures(
     report.add("llama-perplexity", *ppl, abs(ppl[0] - ppl[1]) < 2e-4 * ppl[0])
     memory = [programs.host_memory(folder, m) for m in (dense, sparse)]
     report.add("llama-fit-params, MiB of weights", *memory, None)
-    speeds = [programs.bench(folder, m, "-t", threads, "-p", 128, "-n", 64, "-r", 5) for m in (dense, sparse)]
+    check_speed(report, folder, dense, sparse, "", "-t", threads, "-p", 128, "-n", 64, "-r", 5)
+
+
+def check_speed(
+    report: Report, folder: pathlib.Path, dense: pathlib.Path, sparse: pathlib.Path, prefix: str, *options: object
+) -> None:
+    speeds = [programs.bench(folder, m, *options) for m in (dense, sparse)]
     for test in speeds[0]:
-        report.add(f"llama-bench {test}, tok/s", f"{speeds[0][test]:.1f}", f"{speeds[1][test]:.1f}", None)
+        report.add(f"{prefix}llama-bench {test}, tok/s", f"{speeds[0][test]:.1f}", f"{speeds[1][test]:.1f}", None)
 
 
 def check_files(
@@ -150,6 +160,42 @@ def check_server(
         report.add(f"{what}: exit code after SIGTERM; /metrics", "", f"{code}; {n_figures} figures", ended)
 
 
+def check_devices(report: Report, folder: pathlib.Path, dense: pathlib.Path, sparse: pathlib.Path) -> None:
+    """A sparse model is dense on the devices that are not the plugin's."""
+    listed = programs.run(folder / "llama-bench", "--list-devices")
+    names = re.findall(r"^\s+(\S+): ", listed.stdout + listed.stderr, re.MULTILINE)
+    names = [name for name in names if name != "MACKO_CPU"]
+    check_place(report, folder, dense, sparse, "CPU", "-ngl", "0", "-dev", "none")
+    for name in names + [",".join(names)] * (len(names) > 1):
+        check_place(report, folder, dense, sparse, name, "-ngl", "99", "-dev", name)
+    check_place(report, folder, dense, sparse, "no option but -ngl 99", "-ngl", "99")
+    with rpc_servers.running(folder, sparse.parent / "server.log", plugin=False) as server:
+        place = ("--rpc", server.address, "-ngl", "99", "-dev", "RPC0")
+        check_place(report, folder, dense, sparse, "RPC, server without the plugin", *place)
+
+
+def check_place(
+    report: Report, folder: pathlib.Path, dense: pathlib.Path, sparse: pathlib.Path, name: str, *place: str
+) -> None:
+    """place: options of the programs that place the model."""
+    options = (*place, "-fit", "off", "-c", "256")
+    try:
+        want = programs.completion(folder, dense, *options)
+        done = programs.completion_logged(folder, sparse, *options)
+        report.add(f"{name}: llama-completion", "", "", done.stdout.strip() == want)
+        became = re.search(r"(\d+ of \d+) sparse tensors became dense", done.stdout + done.stderr)
+        report.add(f"{name}: tensors that became dense", "", became[1] if became else "none", None)
+        answers = []
+        for model in (dense, sparse):
+            with programs.Server(folder, model, *options, "-np", 1) as server:
+                answers.append(server.complete(programs.PROMPT))
+        report.add(f"{name}: llama-server", "", "", answers[0] == answers[1])
+        bench = [option.replace(",", "/") for option in place]  # llama-bench's way to name devices of one run
+        check_speed(report, folder, dense, sparse, f"{name}: ", *bench, "-t", 1, "-p", 64, "-n", 32, "-r", 3)
+    except (RuntimeError, OSError, subprocess.SubprocessError) as e:
+        report.add(f"{name}: {e}", "", "", False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=pathlib.Path, metavar="BIN", help="folder of llama.cpp's programs")
@@ -164,6 +210,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("-t", "--threads", type=int, default=2)
     parser.add_argument("--only-server", action="store_true")
+    parser.add_argument("--devices", action="store_true", help="compare on every device of the build instead")
     parser.add_argument("server_args", nargs="*", metavar="-- ARG", help="more arguments for llama-server")
     args = parser.parse_args()
     report = Report()
@@ -171,11 +218,13 @@ def main() -> None:
         tmp = pathlib.Path(folder)
         sparse = tmp / "sparse.gguf"
         macko("convert", args.dense, sparse)
-        if not args.only_server:
+        if args.devices:
+            check_devices(report, args.folder, args.dense, sparse)
+        elif not args.only_server:
             check_texts(report, args.folder, args.dense, sparse)
             check_figures(report, args.folder, args.dense, sparse, args.threads)
             check_files(report, args.folder, args.dense, sparse, tmp)
-        if args.seconds > 0:
+        if args.seconds > 0 and not args.devices:
             check_server(report, args.folder, args.dense, sparse, args)
     print(tabulate(report.rows, headers=["", "dense", "sparse", ""], tablefmt="github", disable_numparse=True))
     sys.exit(1 if report.failed else 0)

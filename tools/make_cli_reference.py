@@ -12,7 +12,7 @@ import sys
 import textwrap
 
 from ggml_macko.commands.cli import make_parser
-from ggml_macko.native import bindings
+from ggml_macko.native import environment
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "guide" / "command-line.md"
 HEAD = """# Command-line reference
@@ -75,7 +75,7 @@ def section(name: str, parser: argparse.ArgumentParser) -> str:
 
 def environment_section() -> str:
     lines = [ENVIRONMENT, "| variable | word | |", "|---|---|---|"]
-    for s in bindings.settings():
+    for s in environment.settings():
         lines.append(f"| `{s.variable}` | {f'`{s.word}`' if s.word else 'a path'} | {cell(s.help)} |")
     return "\n".join([*lines, ""])
 

@@ -32,7 +32,7 @@ from ggml_macko.evaluation.calibrate_activations import calibrate_activations
 from ggml_macko.evaluation.skipping import N_CHUNKS, SkipOptions
 from ggml_macko.evaluation.text_model import N_CTX
 from ggml_macko.gguf.files import Model
-from ggml_macko.native import bindings
+from ggml_macko.native import cpu
 
 SCORE, ALLOCATION = "product", "uniform"
 
@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace, shares: list[float]) -> dict[str, Any]:
                 llama.eval([token])
                 ms.append(1000 * (time.perf_counter() - begin))
             times[name].append(statistics.median(ms))
-    return {"threads": args.threads, "kernels": bindings.cpu_kernels(), "ms": times}
+    return {"threads": args.threads, "kernels": cpu.cpu_kernels(), "ms": times}
 
 
 class Row(NamedTuple):

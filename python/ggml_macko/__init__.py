@@ -75,9 +75,9 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name == "__version__":  # the C library has the number
-        from .native import bindings
+        from .native import library
 
-        return bindings.version()
+        return library.version()
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)

@@ -10,7 +10,8 @@ from llama_cpp._logger import set_verbose
 
 from . import errors, system
 from .guards import GuardedLlama
-from .native import bindings
+from .native import load_model
+from .native.file import File
 from .native.llama_hook import register, run_with
 
 NUMBERS = dict.fromkeys(("n_ctx", "n_batch", "n_ubatch"), 2**31 - 1) | dict.fromkeys(
@@ -83,7 +84,7 @@ class Llama(GuardedLlama):
                 raise errors.error(errors.BAD_ARGUMENT, text)
         set_verbose(verbose)  # before the plugin is loaded, so that it is as quiet as the rest
         register()
-        options = bindings.LoadOptions(compress, keep_negative_zeros, sparse_only, strict, weight_cache)
+        options = load_model.LoadOptions(compress, keep_negative_zeros, sparse_only, strict, weight_cache)
         self._given = dict(
             kwargs,
             compress=compress,
@@ -114,6 +115,6 @@ def _say_what_is_wrong(path: str, error: ValueError) -> None:
     if isinstance(error, errors.MackoError) or not os.path.exists(path):
         return
     try:
-        bindings.File(path).close()
+        File(path).close()
     except errors.MackoError as found:
         raise type(found)(found.code, f"Failed to load model from file: {found}") from error

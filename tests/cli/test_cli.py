@@ -16,7 +16,7 @@ import pytest
 from ggml_macko import console, system
 from ggml_macko.commands import cli
 from ggml_macko.commands.arguments import Number
-from ggml_macko.native import bindings
+from ggml_macko.native import library
 from support import generators
 
 TOOLS = generators.ROOT / "tools"
@@ -41,9 +41,9 @@ def test_version_names_what_is_installed(macko):
 
     done = macko("--version")
     assert done.code == 0
-    assert f"macko {bindings.version()}, with llama-cpp-python {llama_cpp.__version__} (ggml " in done.out
+    assert f"macko {library.version()}, with llama-cpp-python {llama_cpp.__version__} (ggml " in done.out
     text = (generators.ROOT / "pyproject.toml").read_text()
-    assert bindings.version() == re.search(r'^version = "(.+)"', text, re.MULTILINE)[1]
+    assert library.version() == re.search(r'^version = "(.+)"', text, re.MULTILINE)[1]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_values_may_begin_with_a_dash_or_be_glued_numbers(macko, tmp_path):
 def test_version_names_an_unsupported_llama_cpp_python(macko, monkeypatch):
     import llama_cpp
 
-    oldest, newest = bindings.llama_cpp_python_range()
+    oldest, newest = library.llama_cpp_python_range()
     assert "does not fit" not in macko("--version").out
     monkeypatch.setattr(llama_cpp, "__version__", "0.1.2")
     done = macko("--version")
@@ -244,7 +244,7 @@ def test_import_loads_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == bindings.version()
+    assert done.stdout.strip() == library.version()
     with pytest.raises(AttributeError):
         __import__("ggml_macko").NoSuchName  # noqa: B018
 
@@ -274,7 +274,7 @@ def test_macko_alone_prints_its_help(macko):
 
 def test_package_runs_as_the_command():
     done = subprocess.run([sys.executable, "-m", "ggml_macko", "--version"], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith(f"macko {bindings.version()}")
+    assert done.returncode == 0 and done.stdout.startswith(f"macko {library.version()}")
 
 
 TYPED = """

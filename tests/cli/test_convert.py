@@ -17,7 +17,7 @@ import ggml_macko
 from ggml_macko.codecs import macko as macko_codec
 from ggml_macko.conversion import tensor_plan
 from ggml_macko.gguf.files import Model
-from ggml_macko.native import bindings
+from ggml_macko.native.file import File
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32, bits_dtype
 from reference import macko as macko_reference
 from support import generators
@@ -33,7 +33,7 @@ SPARSE = {  # of tiny; attn_output is too dense
 
 
 def sparse_names(path):
-    with bindings.File(path) as f:
+    with File(path) as f:
         return {s.name for s in f.sparse()}
 
 
@@ -157,7 +157,7 @@ def test_alignment_is_kept(tmp_path, macko):
     writer.write_tensors_to_file()
     writer.close()
     assert macko("convert", tmp_path / "a.gguf", tmp_path / "s.gguf", "--keep-negative-zeros").code == 0
-    with bindings.File(tmp_path / "s.gguf") as f:
+    with File(tmp_path / "s.gguf") as f:
         assert f.alignment == 256 and all(t.offset % 256 == 0 for t in f.tensors())
     assert macko("restore", tmp_path / "s.gguf", tmp_path / "d.gguf").code == 0
     assert (tmp_path / "d.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
@@ -234,7 +234,7 @@ def test_first_matching_override_wins(tmp_path, tiny, macko):
         "--tensor-type", r"blk\.\d+\.attn=dense", "--tensor-type", "attn_k=macko-d2",
     )  # fmt: skip
     assert done.code == 0, done.err
-    with bindings.File(tmp_path / "s.gguf") as f:
+    with File(tmp_path / "s.gguf") as f:
         assert {s.name: s.index_bits for s in f.sparse()} == {
             "blk.0.attn_q.weight": 1,
             "blk.0.ffn_up_exps.weight": 8,

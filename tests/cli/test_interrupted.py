@@ -22,7 +22,7 @@ import pytest
 from ggml_macko import errors
 from ggml_macko.gguf import outputs, writer
 from ggml_macko.gguf.outputs import AtomicOutput
-from ggml_macko.native import bindings
+from ggml_macko.native.file import File
 from support import fork_server as fork_server_module
 from support import generators
 
@@ -80,7 +80,7 @@ def test_kill_at_any_operation_leaves_old_or_new_file(tmp_path, tiny, wanted, fo
             for partial in partials(out):
                 if partial.read_bytes() != wanted:  # torn: no reader takes it
                     with pytest.raises(errors.MackoError):
-                        bindings.File(partial)
+                        File(partial)
         if code == 0:
             break
     assert code == 0 and operation > 20

@@ -23,7 +23,8 @@ from ggml_macko.codecs.packed import TYPE_CODED
 from ggml_macko.conversion import estimate, measured_speed, model_memory
 from ggml_macko.conversion.inspect import parse_device
 from ggml_macko.gguf.files import Model, make_key
-from ggml_macko.native import bindings
+from ggml_macko.native import codec, cpu
+from ggml_macko.native.file import File
 from ggml_macko.values import TYPE_BF16, TYPE_I8, TYPE_I32
 from support import generators, gguf_bytes, tiny_models
 
@@ -235,14 +236,14 @@ def shapes(tmp_path_factory):
 
 def reserved(path):
     """GPU memory of the tensors of a file, sparse ones as the library reserves it from their headers."""
-    with bindings.File(path) as file:
+    with File(path) as file:
         tensors, sparse = file.tensors(), file.sparse()
     total = sum(t.nbytes for t in tensors if t.sparse_index < 0)
     for s in sparse:
         parts = [tensors[i] for i in s.tensor_index]
         rows = int(np.prod(s.ne[1:]))
-        total += bindings.gpu_nbytes(
-            bindings.MatrixHeader(
+        total += codec.gpu_nbytes(
+            codec.MatrixHeader(
                 s.format,
                 rows,
                 s.ne[0],
@@ -300,14 +301,14 @@ def test_inspect_shows_how_the_cpu_keeps_each_tensor(shapes, tmp_path, macko, ty
     assert layouts and {layout["name"] for layout in layouts} <= {"BITMAP", "QUANT_BITMAP", "CODED_BITMAP", "BUNDLES"}
     for layout in layouts:
         assert layout["nbytes"] > 0 and layout["is_settled"] == (layout["name"] != "BUNDLES")
-        assert layout["reason"].endswith(f"({bindings.cpu_kernels()})")
+        assert layout["reason"].endswith(f"({cpu.cpu_kernels()})")
 
 
 def test_headers_name_the_layouts_that_are_possible():
     header = coded_header(64, 4096, 64 * 2048, 10)
-    layout = bindings.gpu_layout(header)
+    layout = codec.gpu_layout(header)
     assert (layout.name, layout.delta_bits, layout.lanes, layout.bank_order) == ("EXP_CODED", 2, 16, True)
-    assert not layout.is_settled and "MACKO" in layout.reason and layout.nbytes == bindings.gpu_nbytes(header)
+    assert not layout.is_settled and "MACKO" in layout.reason and layout.nbytes == codec.gpu_nbytes(header)
 
 
 @pytest.mark.parametrize("device", ["cuda:sm_42", "cuda:9999", "gpu", "cuda:", "cpu:99KB"])
@@ -358,7 +359,7 @@ def coded_header(rows, cols, nnz, n_outliers):
     words = coded.n_words(coded.Coding(coded.Widths(7, 2, 0), n_outliers), TYPE_BF16, nnz)
     sizes = (4 * words, rows * cols // 8, 4 * (rows + 1))
     types = (TYPE_I32, TYPE_I8, TYPE_I32)
-    return bindings.MatrixHeader("packed", rows, cols, TYPE_BF16, TYPE_CODED, 0, nnz, types, sizes)
+    return codec.MatrixHeader("packed", rows, cols, TYPE_BF16, TYPE_CODED, 0, nnz, types, sizes)
 
 
 class EightBillion:
@@ -398,7 +399,7 @@ def test_eight_billion_weights_take_what_was_measured():
     dense = 32000 * 4096 * 2
     stored = model.n_layer * sum(sum(h.nbytes) for h in headers) + 2 * dense
     assert stored / MIB == pytest.approx(5499.8, rel=1e-3)
-    weights = model.n_layer * sum(bindings.gpu_nbytes(h) for h in headers) + dense
+    weights = model.n_layer * sum(codec.gpu_nbytes(h) for h in headers) + dense
     assert weights / MIB == pytest.approx(5980.4, rel=1e-3)
     context = model_memory.context_memory(model, 4096)
     assert context.kv_cache == 512 * MIB
@@ -411,7 +412,7 @@ def test_rows_that_do_not_fit_shared_memory_take_more(shared_nbytes):
     """Values in ten bits stay so if x, a quarter longer, fits."""
     for cols in (4096, 28672):
         header = coded_header(64, cols, 32 * cols, 0)
-        growth = bindings.gpu_nbytes(header, shared_nbytes) / sum(header.nbytes)
+        growth = codec.gpu_nbytes(header, shared_nbytes) / sum(header.nbytes)
         assert (growth < 1.25) == (1.25 * cols + 1024 < shared_nbytes / 4), (cols, growth)
 
 
@@ -437,7 +438,7 @@ def test_header_that_no_file_may_have_is_refused():
         {"value_type": TYPE_BF16},
     ):
         with pytest.raises(ggml_macko.MackoError):
-            bindings.gpu_nbytes(dataclasses.replace(good, **change))
+            codec.gpu_nbytes(dataclasses.replace(good, **change))
 
 
 # ---- advice ----

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ggml_macko import errors
 from ggml_macko.codecs.macko import DELTA_BITS
-from ggml_macko.native import bindings
+from ggml_macko.native import codec
 from ggml_macko.values import TYPE_F16
 from reference import macko as macko_codec
 from support import c_codecs, generators
@@ -50,7 +50,7 @@ def test_random_matrices_round_trip(data):
     m = c_codecs.macko(bits, type_id, delta_bits, n_threads=n_threads)
     generators.assert_same(macko_codec.encode(bits, type_id, delta_bits), m)
     assert c_codecs.decode(m, n_threads).tobytes() == bits.tobytes()
-    count = bindings.count_dense(bits, type_id, n_threads)
+    count = codec.count_dense(bits, type_id, n_threads)
     assert count.nnz == np.count_nonzero(bits) and count.n_stored[delta_bits] == m.n_stored
 
 

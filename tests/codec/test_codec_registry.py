@@ -20,8 +20,9 @@ import ggml_macko
 from ggml_macko import ConvertOptions, SparseMatrix, errors
 from ggml_macko.codecs import registry
 from ggml_macko.codecs.codec import Choice, Codec, Settings, Source, StoredArrays
-from ggml_macko.native import bindings
+from ggml_macko.gguf import files
 from ggml_macko.native.codec import EncodedMatrix
+from ggml_macko.native.file import FileSparse, FileTensor
 from ggml_macko.values import TYPE_I32, Array, bits_dtype, value_bits
 from support import generators
 
@@ -72,7 +73,7 @@ class CoordinateCodec(Codec):
 
 
 class HeaderByGgufPy:
-    """What bindings.File tells of a file, without its checks."""
+    """What File tells of a file, without its checks."""
 
     def __init__(self, path: object, require_model: bool = False):
         reader = gguf.GGUFReader(path)
@@ -92,7 +93,7 @@ class HeaderByGgufPy:
                 ne = ne[:-1]
             type_id = keys["macko.tensor.type"][i]
             self._sparse.append(
-                bindings.FileSparse(
+                FileSparse(
                     name,
                     codec.name,
                     type_id,
@@ -106,7 +107,7 @@ class HeaderByGgufPy:
                 )
             )
         self._tensors = [
-            bindings.FileTensor(
+            FileTensor(
                 t.name,
                 int(t.tensor_type),
                 tuple(int(n) for n in t.shape),
@@ -117,10 +118,10 @@ class HeaderByGgufPy:
             for i, t in enumerate(reader.tensors)
         ]
 
-    def tensors(self) -> list[bindings.FileTensor]:
+    def tensors(self) -> list[FileTensor]:
         return self._tensors
 
-    def sparse(self) -> list[bindings.FileSparse]:
+    def sparse(self) -> list[FileSparse]:
         return self._sparse
 
     def close(self) -> None:
@@ -137,7 +138,7 @@ class HeaderByGgufPy:
 def coordinates(monkeypatch):
     codec = CoordinateCodec()
     monkeypatch.setattr(registry, "CODECS", [*registry.CODECS, codec])
-    monkeypatch.setattr(bindings, "File", HeaderByGgufPy)
+    monkeypatch.setattr(files, "File", HeaderByGgufPy)
     return codec
 
 

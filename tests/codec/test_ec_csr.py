@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ggml_macko import SparseMatrix, errors, values
 from ggml_macko.codecs.ec_csr import DELTA_BITS
-from ggml_macko.native import bindings
+from ggml_macko.native.file import File
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 from reference import ec_csr
 from reference.products import assert_close_to_float64
@@ -266,7 +266,7 @@ def wide(tmp_path):
 
 
 def sparse_formats(path):
-    with bindings.File(path) as f:
+    with File(path) as f:
         return {s.name: s.format for s in f.sparse()}
 
 
@@ -375,11 +375,11 @@ def test_auto_says_what_it_chose_from(tmp_path, wide, macko):
     assert "looking for blocks" not in done.err
     dry = macko("convert", wide, "auto", "--dry-run")
     assert dry.code == 0 and "smallest: " in dry.out
-    with bindings.File(tmp_path / "s.gguf") as f:
+    with File(tmp_path / "s.gguf") as f:
         auto = sum(s.nbytes for s in f.sparse())
     for kind in ("macko", "packed", "sparse-lossless"):
         assert macko("convert", wide, tmp_path / f"{kind}.gguf", kind).code == 0
-        with bindings.File(tmp_path / f"{kind}.gguf") as f:
+        with File(tmp_path / f"{kind}.gguf") as f:
             assert auto <= sum(s.nbytes for s in f.sparse())
 
 
@@ -414,7 +414,7 @@ def test_broken_file_is_refused_with_its_code(name, wide, macko, tmp_path):
     path.write_bytes(gb.write(f))
     code = 0
     try:
-        with bindings.File(path) as file:
+        with File(path) as file:
             for i in range(len(file.sparse())):
                 file.check_payload(i)
     except errors.MackoError as e:

@@ -27,9 +27,10 @@ from ggml_macko.conversion import bit_allocation
 from ggml_macko.gguf import imatrix
 from ggml_macko.gguf.files import Model
 from ggml_macko.gguf.outputs import AtomicOutput
-from ggml_macko.native import bindings
+from ggml_macko.native import codec
 from ggml_macko.native import codec as native_codec
 from ggml_macko.native.cpu import CpuMatrix, cpu_kernels
+from ggml_macko.native.file import File
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 from reference import coded as coded_values
 from reference import packed
@@ -250,7 +251,7 @@ def test_infinite_or_huge_values_are_refused():
 
 
 def relative_error(dense: np.ndarray, m: packed.PackedMatrix, weights: np.ndarray | None) -> float:
-    return bindings.measure_error(m.encoded(), dense, weights).relative
+    return codec.measure_error(m.encoded(), dense, weights).relative
 
 
 @settings(max_examples=80, deadline=None)
@@ -263,8 +264,8 @@ def test_measured_error_is_that_of_float64(data):
     dense = moderate(generators.random_bits(rng, rows, cols, data.draw(st.floats(0, 1)), type_id), type_id)
     m = c_codecs.packed(dense, type_id, value_type)
     weights = rng.random((3, cols)).astype(np.float32) if data.draw(st.booleans()) else None
-    got = bindings.measure_error(m.encoded(), dense, weights, 1)
-    assert got == bindings.measure_error(m.encoded(), dense, weights, 3)
+    got = codec.measure_error(m.encoded(), dense, weights, 1)
+    assert got == codec.measure_error(m.encoded(), dense, weights, 3)
 
     x = generators.to_float64(dense, type_id)
     lost, power = (generators.to_float64(c_codecs.decode(m), type_id) - x) ** 2, x**2
@@ -294,7 +295,7 @@ def test_error_is_too_large_where_numpy_finds_it(data):
     source, got = (generators.to_float64(b, type_id) for b in (bits, c_codecs.decode(m)))
     beyond = np.zeros(x.shape, dtype=bool)
     beyond[bits != 0] = np.abs(got - source)[bits != 0] > packed.error_bound(m, source[bits != 0].astype(np.float32))
-    found = bindings.measure_error(m.encoded(), bits)
+    found = codec.measure_error(m.encoded(), bits)
     if beyond.any():
         first = np.unravel_index(int(np.argmax(beyond)), beyond.shape)
         assert (found.fault, found.row, found.col) == (native_codec.FAULT_TOO_LARGE, *first)
@@ -309,14 +310,14 @@ def test_weights_in_other_places_are_a_fault():
     row, col = np.argwhere(bits != 0)[40]
     fewer = bits.copy()
     fewer[row, col] = 0
-    found = bindings.measure_error(m, fewer)
+    found = codec.measure_error(m, fewer)
     assert (found.fault, found.n_nonzero) == (native_codec.FAULT_NNZ, m.nnz - 1)
     free = int(np.flatnonzero(bits[row] == 0)[0])
     fewer[row, free] = bits[row, col]  # as many as before
-    found = bindings.measure_error(m, fewer)
+    found = codec.measure_error(m, fewer)
     assert (found.fault, found.row) == (native_codec.FAULT_NOT_ZERO, row)
     negative = np.where(bits == 0, np.uint16(0x8000), bits)  # a mask that was multiplied with leaves them
-    found = bindings.measure_error(m, negative)
+    found = codec.measure_error(m, negative)
     assert (found.fault, found.n_nonzero, found.is_equal) == (native_codec.NO_FAULT, m.nnz, False)
 
 
@@ -332,11 +333,11 @@ def test_rounding_to_scales_is_that_of_numpy(value_type):
         blocks = want.copy()
         blocks[:, 2:] = 0x5A  # what was there does not count
         flat = blocks.reshape(-1)
-        bindings.round_to_scales(x.view(np.uint32), TYPE_F32, value_type, flat, n_threads)
+        codec.round_to_scales(x.view(np.uint32), TYPE_F32, value_type, flat, n_threads)
         assert flat.tobytes() == want.tobytes()
     flat[:2] = np.array([np.inf], dtype=np.float16).view(np.uint8)
     with pytest.raises(errors.PayloadError, match="too large for a scale"):
-        bindings.round_to_scales(x.view(np.uint32), TYPE_F32, value_type, flat)
+        codec.round_to_scales(x.view(np.uint32), TYPE_F32, value_type, flat)
 
 
 # ---- searched scales ----
@@ -382,8 +383,8 @@ def test_levels_are_the_same_for_any_threads_and_in_numpy(data):
     x[np.abs(x) > 1e6] = 1e6
     w = np.exp(spread * rng.standard_normal(n)).astype(np.float32) if data.draw(st.booleans()) else None
     bits = x.view(np.uint32)
-    got = bindings.quantize_q4_nl(bits, TYPE_F32, w, 1)
-    same = bindings.quantize_q4_nl(bits, TYPE_F32, w, 3)
+    got = codec.quantize_q4_nl(bits, TYPE_F32, w, 1)
+    same = codec.quantize_q4_nl(bits, TYPE_F32, w, 3)
     assert got.tobytes() == same.tobytes() == packed.quantize_levels(x, w).tobytes()
     assert np.all(packed.dequantize(got, TYPE_Q4_NL)[1][n:] == -127)  # padding
 
@@ -668,7 +669,7 @@ def test_wrong_option_leaves_no_file(tmp_path, macko, code, arguments, message):
 
 
 def sparse_of(path) -> dict:
-    with bindings.File(path) as f:
+    with File(path) as f:
         return {s.name: s for s in f.sparse()}
 
 
@@ -685,7 +686,7 @@ def test_tools_keep_a_packed_model(tmp_path, macko, kind):
         kind == "sparse-q4_nl" and used == {TYPE_Q4_NL, TYPE_Q4_0}
     )
     for i in range(len(found)):
-        with bindings.File(sparse) as f:
+        with File(sparse) as f:
             f.check_payload(i)
     verified = macko("verify", DEMO, sparse)
     assert verified.code == 0, verified.out
@@ -771,7 +772,7 @@ def test_verify_names_damage_of_a_quantized_model(tmp_path, macko):
     sparse = tmp_path / "s.gguf"
     dense = generators.write_gguf(tmp_path / "d.gguf", generators.tiny_tensors(density=0.6))  # a bitmap
     assert macko("convert", dense, sparse, "sparse-q8_0").code == 0
-    with bindings.File(sparse) as f:
+    with File(sparse) as f:
         tensors = {t.name: t for t in f.tensors()}
     for component, at, what in (("values", 1, "too large"), ("index", 0, "zero")):
         data = bytearray(sparse.read_bytes())

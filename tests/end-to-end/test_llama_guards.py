@@ -23,7 +23,7 @@ import pytest
 
 from ggml_macko import Llama, errors, grammar, guards
 from ggml_macko import llama as llama_module
-from ggml_macko.native import bindings
+from ggml_macko.native import library, load_model
 from support import generators, random_grammars
 
 
@@ -41,7 +41,7 @@ def test_guard_names_a_function_and_a_report_that_exist(guard):
 
 
 def test_guards_are_for_the_versions_that_the_plugin_is_for():
-    assert bindings.llama_cpp_python_range() == (guards.OLDEST, guards.NEWEST)
+    assert library.llama_cpp_python_range() == (guards.OLDEST, guards.NEWEST)
 
 
 @pytest.fixture
@@ -324,4 +324,4 @@ def test_copy_has_all_options(how, monkeypatch, tmp_path, capfd):
         return
     copied = pickle.loads(pickle.dumps(original)) if how == "pickle" else copy.deepcopy(original)
     assert copied.__getstate__() == want
-    assert seen == [bindings.LoadOptions(True, True, True, True, True)]
+    assert seen == [load_model.LoadOptions(True, True, True, True, True)]

@@ -196,9 +196,9 @@ def test_prefill_batch_sizes_give_the_same_text(pair):
 def test_forced_kernels_run(pair, name):
     code = f"""
 from ggml_macko import Llama
-from ggml_macko.native import bindings
+from ggml_macko.native import cpu
 m = Llama({str(pair[1])!r}, n_ctx=512, n_threads=2, verbose=False, seed=1)
-assert bindings.cpu_kernels() == {name!r}, bindings.cpu_kernels()
+assert cpu.cpu_kernels() == {name!r}, cpu.cpu_kernels()
 print(m({PROMPT!r}, max_tokens=32, temperature=0)["choices"][0]["text"], end="")"""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "GGML_MACKO_CPU_KERNELS": name}

@@ -14,7 +14,8 @@ import pytest
 
 from ggml_macko import errors
 from ggml_macko.gguf.files import type_name
-from ggml_macko.native import bindings
+from ggml_macko.native import library
+from ggml_macko.native.file import File
 from support import generators
 from support.llama_logits import logits
 
@@ -122,7 +123,7 @@ def test_broken_sparse_file_never_reaches_llama_cpp(tmp_path, macko):
     sparse = tmp_path / "s.gguf"
     assert macko("convert", generators.DEMO, sparse, "macko").code == 0
     data = sparse.read_bytes()
-    with bindings.File(sparse) as f:
+    with File(sparse) as f:
         row_ptr = next(t for t in f.tensors() if t.name.endswith("attn_q.weight.row_ptr"))
         values = next(t for t in f.tensors() if t.name.endswith("ffn_up.weight.values"))
     for offset, change, code in (
@@ -167,7 +168,7 @@ def test_other_llama_cpp_version_is_refused(monkeypatch):
 
     monkeypatch.setattr(llama_hook, "_registered", False)
     monkeypatch.setattr(llama_cpp, "__version__", "9.9.9")
-    oldest, newest = bindings.llama_cpp_python_range()
+    oldest, newest = library.llama_cpp_python_range()
     with pytest.raises(
         errors.VersionMismatchError, match=rf"is for llama-cpp-python {oldest} to {newest}, but 9\.9\.9"
     ):
@@ -289,6 +290,6 @@ try:
     llama_cpp.Llama({str(sparse)!r}, verbose=False)
 except ValueError:
     print("refused")"""
-    environment = {**os.environ, "GGML_BACKEND_PATH": str(bindings.LIBRARY_PATH)}
+    environment = {**os.environ, "GGML_BACKEND_PATH": str(library.LIBRARY_PATH)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and done.stdout.split() == ["True", "1", "refused"], done

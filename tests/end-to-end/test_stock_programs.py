@@ -172,9 +172,9 @@ def env_lines(*args: object) -> list[str]:
 
 def test_env_prints_lines_that_each_format_reads():
     from ggml_macko.commands import env as env_command
-    from ggml_macko.native import bindings
+    from ggml_macko.native import library
 
-    preload, plugin = str(bindings.PRELOAD_PATH), str(bindings.LIBRARY_PATH)
+    preload, plugin = str(library.PRELOAD_PATH), str(library.LIBRARY_PATH)
     assert env_lines("--format", "docker") == [f"LD_PRELOAD={preload}", f"GGML_MACKO_PLUGIN={plugin}"]
     assert env_lines("--format", "systemd", "--compress")[1:] == [
         f'Environment="GGML_MACKO_PLUGIN={plugin}"',

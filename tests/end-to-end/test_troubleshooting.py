@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 
 from ggml_macko.gguf.outputs import AtomicOutput
-from ggml_macko.native import bindings
+from ggml_macko.native import library
 from ggml_macko.values import TYPE_F16, TYPE_F32
 from support import generators, gguf_bytes, gpu_models, llama_faults, upstream
 
 PAGE = generators.ROOT / "docs" / "guide" / "troubleshooting.md"
-PACKAGE = bindings.LIBRARY_PATH.parent
+PACKAGE = library.LIBRARY_PATH.parent
 MESSAGES = [m[1] for m in re.finditer(r"^\| `([^`]+)` \|", PAGE.read_text(), re.MULTILINE)]
 PROVOKE: dict[str, Callable[[Place], str]] = {}  # start of a message -> function
 
@@ -227,7 +227,7 @@ def _(p):
 
 @row("ggml-macko: GGML_MACKO_PLUGIN is not set")
 def _(p):
-    return p.run(p.program(), p.sparse, 1, "The", LD_PRELOAD=str(bindings.PRELOAD_PATH))
+    return p.run(p.program(), p.sparse, 1, "The", LD_PRELOAD=str(library.PRELOAD_PATH))
 
 
 @row("ggml-macko: an RPC server was stopped")
@@ -496,21 +496,21 @@ def _(p):
 
 @row("GPU: none (built without CUDA)")
 def _(p):
-    if "built for CUDA" in bindings.gpus():
+    if "built for CUDA" in library.gpus():
         pytest.skip("this build has CUDA")
     return p.macko("--version")
 
 
 @row("GPU: none (<reason>), built for CUDA")
 def _(p):
-    if "built for CUDA" not in bindings.gpus():
+    if "built for CUDA" not in library.gpus():
         pytest.skip("this build has no CUDA")
     return p.macko_process("--version", CUDA_VISIBLE_DEVICES="")
 
 
 def skip_without_gpu() -> None:
-    if bindings.gpus().startswith("none"):
-        pytest.skip(f"GPU: {bindings.gpus()}")
+    if library.gpus().startswith("none"):
+        pytest.skip(f"GPU: {library.gpus()}")
 
 
 @row("<device>: out of memory")

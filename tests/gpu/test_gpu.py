@@ -14,7 +14,7 @@ import sys
 import numpy as np
 import pytest
 
-from ggml_macko.native import bindings, devices
+from ggml_macko.native import devices, library
 from support import generators, gguf_bytes, lora_files, tiny_models
 from support.commands import run_macko
 from support.gpu_models import FULL_GPU, OUT_OF_MEMORY, greedy, open_model
@@ -32,7 +32,7 @@ NMSE = 1e-4
 @pytest.fixture(scope="module", autouse=True)
 def gpu():
     if not devices.gpus():
-        pytest.skip(f"GPUs: {bindings.gpus()}")
+        pytest.skip(f"GPUs: {library.gpus()}")
     with pytest.MonkeyPatch.context() as patch:  # what is computed on the CPU here is what the GPU is compared with
         patch.setenv("GGML_MACKO_DISABLE", "offload")
         yield

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from ggml_macko import errors
-from ggml_macko.native import bindings
+from ggml_macko.native import load_model
+from ggml_macko.native.file import File
 from support import generators, llama_faults, llama_logits, tiny_models
 from support import gguf_bytes as gb
 from support.llama_functions import as_c, compress_log
@@ -58,7 +59,7 @@ def test_weights_in_memory_are_the_bits_on_file(type_name, macko, tmp_path):
     """and the same tensors are sparse as in the converted file"""
     dense, sparse = make(tmp_path / "dense.gguf", "--density", "0.4", "--type", type_name), tmp_path / "sparse.gguf"
     assert macko("convert", dense, sparse).code == 0
-    n = len(bindings.File(sparse).sparse())
+    n = len(File(sparse).sparse())
     log = compress_log(dense)
     assert f"compressing {n} of" in log
     held = save(open_model(dense, compress=True), tmp_path / "saved.gguf")
@@ -196,7 +197,7 @@ def test_loading_sizes_only_reads_no_weights(macko, tmp_path):
         for _ in range(3):
             models = []
             load = api.llama_model_load_from_file
-            options = bindings.LoadOptions(compress)
+            options = load_model.LoadOptions(compress)
             run_with(options, lambda: models.append(load(str(path).encode(), params)))  # noqa: B023  now
             assert models[0]
             context = api.llama_init_from_model(models[0], api.llama_context_default_params())

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from ggml_macko import convert, errors
-from ggml_macko.native import bindings
+from ggml_macko.native import environment, load_model
 from ggml_macko.native.library import lib
 from support import generators
 from support.llama_logits import open_model
@@ -37,7 +37,7 @@ def sparse(tmp_path_factory):
 
 
 def test_every_variable_of_the_sources_is_in_the_table():
-    known = {s.variable for s in bindings.settings()}
+    known = {s.variable for s in environment.settings()}
     text = "".join(
         path.read_text()
         for folder in SOURCES
@@ -66,17 +66,17 @@ def test_only_the_table_reads_the_environment():
 
 
 def test_words_of_load_are_the_flags_of_load():
-    words = [s.word for s in bindings.settings() if s.variable == bindings.LOAD]
+    words = [s.word for s in environment.settings() if s.variable == environment.LOAD]
     for i, word in enumerate(words):
         assert getattr(lib(), f"GGML_MACKO_LOAD_{word.replace('-', '_').upper()}") == 1 << i
-    assert set(bindings.LoadOptions(*[True] * 5).words()) == {*words} - {"act-thresholds"}
+    assert set(load_model.LoadOptions(*[True] * 5).words()) == {*words} - {"act-thresholds"}
 
 
 @pytest.mark.parametrize("variable, value, message", WRONG)
 def test_wrong_environment_refuses_a_sparse_model(sparse, monkeypatch, variable, value, message):
     monkeypatch.setenv(variable, value)
     with pytest.raises(errors.MackoError) as e:
-        bindings.check_environment()
+        environment.check_environment()
     assert str(e.value).startswith(message) and "\n" not in str(e.value)
     with pytest.raises(errors.MackoError) as e:
         open_model(sparse)
@@ -93,7 +93,7 @@ def test_program_fails_with_one_line(sparse, variable, value, message):
 @pytest.mark.parametrize("variable, value, message", WRONG)
 def test_dense_model_fails_only_where_its_load_is_concerned(monkeypatch, variable, value, message):
     monkeypatch.setenv(variable, value)
-    if variable == bindings.LOAD:
+    if variable == environment.LOAD:
         with pytest.raises(errors.MackoError, match="unknown word 'compres'"):
             open_model(generators.DEMO)
     else:

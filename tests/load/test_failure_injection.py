@@ -40,7 +40,7 @@ def run_with_failing_allocations(tmp_path, script: str) -> None:
     subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
     begin = """
 import ctypes
-from ggml_macko.native import bindings
+from ggml_macko.native.file import WEIGHT_BLOCK
 from ggml_macko.native.library import lib
 shim = ctypes.CDLL(None)
 def fail(n, from_there_on):
@@ -56,10 +56,10 @@ def test_use_of_a_weight_is_known_without_memory(tmp_path):
         tmp_path,
         """
 function, name = lib().ggml_macko_weight_use_of, b"blk.1.attn_output.weight"
-assert function(name, 2) == bindings.WEIGHT_BLOCK  # cffi gets its memory of this thread now
+assert function(name, 2) == WEIGHT_BLOCK  # cffi gets its memory of this thread now
 fail(1, True)
 use = function(name, 2)
 shim.fail_nth_disarm()
-assert use == bindings.WEIGHT_BLOCK, use
+assert use == WEIGHT_BLOCK, use
 """,
     )

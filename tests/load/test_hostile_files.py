@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from ggml_macko import errors
-from ggml_macko.native import bindings
+from ggml_macko.native import library
+from ggml_macko.native.file import File
 from support import generators, tiny_models
 from support import gguf_bytes as gb
 
@@ -51,7 +52,7 @@ def base(sparse_path):
 def check(path) -> int:
     """Code of the first check that fails, header and payload; 0 if none does."""
     try:
-        with bindings.File(path, require_model=True) as file:
+        with File(path, require_model=True) as file:
             for i in range(len(file.sparse())):
                 file.check_payload(i)
     except errors.MackoError as e:
@@ -208,7 +209,7 @@ def test_names_are_escaped_in_messages(base, tmp_path):
     path = tmp_path / "escape.gguf"
     path.write_bytes(gb.write(base))
     with pytest.raises(errors.FileFormatError) as e:
-        bindings.File(path, require_model=True)
+        File(path, require_model=True)
     assert "\x1b" not in str(e.value) and "\n" not in str(e.value) and "\\x1b[2J\\x0aERROR" in str(e.value)
 
 
@@ -245,7 +246,7 @@ def test_type_table_is_that_of_ggml(tmp_path):
     """Block sizes of all types of the installed ggml, and that we know no more and no fewer."""
     import llama_cpp  # noqa: F401  loads libggml-base
 
-    if bindings.running_ggml() != bindings.ggml_range()[1]:
+    if library.running_ggml() != library.ggml_range()[1]:
         pytest.skip("the table is that of the newest ggml of the range; an older one has fewer types")
     ggml = ctypes.CDLL("libggml-base.so.0")
     ggml.ggml_blck_size.restype = ctypes.c_int64
@@ -260,11 +261,11 @@ def test_type_table_is_that_of_ggml(tmp_path):
             gb.write(gb.GGUF(tensors=[gb.Tensor(b"t", [max(block, 1), 3], n_types, bytes(3 * nbytes or 32))]))
         )
         if block > 0:
-            with bindings.File(path) as file:
+            with File(path) as file:
                 assert file.tensors()[0].nbytes == 3 * nbytes, n_types
         else:
             with pytest.raises(errors.FileFormatError) as e:
-                bindings.File(path)
+                File(path)
             assert e.value.code == 31
         n_types += 1
         if n_types == 43:
@@ -280,7 +281,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
     for path, code in ((tmp_path, 11), (tmp_path / "fifo", 11), ("/dev/zero", 11), (tmp_path / "nonesuch", 10)):
         signal.alarm(30)
         with pytest.raises(errors.FileAccessError) as e:
-            bindings.File(path)
+            File(path)
         signal.alarm(0)
         assert e.value.code == code
 
@@ -292,7 +293,7 @@ def test_unreadable_file_is_refused(sparse_path, tmp_path):
     path.write_bytes(sparse_path.read_bytes())
     path.chmod(0)
     with pytest.raises(errors.FileAccessError, match="Permission denied") as e:
-        bindings.File(path)
+        File(path)
     assert e.value.code == 10
 
 
@@ -301,7 +302,7 @@ def test_symlink_to_a_file_is_read(sparse_path, tmp_path):
     assert check(tmp_path / "link.gguf") == 0
     (tmp_path / "loop.gguf").symlink_to(tmp_path / "loop.gguf")
     with pytest.raises(errors.FileAccessError):
-        bindings.File(tmp_path / "loop.gguf")
+        File(tmp_path / "loop.gguf")
 
 
 DURING_LOAD = """

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ggml_macko import ConvertOptions, SparseMatrix, convert, errors, verify
-from ggml_macko.native import bindings
+from ggml_macko.native import codec
 from ggml_macko.values import NEGATIVE_ZERO, TYPE_BF16, TYPE_F16, TYPE_F32, bits_dtype
 from support import generators, llama_logits
 from support.llama_functions import compress_log
@@ -154,13 +154,13 @@ def test_drop_negative_zeros_agrees_with_numpy():
             want = np.where(bits == NEGATIVE_ZERO[type_id], 0, bits).astype(bits.dtype)
             for n_threads in (1, 2):
                 got = bits.copy()
-                count = bindings.drop_negative_zeros(got, type_id, n_threads)
+                count = codec.drop_negative_zeros(got, type_id, n_threads)
                 assert got.tobytes() == want.tobytes() and count == int((bits == NEGATIVE_ZERO[type_id]).sum())
     many = np.full(200_000, 0x8000, np.uint16)  # a count of 16 bits would wrap
-    assert bindings.drop_negative_zeros(many, TYPE_F16) == 200_000 and not many.any()
+    assert codec.drop_negative_zeros(many, TYPE_F16) == 200_000 and not many.any()
     for bad in (np.zeros(4, np.uint32), np.zeros((4, 4), np.uint16)[:, ::2]):
         with pytest.raises(errors.ArgumentError, match="contiguous"):
-            bindings.drop_negative_zeros(bad, TYPE_F16)
+            codec.drop_negative_zeros(bad, TYPE_F16)
 
 
 # ---- what llama.cpp computes ----

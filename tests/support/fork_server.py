@@ -14,7 +14,7 @@ import sys
 import time
 
 from ggml_macko.commands import cli
-from ggml_macko.native import bindings
+from ggml_macko.native import library
 
 OPERATIONS = ("write", "pwrite", "fsync", "link", "rename", "unlink")
 
@@ -48,7 +48,7 @@ def child(request: dict) -> None:
 
 def main() -> None:
     cli.make_parser()
-    bindings.version()  # loads everything before the forks, and starts no threads
+    library.version()  # loads everything before the forks, and starts no threads
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork()

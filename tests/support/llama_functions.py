@@ -8,7 +8,7 @@ from collections.abc import Callable
 import llama_cpp.llama_cpp as api
 
 from ggml_macko import errors
-from ggml_macko.native import bindings
+from ggml_macko.native import load_model
 
 
 def as_c(function: Callable[[int, api.llama_model_params], int | None]) -> ctypes._CFuncPtr:
@@ -29,9 +29,9 @@ def compress_log(path, **options):
     params = api.llama_model_default_params()
     llama_cpp.llama_log_set(callback := llama_cpp.llama_log_callback(lambda level, text, data: log.append(text)), None)
     try:
-        functions = bindings.LlamaFunctions(address, address, address, api.llama_model_params)
-        load_options = bindings.LoadOptions(compress=True, **options)
-        bindings.load_model(path, ctypes.addressof(params), functions, load_options)
+        functions = load_model.LlamaFunctions(address, address, address, api.llama_model_params)
+        load_options = load_model.LoadOptions(compress=True, **options)
+        load_model.load_model(path, ctypes.addressof(params), functions, load_options)
     except errors.LoadError:
         pass
     finally:

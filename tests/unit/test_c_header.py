@@ -34,12 +34,12 @@ def test_python_status_codes_match_the_header():
 
 def test_every_status_has_a_class_and_a_name():
     from ggml_macko import errors
-    from ggml_macko.native import bindings
+    from ggml_macko.native import library
 
     for name, value in re.findall(r"(GGML_MACKO_STATUS_\w+)\s*=\s*(\d+)", HEADER.read_text()):
-        assert bindings.status_name(int(value)) == name
+        assert library.status_name(int(value)) == name
         assert issubclass(errors.error_class(int(value)), errors.MackoError)
-    assert bindings.status_name(9999) == "unknown"
+    assert library.status_name(9999) == "unknown"
 
 
 def test_library_has_the_api_version_of_the_header():

@@ -16,7 +16,7 @@ import pytest
 
 from checks import check_versions
 from ggml_macko import errors
-from ggml_macko.native import bindings, llama_hook
+from ggml_macko.native import library, llama_hook
 from support import generators, upstream
 
 RECORD = json.loads(check_versions.RECORD.read_text())
@@ -34,13 +34,13 @@ HANDLED = {
 def test_record_covers_the_range_that_is_declared():
     oldest, newest = check_versions.supported_range()
     assert list(VERSIONS) == check_versions.versions_in_range()
-    assert bindings.llama_cpp_python_range() == (oldest, newest)
-    assert bindings.ggml_range() == (VERSIONS[oldest]["ggml"], VERSIONS[newest]["ggml"])
+    assert library.llama_cpp_python_range() == (oldest, newest)
+    assert library.ggml_range() == (VERSIONS[oldest]["ggml"], VERSIONS[newest]["ggml"])
 
 
 def test_record_is_of_the_headers_that_the_plugin_is_built_with():
     tree = upstream.header_tree()
-    assert check_versions.ggml_version_of(tree) == bindings.ggml_range()[1]
+    assert check_versions.ggml_version_of(tree) == library.ggml_range()[1]
     assert check_versions.facts_of(tree) == RECORD["common"], "run tools/checks/check_versions.py headers"
 
 
@@ -67,7 +67,7 @@ def test_every_op_that_the_devices_compare_with_is_resolved():
 
 def test_symbols_of_the_plugin_are_in_every_version():
     done = subprocess.run(
-        ["nm", "-D", "--undefined-only", bindings.LIBRARY_PATH], check=True, capture_output=True, text=True
+        ["nm", "-D", "--undefined-only", library.LIBRARY_PATH], check=True, capture_output=True, text=True
     )
     needed = {name for name in re.findall(r"U (\w+)", done.stdout) if name.startswith(("ggml", "gguf", "llama"))}
     known = {name[: -len("()")] for name in RECORD["common"] if name.endswith("()")}
@@ -75,21 +75,21 @@ def test_symbols_of_the_plugin_are_in_every_version():
 
 
 def test_versions_inside_the_range_fit(monkeypatch):
-    oldest, newest = bindings.llama_cpp_python_range()
+    oldest, newest = library.llama_cpp_python_range()
     assert all(llama_hook.fits(version) for version in (*VERSIONS, f"{newest}+cpu"))
     assert not any(
         llama_hook.fits(version) for version in ("0.3.20", "0.3.37", "0.2.90", "0.4.0", "1.0.0", f"{newest}.1")
     )
     monkeypatch.delenv("GGML_MACKO_ENABLE", raising=False)
     for version in {v["ggml"] for v in VERSIONS.values()}:
-        bindings.check_ggml(version)
+        library.check_ggml(version)
     for version in ("0.9.11", "0.25.4", "0.26.0", "1.0.0", "", "new"):
         with pytest.raises(
             errors.VersionMismatchError, match=r"is for ggml 0\.10\.0 to .*GGML_MACKO_ENABLE=any-version"
         ):
-            bindings.check_ggml(version)
+            library.check_ggml(version)
     monkeypatch.setenv("GGML_MACKO_ENABLE", "any-version")
-    bindings.check_ggml("0.26.0")
+    library.check_ggml("0.26.0")
 
 
 # ---- a libggml-base that is not what it claims to be ----
@@ -177,11 +177,11 @@ def test_layout_of_parameters_is_found_without_ctypes():
 
     import llama_cpp.llama_cpp as api
 
-    library = ctypes.CDLL(str(bindings.LIBRARY_PATH))
+    macko = ctypes.CDLL(str(library.LIBRARY_PATH))
     default_params = ctypes.cast(api._lib.llama_model_default_params, ctypes.c_void_p)
     has_load_mode = hasattr(api._lib, "llama_load_mode_name")
     layout = (ctypes.c_int32 * 10)()
-    assert library.ggml_macko_find_params_layout(default_params, has_load_mode, layout) == 0
+    assert macko.ggml_macko_find_params_layout(default_params, has_load_mode, layout) == 0
     names = ["progress_callback", "progress_callback_user_data", "vocab_only", "check_tensors", "no_alloc", "load_mode",
              "use_mmap", "use_direct_io", "use_mlock"]  # fmt: skip
     members = [getattr(api.llama_model_params, name, None) for name in names]
@@ -192,7 +192,7 @@ def test_layout_of_parameters_is_found_without_ctypes():
         ctypes.memset(address, 1, 88)
         return address
 
-    assert library.ggml_macko_find_params_layout(larger, 1, layout) == errors.VERSION_MISMATCH
+    assert macko.ggml_macko_find_params_layout(larger, 1, layout) == errors.VERSION_MISMATCH
 
 
 @pytest.mark.parametrize("version", VERSIONS)

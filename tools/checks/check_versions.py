@@ -210,7 +210,7 @@ import json, sys
 import numpy as np
 import llama_cpp
 from ggml_macko import Llama
-from ggml_macko.native import bindings, devices
+from ggml_macko.native import cpu, devices, library
 
 gpu = sys.argv[4] == "gpu"
 if gpu and not devices.gpus():  # this registers the plugin, so that the dense model is on the same device
@@ -232,7 +232,7 @@ def measure(make, path):
 text, logits = measure(llama_cpp.Llama, sys.argv[1])
 got_text, got = measure(Llama, sys.argv[2])
 print(json.dumps({
-    "version": llama_cpp.__version__, "ggml": bindings.running_ggml(), "kernels": bindings.cpu_kernels(),
+    "version": llama_cpp.__version__, "ggml": library.running_ggml(), "kernels": cpu.cpu_kernels(),
     "text": text == got_text, "sample": got_text,
     "logits": float(np.abs(logits - got).max() / np.abs(logits).max()),
 }))

@@ -21,7 +21,7 @@ from ..commands.arguments import (
     add_threads,
     attention_arguments,
 )
-from ..native import bindings, devices
+from ..native import cpu, devices, library
 
 HELP = "measure speed on this machine"
 
@@ -115,8 +115,8 @@ def parse_densities(text: str) -> list[float]:
 def run(args: argparse.Namespace) -> int:
     about: dict[str, Any] = {
         "threads": args.n_threads,
-        "kernels": bindings.cpu_kernels(),
-        "version": bindings.version(),
+        "kernels": cpu.cpu_kernels(),
+        "version": library.version(),
     }
     if args.model:
         _run_models(args, about)

@@ -89,15 +89,15 @@ class Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> NoReturn:
         import llama_cpp
 
-        from ..native import bindings, llama_hook
+        from ..native import cpu, library, llama_hook
 
         installed = llama_cpp.__version__
         print(
-            f"macko {bindings.version()}, with llama-cpp-python {installed} (ggml {bindings.running_ggml()}), "
-            f"CPU kernels: {bindings.cpu_kernels()}, GPU: {bindings.gpus()}"
+            f"macko {library.version()}, with llama-cpp-python {installed} (ggml {library.running_ggml()}), "
+            f"CPU kernels: {cpu.cpu_kernels()}, GPU: {library.gpus()}"
         )
         if not llama_hook.fits(installed):
-            oldest, newest = bindings.llama_cpp_python_range()
+            oldest, newest = library.llama_cpp_python_range()
             print(
                 f"llama-cpp-python {installed} does not fit: models cannot be loaded; "
                 f"ggml-macko is for {oldest} to {newest}: pip install llama-cpp-python=={newest}"
@@ -163,16 +163,16 @@ def _identity_of_output(args: argparse.Namespace) -> tuple[int, int] | None:
 @contextlib.contextmanager
 def _load_with(words: Sequence[str]) -> Iterator[None]:
     """Sets words of GGML_MACKO_LOAD for this process and the processes that it starts."""
-    from ..native import bindings
+    from ..native import environment
 
-    before = os.environ.get(bindings.LOAD)
-    os.environ.update(bindings.with_words(bindings.LOAD, words))
+    before = os.environ.get(environment.LOAD)
+    os.environ.update(environment.with_words(environment.LOAD, words))
     try:
         yield
     finally:
-        del os.environ[bindings.LOAD]
+        del os.environ[environment.LOAD]
         if before is not None:
-            os.environ[bindings.LOAD] = before
+            os.environ[environment.LOAD] = before
 
 
 def _prepare_streams() -> None:

@@ -25,7 +25,7 @@ from ..conversion.convert import check_inputs as check_conversion
 from ..conversion.convert import checked_type, convert
 from ..gguf.files import shard_paths
 from ..gguf.outputs import AtomicOutput
-from ..native import bindings, devices
+from ..native import cpu, devices, library
 from ..pruning.options import parse
 from ..pruning.prune import check_inputs, prune_with
 
@@ -197,8 +197,8 @@ def write_card(args: argparse.Namespace, results: Sequence[FormResult], output: 
         repetitions=args.repetitions,
         n_threads=args.n_threads,
         gpus=tuple(gpu.description for gpu in devices.gpus()) if args.gpu_layers else (),
-        kernels=bindings.cpu_kernels(),
-        version=bindings.version(),
+        kernels=cpu.cpu_kernels(),
+        version=library.version(),
         llama_cpp_python=llama_cpp.__version__,
     )
     dense, *models = (card.read_model(path, args.n_threads) for path in (args.dense, *args.models))

@@ -10,25 +10,25 @@ import signal
 from .. import errors, system
 from ..commands.arguments import add_hub, add_load_options
 from ..huggingface.hub import download
-from ..native import bindings
+from ..native import environment, library, load_model
 
 HELP = "run a llama.cpp program with sparse models"
 RPC_SERVERS = ("rpc-server", "ggml-rpc-server")
 """Names of llama.cpp's RPC server in different versions. The plugin gives it another kind of device."""
 
 
-def variables(options: bindings.LoadOptions) -> dict[str, str]:
+def variables(options: load_model.LoadOptions) -> dict[str, str]:
     """The environment variables of a program. The caller adds other preloaded libraries."""
-    for path in (bindings.PRELOAD_PATH, bindings.LIBRARY_PATH):
+    for path in (library.PRELOAD_PATH, library.LIBRARY_PATH):
         if not path.exists():
             raise errors.error(errors.IO, f"{path} is missing: install ggml-macko again")
         if set(str(path)) & set(system.PRELOAD_SEPARATORS):  # the dynamic linker would see two paths, and only warn
             text = f"{path}: {system.PRELOAD_VARIABLE} cannot name a path with a space or a colon"
             raise errors.error(errors.IO, text)
     return {
-        system.PRELOAD_VARIABLE: str(bindings.PRELOAD_PATH),
-        "GGML_MACKO_PLUGIN": str(bindings.LIBRARY_PATH),
-        **({bindings.LOAD: ",".join(options.words())} if options.words() else {}),
+        system.PRELOAD_VARIABLE: str(library.PRELOAD_PATH),
+        "GGML_MACKO_PLUGIN": str(library.LIBRARY_PATH),
+        **({environment.LOAD: ",".join(options.words())} if options.words() else {}),
     }
 
 
@@ -49,8 +49,8 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     add_load_options(parser)
 
 
-def load_options(args: argparse.Namespace) -> bindings.LoadOptions:
-    return bindings.LoadOptions(args.compress, args.keep_negative_zeros, args.sparse_only, args.strict, args.cache)
+def load_options(args: argparse.Namespace) -> load_model.LoadOptions:
+    return load_model.LoadOptions(args.compress, args.keep_negative_zeros, args.sparse_only, args.strict, args.cache)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,16 +76,16 @@ def run(args: argparse.Namespace) -> int:
         program = [*program, "-m", str(download(args.hf))]
     serves_rpc = pathlib.PurePath(program[0]).name in RPC_SERVERS
     options = load_options(args)
-    environment = {**os.environ, **variables(options), **bindings.with_words(bindings.LOAD, options.words())}
+    environ = {**os.environ, **variables(options), **environment.with_words(environment.LOAD, options.words())}
     if serves_rpc:
-        environment.update(bindings.with_words(bindings.ENABLE, ["rpc-server"]))
+        environ.update(environment.with_words(environment.ENABLE, ["rpc-server"]))
     if others := os.environ.get(system.PRELOAD_VARIABLE):
-        environment[system.PRELOAD_VARIABLE] += f":{others}"
+        environ[system.PRELOAD_VARIABLE] += f":{others}"
     for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would pass that on
         if name != signal.SIGPIPE or not serves_rpc:  # a client that leaves would end llama.cpp's server
             signal.signal(name, signal.SIG_DFL)
     try:
-        os.execvpe(program[0], program, environment)
+        os.execvpe(program[0], program, environ)
     except OSError as e:
         is_missing = isinstance(e, FileNotFoundError) and pathlib.PurePath(program[0]).name.startswith("llama-")
         hint = "; docs/guide/programs.md says how to get llama.cpp's programs" if is_missing else ""

@@ -20,7 +20,7 @@ from ..gguf import imatrix as imatrix_file
 from ..gguf import tensor_rules
 from ..gguf.files import Model, type_name
 from ..gguf.outputs import AtomicOutput
-from ..native import bindings
+from ..native.file import File
 from .tensor_plan import DENSE, Options, Override, Spool, TensorPlan, output_nbytes, plan_model
 from .verify import QuantizationError
 from .write import check_and_commit, write_model
@@ -178,7 +178,7 @@ def _describe(p: TensorPlan) -> TensorConversion:
 def why_not_loadable(path: Path) -> str | None:
     """The reason why the metadata checks of a later load will fail, if any."""
     try:
-        bindings.File(path, require_model=True).close()
+        File(path, require_model=True).close()
     except errors.MackoError as e:
         return str(e)
     return None

@@ -20,8 +20,8 @@ from ..codecs.codec import Candidate, Choice, EncodedArrays, Settings, Source, V
 from ..gguf import tensor_rules
 from ..gguf.files import Model, Tensor, type_name
 from ..gguf.writer import NewTensor, align, file_nbytes
-from ..native import bindings
 from ..native import codec as native_codec
+from ..native import cpu
 from ..values import NEGATIVE_ZERO, TYPE_F16, Array, bits_dtype
 from . import measured_speed, model_memory
 from .model_memory import ContextMemory, DeviceMemory
@@ -451,7 +451,7 @@ def _measured_kind(name: str, looked: Sequence[_Looked]) -> str | None:
 
 def machines() -> tuple[measured_speed.Machine, ...]:
     """The measured machines that resemble this one."""
-    return (*measured_speed.BY_KERNELS.get(bindings.cpu_kernels(), ()), measured_speed.H200, measured_speed.H100)
+    return (*measured_speed.BY_KERNELS.get(cpu.cpu_kernels(), ()), measured_speed.H200, measured_speed.H100)
 
 
 def _speeds(

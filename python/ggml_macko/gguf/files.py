@@ -24,8 +24,8 @@ import numpy.typing as npt
 from .. import errors
 from ..codecs import ggml_quants, registry
 from ..codecs.codec import Codec, Component, component_dtype
-from ..native import bindings
 from ..native.codec import EncodedMatrix, MatrixError, count_dense
+from ..native.file import File, FileSparse, FileTensor
 from ..regular_files import open_regular, read_at
 from ..values import TYPE_NAMES, Array, bits_dtype, to_float
 
@@ -160,7 +160,7 @@ class _Shard:
         with contextlib.ExitStack() as on_error:
             self.file = on_error.enter_context(open_regular(path))
             self.opened = os.fstat(self.file.fileno())
-            checked = on_error.enter_context(bindings.File(path))
+            checked = on_error.enter_context(File(path))
             if not _is_unchanged(os.stat(path), self.opened):  # the checked file was another one
                 raise errors.error(errors.FILE_CHANGED, f"{path}: changed while it was opened")
             self.checked = checked
@@ -202,7 +202,7 @@ class _Shard:
 class FileArrays:
     """The components of a sparse matrix in a file, as codec.StoredArrays."""
 
-    def __init__(self, shard: _Shard, tensors: Sequence[bindings.FileTensor]):
+    def __init__(self, shard: _Shard, tensors: Sequence[FileTensor]):
         self._shard = shard
         self._tensors = tensors
 
@@ -237,7 +237,7 @@ class Tensor:
     nbytes: int  # of the dense tensor
     shard: _Shard
     offset: int  # of the dense data; -1 if sparse
-    sparse: bindings.FileSparse | None = None
+    sparse: FileSparse | None = None
 
     @property
     def rows(self) -> int:

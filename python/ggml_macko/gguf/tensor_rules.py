@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from .. import errors
-from ..native import bindings
+from ..native.file import WEIGHT_BLOCK, WEIGHT_OTHER, weight_use
 from ..values import TYPE_NAMES
 
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
@@ -16,12 +16,12 @@ ENDS = (HEAD, EMBEDDING, "per_layer_token_embd.weight")
 
 def is_block_weight(name: str, n_dims: int) -> bool:
     """Whether a tensor is a weight matrix of a block, or the weights of its experts (3-D)."""
-    return bindings.weight_use(name, n_dims) == bindings.WEIGHT_BLOCK
+    return weight_use(name, n_dims) == WEIGHT_BLOCK
 
 
 def is_multiplied(name: str, n_dims: int) -> bool:
     """Whether llama.cpp uses the tensor in matrix products only, so that it may be stored sparse."""
-    return bindings.weight_use(name, n_dims) != bindings.WEIGHT_OTHER
+    return weight_use(name, n_dims) != WEIGHT_OTHER
 
 
 def check_pattern(option: str, pattern: str, names: Iterable[str], others: Iterable[str] = (), why: str = "") -> None:

@@ -16,14 +16,14 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import errors, system
-from ..native import bindings
+from ..native import environment, library, load_model
 
 _lock = threading.RLock()
 _registered = False
-_options: contextvars.ContextVar[bindings.LoadOptions] = contextvars.ContextVar("options")
+_options: contextvars.ContextVar[load_model.LoadOptions] = contextvars.ContextVar("options")
 
 
-def run_with(options: bindings.LoadOptions, function: Callable[[], None]) -> None:
+def run_with(options: load_model.LoadOptions, function: Callable[[], None]) -> None:
     """Calls function. The options hold for the models that it loads, and for no later ones."""
 
     def run() -> None:
@@ -57,14 +57,14 @@ def register() -> None:
 def _check_versions() -> None:
     import llama_cpp
 
-    oldest, newest = bindings.llama_cpp_python_range()
-    if not fits(llama_cpp.__version__) and not bindings.is_enabled("any-version"):
+    oldest, newest = library.llama_cpp_python_range()
+    if not fits(llama_cpp.__version__) and not environment.is_enabled("any-version"):
         raise errors.error(
             errors.VERSION_MISMATCH,
             f"ggml-macko is for llama-cpp-python {oldest} to {newest}, but {llama_cpp.__version__} is installed: "
             f"pip install llama-cpp-python=={newest}",
         )
-    bindings.check_running_ggml()
+    library.check_running_ggml()
 
 
 def fits(version: str) -> bool:
@@ -73,7 +73,7 @@ def fits(version: str) -> bool:
     def numbers(text: str) -> list[int]:
         return [int(n) for n in re.findall(r"\d+", text.split("+")[0])]
 
-    oldest, newest = map(numbers, bindings.llama_cpp_python_range())
+    oldest, newest = map(numbers, library.llama_cpp_python_range())
     return oldest <= numbers(version) <= newest
 
 
@@ -90,8 +90,8 @@ def _load_plugin() -> None:
     if level == logging.NOTSET:  # no Llama has set a level yet
         logger.setLevel(logging.ERROR)  # llama_cpp logs ggml's information as warnings
     try:
-        if not ggml.ggml_backend_load(str(bindings.LIBRARY_PATH).encode()):
-            raise errors.error(errors.LOAD_FAILED, f"llama.cpp refused the plugin {bindings.LIBRARY_PATH}")
+        if not ggml.ggml_backend_load(str(library.LIBRARY_PATH).encode()):
+            raise errors.error(errors.LOAD_FAILED, f"llama.cpp refused the plugin {library.LIBRARY_PATH}")
     finally:
         logger.setLevel(level)
 
@@ -103,14 +103,14 @@ def _replace_load_function() -> None:
     load_from_file = _address(_llama_load_function(api))
 
     def llama_model_load_from_file(path_model: bytes, params: Any, /) -> Any:
-        options = _options.get(bindings.LoadOptions())
-        functions = bindings.LlamaFunctions(
+        options = _options.get(load_model.LoadOptions())
+        functions = load_model.LlamaFunctions(
             load_from_file,
             _address(api.llama_model_load_from_file_ptr),
             _address(api.llama_model_free),
             api.llama_model_params,
         )
-        return bindings.load_model(path_model, ctypes.addressof(params), functions, options) or None
+        return load_model.load_model(path_model, ctypes.addressof(params), functions, options) or None
 
     api.llama_model_load_from_file = llama_model_load_from_file
     llama_cpp.llama_model_load_from_file = llama_model_load_from_file

@@ -16,7 +16,7 @@ import numpy as np
 from .. import console, errors
 from ..gguf import imatrix
 from ..gguf.files import Tensor, type_name
-from ..native import bindings
+from ..native import codec
 from ..pruning import allocation, alps, array_backend, masks, quantized, sparsegpt
 from ..pruning.allocation import Quotas, ScoreBlock
 from ..pruning.array_backend import Array
@@ -35,7 +35,7 @@ Pruner = Callable[[Bits, Tensor], None]
 def read_finite(t: Tensor) -> Bits:
     """The bit patterns (rows, cols) of a tensor. Raises MackoError (NOT_FINITE) if one is infinite or NaN."""
     bits: Bits = t.read_bits()
-    n = bindings.count_dense(bits, t.type).n_nonfinite
+    n = codec.count_dense(bits, t.type).n_nonfinite
     if n:
         raise errors.error(errors.NOT_FINITE, f"{t.shard.path}: {t.name}: {n} values are not finite")
     return bits

@@ -15,17 +15,27 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import console, errors
 from ..evaluation.activations import MIN_ROWS, Weight, signals_held
-from ..evaluation.text_model import N_CALIBRATION_CHUNKS, N_CTX, N_UBATCH, Chunks, TextModel
+from ..evaluation.text_model import (
+    N_CALIBRATION_CHUNKS,
+    N_CTX,
+    N_UBATCH,
+    Chunks,
+    EvaluationOptions,
+    TextModel,
+)  # fmt: skip
 from ..gguf import imatrix
 from ..gguf.files import Model, make_key, shard_paths
 from ..gguf.outputs import AtomicOutput
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 N_BATCH = 512
 """Tokens per evaluation: the default of llama-imatrix."""
@@ -49,25 +59,20 @@ def calibrate(
     output: str | os.PathLike[str] = "imatrix.gguf",
     *,
     n_ctx: int = N_CTX,
-    n_batch: int = N_BATCH,
-    n_ubatch: int = N_UBATCH,
     n_chunks: int = N_CALIBRATION_CHUNKS,
-    n_threads: int = 0,
-    n_gpu_layers: int = -1,
     process_output: bool = False,
     checkpoint_every: int = 10,
-    verbose: bool = False,
     force: bool = False,
+    **options: Unpack[EvaluationOptions],
 ) -> Calibration:
     """Runs a UTF-8 text through a GGUF model, dense or sparse, and writes an imatrix file equal to llama-imatrix's.
 
     For each input column j of each weight, the file has the sum of x_j^2 over all tokens, and the number of tokens;
     for each expert, over the tokens that were routed to it.
 
-    n_ctx: tokens per chunk, at least 16. n_batch: tokens per evaluation. n_ubatch: tokens per matrix product.
-    n_chunks: largest number of chunks, from the start of the text; -1: all. A checkpoint with more chunks is used
-    whole. n_threads: 0: all cores. n_gpu_layers: -1: all. process_output: also measure output.weight.
-    checkpoint_every: chunks between two checkpoints. verbose: show llama.cpp's log. force: replace output if it exists.
+    n_ctx: tokens per chunk, at least 16. n_chunks: largest number of chunks, from the start of the text; -1: all. A
+    checkpoint with more chunks is used whole. process_output: also measure output.weight. checkpoint_every: chunks
+    between two checkpoints. force: replace output if it exists. options: of EvaluationOptions; n_batch is N_BATCH here.
 
     Logs its progress. Raises MackoError (a text that is too short or not UTF-8, a model that llama.cpp does not load,
     inputs that are not finite, a checkpoint of another run) or OSError. Any exception leaves a checkpoint.
@@ -78,22 +83,12 @@ def calibrate(
         raise errors.usage_error("--chunks 0 measures nothing, --output-frequency must be at least 1")
     sums = SquareSums(process_output)
     inputs: list[str | os.PathLike[str]] = [*shard_paths(model), text]
+    run: EvaluationOptions = {"n_batch": N_BATCH, "n_ubatch": N_UBATCH, "n_gpu_layers": -1, **options}
     with (
         AtomicOutput(output, inputs, force) as opened,
-        TextModel.opened_with(
-            model,
-            text,
-            n_ctx,
-            -1,
-            n_batch=n_batch,
-            n_ubatch=n_ubatch,
-            n_threads=n_threads,
-            n_gpu_layers=n_gpu_layers,
-            consumer=sums,
-            verbose=verbose,
-        ) as (llama, whole),
+        TextModel.opened_with(model, text, n_ctx, -1, consumer=sums, **run) as (llama, whole),
     ):
-        settings = {"-c": n_ctx, "-b": n_batch, "-ub": n_ubatch, "--process-output": process_output}
+        settings = {"-c": n_ctx, "-b": run["n_batch"], "-ub": run["n_ubatch"], "--process-output": process_output}
         checkpoint = Checkpoint(opened.path, model, settings, inputs)
         done = checkpoint.load(sums, whole)
         chunks = whole if n_chunks < 0 else whole[: max(n_chunks, done)]

@@ -7,16 +7,20 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .. import console, errors
 from ..evaluation.activations import MIN_ROWS
 from ..evaluation.calibrate import N_BATCH
 from ..evaluation.skipping import SkipOptions, SkippingModel
-from ..evaluation.text_model import N_CTX, N_UBATCH, Chunks, read_text
+from ..evaluation.text_model import N_CTX, Chunks, EvaluationOptions, read_text
 from ..gguf.activation_keys import SkipRule, read_rule, without_rule
 from ..gguf.files import Model, shard_paths
 from ..gguf.outputs import AtomicOutput
 from ..gguf.writer import is_written, write_with_keys
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -33,12 +37,8 @@ def calibrate_activations(
     skip: SkipOptions,
     *,
     n_ctx: int = N_CTX,
-    n_batch: int = N_BATCH,
-    n_ubatch: int = N_UBATCH,
-    n_threads: int = 0,
-    n_gpu_layers: int = -1,
-    verbose: bool = False,
     force: bool = False,
+    **options: Unpack[EvaluationOptions],
 ) -> ActivationCalibration:
     """Writes a copy of a GGUF model, dense or sparse, with thresholds below which feed-forward neurons may be skipped
     for a token. The copy gives the same results as the model until skipping is turned on.
@@ -54,16 +54,8 @@ def calibrate_activations(
         raise errors.usage_error(f"-c {n_ctx}: at least {MIN_ROWS}")
     read_text(skip.text)  # checks the text before the model is loaded
     with Model(model) as source, AtomicOutput(output, [*shard_paths(model), skip.text], force) as opened:
-        with SkippingModel(
-            model,
-            skip.score,
-            n_ctx=n_ctx,
-            n_batch=n_batch,
-            n_ubatch=n_ubatch,
-            n_threads=n_threads,
-            n_gpu_layers=n_gpu_layers,
-            verbose=verbose,
-        ) as skipper:
+        settings: EvaluationOptions = {"n_batch": N_BATCH, "n_gpu_layers": -1, **options}
+        with SkippingModel(model, skip.score, n_ctx=n_ctx, **settings) as skipper:
             rule = take_thresholds(skipper, skip)
         write_with_keys(source, [*without_rule(source.stored_keys), *rule.keys()], opened)
         opened.seal()

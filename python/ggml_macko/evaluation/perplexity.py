@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .. import console, errors
 from ..evaluation import likelihood, skipping
@@ -15,10 +16,13 @@ from ..evaluation.calibrate_activations import take_thresholds
 from ..evaluation.kl_divergence import SIGNATURE, BaseFile, Divergence, divergence, encode, header
 from ..evaluation.likelihood import Array, Estimate
 from ..evaluation.skipping import SkipOptions, SkippedPart
-from ..evaluation.text_model import N_BATCH, N_CTX, N_UBATCH, Chunks, TextModel, read_text
+from ..evaluation.text_model import N_CTX, Chunks, EvaluationOptions, TextModel, read_text
 from ..gguf.activation_keys import SkipRule, read_rule
 from ..gguf.files import Model, shard_paths
 from ..gguf.outputs import AtomicOutput
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def perplexity(
@@ -26,21 +30,16 @@ def perplexity(
     text: str | os.PathLike[str],
     *,
     n_ctx: int = N_CTX,
-    n_batch: int = N_BATCH,
-    n_ubatch: int = N_UBATCH,
     n_chunks: int = -1,
-    n_threads: int = 0,
-    n_gpu_layers: int = -1,
     kl_divergence_base: str | os.PathLike[str] | None = None,
-    verbose: bool = False,
     force: bool = False,
+    **options: Unpack[EvaluationOptions],
 ) -> Estimate:
     """Perplexity of a GGUF model, dense or sparse, on a UTF-8 text, as of llama-perplexity.
 
-    n_ctx: tokens per chunk, at least 4; the second half of each chunk is scored. n_batch: tokens per evaluation.
-    n_ubatch: tokens per matrix product. n_chunks: chunks from the start of the text (-1: all). n_threads: 0: all cores.
-    n_gpu_layers: -1: all. kl_divergence_base: also write the log-probabilities to this file, for kl_divergence();
-    force: replace it if it exists. verbose: show llama.cpp's log.
+    n_ctx: tokens per chunk, at least 4; the second half of each chunk is scored. n_chunks: chunks from the start of the
+    text (-1: all). kl_divergence_base: also write the log-probabilities to this file, for kl_divergence(); force:
+    replace it if it exists. options: of EvaluationOptions.
 
     Logs intermediate estimates. Raises MackoError (a text that is too short or not UTF-8, a model that llama.cpp does
     not load) or OSError.
@@ -49,17 +48,7 @@ def perplexity(
     _check_chunks(n_chunks)
 
     def measure(base: AtomicOutput | None) -> Estimate:
-        with TextModel.opened_with(
-            model,
-            text,
-            n_ctx,
-            n_chunks,
-            n_batch=n_batch,
-            n_ubatch=n_ubatch,
-            n_threads=n_threads,
-            n_gpu_layers=n_gpu_layers,
-            verbose=verbose,
-        ) as (llama, chunks):
+        with TextModel.opened_with(model, text, n_ctx, n_chunks, **_with_gpu(options)) as (llama, chunks):
             return _measure(llama, chunks, base)
 
     if kl_divergence_base is None:
@@ -93,12 +82,8 @@ def skipped_perplexity(
     skip: SkipOptions | None,
     *,
     n_ctx: int = N_CTX,
-    n_batch: int = N_BATCH,
-    n_ubatch: int = N_UBATCH,
     n_chunks: int = -1,
-    n_threads: int = 0,
-    n_gpu_layers: int = -1,
-    verbose: bool = False,
+    **options: Unpack[EvaluationOptions],
 ) -> SkippedPerplexity:
     """Perplexity of a GGUF model, dense or sparse, that skips feed-forward neurons (skipping.py). Share 0 gives the
     result of perplexity(), which explains the other parameters. skip=None: use the thresholds in the file
@@ -112,16 +97,7 @@ def skipped_perplexity(
     for path in (text,) if skip is None else (skip.text, text):
         read_text(path)  # checks the text before the model is loaded
     how = _rule_of(model) if skip is None else skip
-    with skipping.SkippingModel(
-        model,
-        how.score,
-        n_ctx=n_ctx,
-        n_batch=n_batch,
-        n_ubatch=n_ubatch,
-        n_threads=n_threads,
-        n_gpu_layers=n_gpu_layers,
-        verbose=verbose,
-    ) as skipper:
+    with skipping.SkippingModel(model, how.score, n_ctx=n_ctx, **_with_gpu(options)) as skipper:
         chunks = skipper.model.read_chunks(text, n_chunks)
         if isinstance(how, SkipOptions):
             take_thresholds(skipper, how)
@@ -147,12 +123,8 @@ def kl_divergence(
     model: str | os.PathLike[str],
     base: str | os.PathLike[str],
     *,
-    n_batch: int = N_BATCH,
-    n_ubatch: int = N_UBATCH,
     n_chunks: int = -1,
-    n_threads: int = 0,
-    n_gpu_layers: int = -1,
-    verbose: bool = False,
+    **options: Unpack[EvaluationOptions],
 ) -> Divergence:
     """Divergence of a GGUF model, dense or sparse, from the model that wrote base, as of llama-perplexity.
 
@@ -163,15 +135,7 @@ def kl_divergence(
     _check_chunks(n_chunks)
     with (
         BaseFile(base) as base_file,
-        TextModel(
-            model,
-            base_file.n_ctx,
-            n_batch=n_batch,
-            n_ubatch=n_ubatch,
-            n_threads=n_threads,
-            n_gpu_layers=n_gpu_layers,
-            verbose=verbose,
-        ) as llama,
+        TextModel(model, base_file.n_ctx, **_with_gpu(options)) as llama,
     ):
         n = len(base_file.chunks)
         progress = _Progress(llama, n if n_chunks < 0 else min(n_chunks, n))
@@ -180,6 +144,10 @@ def kl_divergence(
             progress.show(done, f"{done:4d}{so_far.line()}", title=_COLUMNS)
 
         return divergence(llama, base_file, n_chunks, on_chunk)
+
+
+def _with_gpu(options: EvaluationOptions) -> EvaluationOptions:
+    return {"n_gpu_layers": -1, **options}
 
 
 def _check_context(n_ctx: int) -> None:

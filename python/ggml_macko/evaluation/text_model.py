@@ -13,14 +13,14 @@ import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import console, errors, system
 from ..evaluation.activations import Consumer, InputTap, Tap
-from ..native import bindings
+from ..native.file import File
 from ..regular_files import read_bytes
 
 N_CTX, N_BATCH, N_UBATCH = 512, 2048, 512  # defaults of llama-perplexity
@@ -36,6 +36,18 @@ Chunks = npt.NDArray[np.int32]
 
 Logits = npt.NDArray[np.float32]
 """Logits (..., n_vocab) of positions."""
+
+
+class EvaluationOptions(TypedDict, total=False):
+    """Keyword arguments of every measurement on a text, with the meaning and the defaults that they have in TextModel.
+    Measurements put all layers on the GPU (n_gpu_layers=-1) unless told otherwise.
+    """
+
+    n_batch: int
+    n_ubatch: int
+    n_threads: int
+    n_gpu_layers: int
+    verbose: bool
 
 
 class Batch(NamedTuple):
@@ -88,7 +100,7 @@ class TextModel:
         self._stack = contextlib.ExitStack()
         set_verbose(verbose)
         register()
-        with bindings.File(self.path):  # gives clearer errors than llama.cpp
+        with File(self.path):  # gives clearer errors than llama.cpp
             pass
         with contextlib.ExitStack() as on_error, suppress_stdout_stderr(disable=verbose):
             api.llama_backend_init()

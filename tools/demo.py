@@ -13,9 +13,7 @@ meanwhile. GGML_MACKO_CPU_KERNELS chooses the kernels, as everywhere.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import os
 import pathlib
 import re
 import statistics
@@ -131,20 +129,10 @@ def compare(model: pathlib.Path, sparsity: float, per: str, label: str, gpu: boo
     return bench(label, {"dense F16": dense, "sparse": sparse}, gpu)
 
 
-def quantize_q8_0(source: pathlib.Path, output: pathlib.Path) -> None:
-    """What llama-quantize does, by way of libllama."""
-    import llama_cpp.llama_cpp as api
-    from llama_cpp._logger import set_verbose
-
-    set_verbose(False)
-    params = api.llama_model_quantize_default_params()
-    params.ftype = api.LLAMA_FTYPE_MOSTLY_Q8_0
-    if api.llama_model_quantize(os.fsencode(source), os.fsencode(output), ctypes.byref(params)):
-        sys.exit(f"error: llama.cpp could not quantize {source}")
-
-
 def compare_large(folder: pathlib.Path, gpu: bool) -> list[Row]:
     """A random model at two densities. Both dense files are of one size, so one of them is the baseline."""
+    from ggml_macko.benchmark.forms import quantize
+
     models = {"dense F16": folder / "dense.gguf", "dense Q8_0": folder / "q8_0.gguf"}
     for density in DENSITIES:
         dense, sparse = folder / f"dense-{density}.gguf", folder / f"sparse-{density}.gguf"
@@ -153,7 +141,7 @@ def compare_large(folder: pathlib.Path, gpu: bool) -> list[Row]:
         macko("convert", dense, sparse, quiet=True)
         models[f"sparse, {100 - 100 * density:.0f} % zeros"] = sparse
         dense.replace(models["dense F16"])
-    quantize_q8_0(models["dense F16"], models["dense Q8_0"])
+    quantize(models["dense F16"], models["dense Q8_0"], "Q8_0", 0)
     return bench("random, 190 M", models, gpu, n_gen=32)
 
 

@@ -151,7 +151,7 @@ def check_vocabulary(model: Model, teacher: Model) -> None:
         {key.name: key.record for key in m.keys if key.name.startswith("tokenizer.ggml.")} for m in (model, teacher)
     )
     if found != wanted:
-        raise errors.error(errors.BAD_ARGUMENT, f"{model.path}: another vocabulary than {teacher.path} has")
+        raise errors.bad_argument(f"{model.path}: another vocabulary than {teacher.path} has")
 
 
 def imitate(

@@ -105,6 +105,11 @@ def error(code: int, text: str) -> MackoError:
     return error_class(code)(code, text)
 
 
+def bad_argument(text: str) -> MackoError:
+    """The exception for an argument or an input that does not fit; the caller raises it."""
+    return error(BAD_ARGUMENT, text)
+
+
 def usage_error(text: str) -> UsageError:
     """The exception for wrong options; the caller raises it."""
     return UsageError(BAD_ARGUMENT, text)

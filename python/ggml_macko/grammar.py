@@ -30,7 +30,7 @@ _BEGIN, _ACCEPT, _ALLOWED, _REFUSED, _DIED = b"bamrd"
 
 
 def _refuse(why: str) -> errors.MackoError:
-    return errors.error(errors.BAD_ARGUMENT, f"grammar: {why}")
+    return errors.bad_argument(f"grammar: {why}")
 
 
 # ---- this process ----

@@ -77,7 +77,7 @@ class Turns:
 
 
 def closed() -> errors.MackoError:
-    return errors.error(errors.BAD_ARGUMENT, "this Llama has been closed")
+    return errors.bad_argument("this Llama has been closed")
 
 
 def _in_turn(llama: GuardedLlama, *unused: Any, **also_unused: Any) -> AbstractContextManager[None]:
@@ -178,7 +178,7 @@ def _known_tokens_only(detokenize: Any) -> Any:
         n_vocab = self.n_vocab()
         for token in tokens:
             if not 0 <= token < n_vocab:
-                raise errors.error(errors.BAD_ARGUMENT, f"token {token} is not in the vocabulary (0...{n_vocab - 1})")
+                raise errors.bad_argument(f"token {token} is not in the vocabulary (0...{n_vocab - 1})")
         return detokenize(self, tokens, *args, **kwargs)
 
     return guarded
@@ -188,7 +188,7 @@ def _only_with_weights(decode: Any) -> Any:
     @functools.wraps(decode)
     def guarded(self: Any, batch: Any) -> None:
         if self.model.params.vocab_only:
-            raise errors.error(errors.BAD_ARGUMENT, "this Llama has no weights: it was loaded with vocab_only")
+            raise errors.bad_argument("this Llama has no weights: it was loaded with vocab_only")
         decode(self, batch)
 
     return guarded
@@ -205,7 +205,7 @@ def _no_null_adapter(init: Any) -> Any:
             regular_files.check_regular(path)
         adapter = init(model, path_lora)
         if not adapter:
-            raise errors.error(errors.BAD_ARGUMENT, f"{path}: llama.cpp refused this LoRA adapter; its log says why")
+            raise errors.bad_argument(f"{path}: llama.cpp refused this LoRA adapter; its log says why")
         return adapter
 
     return llama_adapter_lora_init

@@ -81,7 +81,7 @@ class Llama(GuardedLlama):
         for name in NUMBERS.keys() & kwargs.keys():
             if kwargs[name] is not None and not 0 <= kwargs[name] <= NUMBERS[name]:
                 text = f"{name}={kwargs[name]}: expected a number from 0 to {NUMBERS[name]}"
-                raise errors.error(errors.BAD_ARGUMENT, text)
+                raise errors.bad_argument(text)
         set_verbose(verbose)  # before the plugin is loaded, so that it is as quiet as the rest
         register()
         options = load_model.LoadOptions(compress, keep_negative_zeros, sparse_only, strict, weight_cache)

@@ -22,7 +22,7 @@ def with_download(arguments: list[str]) -> list[str]:
     if at is None:
         return arguments
     if at + 1 == len(arguments):
-        raise errors.error(errors.BAD_ARGUMENT, f"{arguments[at]}: expected USER/NAME or USER/NAME:FILE")
+        raise errors.bad_argument(f"{arguments[at]}: expected USER/NAME or USER/NAME:FILE")
     return [*arguments[:at], "--model", str(download(arguments[at + 1])), *arguments[at + 2 :]]
 
 

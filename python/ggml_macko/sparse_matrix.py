@@ -79,7 +79,7 @@ class SparseMatrix:
         name = registry.type_named(format)
         if name is None:
             known = ", ".join(registry.types())
-            raise errors.error(errors.BAD_ARGUMENT, f"format {format!r} is not one of {known}")
+            raise errors.bad_argument(f"format {format!r} is not one of {known}")
         choices = registry.types()[name]
         n_negative_zeros = 0
         if not keep_negative_zeros or any(choice.is_lossy for choice in choices):
@@ -96,7 +96,7 @@ class SparseMatrix:
             candidate = choice.codec.plan(source, choice, settings)
             found.append((sum(part.nbytes for part in candidate.components), candidate))
         if not found:
-            raise errors.error(errors.BAD_ARGUMENT, f"format {format!r} has no index_bits {index_bits}")
+            raise errors.bad_argument(f"format {format!r} has no index_bits {index_bits}")
         best = min(found, key=lambda x: x[0])[1]  # the first of equals
         self = cls.__new__(cls)
         self._init(best.matrix or best.codec.encode(source, best.index_bits, best.value_type, settings))
@@ -157,9 +157,8 @@ class SparseMatrix:
         """
         x = _to_float32(np.asarray(x))
         if x.ndim not in (1, 2) or x.shape[0] != self.arrays.cols:
-            raise errors.error(
-                errors.BAD_ARGUMENT,
-                f"expected an array of shape ({self.arrays.cols},) or ({self.arrays.cols}, n), got {x.shape}",
+            raise errors.bad_argument(
+                f"expected an array of shape ({self.arrays.cols},) or ({self.arrays.cols}, n), got {x.shape}"
             )
         if self._cpu is None:
             self._cpu = CpuMatrix(self.arrays)
@@ -214,12 +213,11 @@ def _to_bits(dense: Any, bf16: bool) -> tuple[Array, int]:
     """(bit patterns, ggml type) of the argument of from_dense()."""
     array = dense.toarray() if hasattr(dense, "toarray") else np.asarray(dense)
     if array.ndim != 2:
-        raise errors.error(errors.BAD_ARGUMENT, f"expected a 2-D array, got shape {array.shape}")
+        raise errors.bad_argument(f"expected a 2-D array, got shape {array.shape}")
     if bf16 != (array.dtype == np.uint16):  # numbers of this type are more likely a forgotten bf16=True
-        raise errors.error(
-            errors.BAD_ARGUMENT,
+        raise errors.bad_argument(
             f"{array.dtype} with bf16={bf16}: uint16 holds bit patterns of BF16, and needs bf16=True; if they are "
-            "numbers, use astype(np.float32)",
+            "numbers, use astype(np.float32)"
         )
     if bf16:
         return np.ascontiguousarray(array), TYPE_BF16
@@ -232,7 +230,7 @@ def _to_bits(dense: Any, bf16: bool) -> tuple[Array, int]:
 def _to_float32(array: Array) -> npt.NDArray[np.float32]:
     """The numbers as float32. Raises ArgumentError for inexact integers, values out of range, and other types."""
     if array.dtype.kind not in "fiub":
-        raise errors.error(errors.BAD_ARGUMENT, f"expected an array of real numbers, got {array.dtype}")
+        raise errors.bad_argument(f"expected an array of real numbers, got {array.dtype}")
     with np.errstate(over="ignore"):
         values: npt.NDArray[np.float32] = array.astype(np.float32, copy=False)
     if array.dtype.kind == "f":
@@ -241,7 +239,7 @@ def _to_float32(array: Array) -> npt.NDArray[np.float32]:
         lost, why = _rounded(array), "would be rounded to float32; astype(np.float32) does so"
     if lost.any():
         at = tuple(int(i) for i in np.unravel_index(int(np.argmax(lost)), lost.shape))
-        raise errors.error(errors.BAD_ARGUMENT, f"element {list(at)} is {array[at]}, which {why}")
+        raise errors.bad_argument(f"element {list(at)} is {array[at]}, which {why}")
     return values
 
 

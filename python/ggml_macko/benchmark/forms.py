@@ -51,7 +51,7 @@ class Forms:
         self._conversions = conversions
         with Model(dense) as model:
             if model.is_sparse:
-                raise errors.error(errors.BAD_ARGUMENT, f"{dense}: is a sparse file; the dense model comes first")
+                raise errors.bad_argument(f"{dense}: is a sparse file; the dense model comes first")
             self.n_elements = sum(t.n_elements for t in model.tensors)
             self._shapes = {t.name: t.ne for t in model.tensors}
         self.list = [Form(dense.stem, DENSE, dense)]
@@ -76,9 +76,8 @@ class Forms:
         """Raises MackoError if a variant and the dense model have different tensors."""
         with Model(path) as model:
             if {t.name: t.ne for t in model.tensors} != self._shapes:
-                raise errors.error(
-                    errors.BAD_ARGUMENT,
-                    f"{path}: has other tensors than {self._dense}: not a variant of the same model",
+                raise errors.bad_argument(
+                    f"{path}: has other tensors than {self._dense}: not a variant of the same model"
                 )
             return model.is_sparse
 
@@ -121,7 +120,7 @@ class Forms:
 
 
 def _two_models(label: str) -> errors.MackoError:
-    return errors.error(errors.BAD_ARGUMENT, f"two models would be called '{label}' in the table")
+    return errors.bad_argument(f"two models would be called '{label}' in the table")
 
 
 def sparse_kind(path: Path, source: Path) -> str:

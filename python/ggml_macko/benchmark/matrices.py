@@ -52,7 +52,7 @@ class GgmlMatVec:
         mem_size = n_copies * (nbytes + 64 * (rows + cols) + (1 << 16)) + (64 << 20)
         self._context = base.ggml_init(_InitParams(mem_size, None, False))
         if not self._context:
-            raise errors.error(errors.BAD_ARGUMENT, "ggml could not get memory for a dense matrix")
+            raise errors.bad_argument("ggml could not get memory for a dense matrix")
         x = base.ggml_new_tensor_1d(self._context, 0, cols)
         rng = np.random.default_rng(1)
         values = rng.standard_normal(cols, dtype=np.float32)
@@ -87,7 +87,7 @@ class GgmlMatVec:
     def run(self, n_threads: int) -> None:
         """One product with each copy. Raises MackoError if ggml fails."""
         if self._cpu.ggml_graph_compute_with_ctx(self._context, self._graph, n_threads):
-            raise errors.error(errors.BAD_ARGUMENT, "ggml failed to compute")
+            raise errors.bad_argument("ggml failed to compute")
 
     def close(self) -> None:
         self._base.ggml_free(self._context)

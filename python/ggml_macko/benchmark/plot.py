@@ -62,8 +62,8 @@ def figure_class() -> type[Any]:
         import matplotlib  # noqa: F401
         from matplotlib.figure import Figure as MatplotlibFigure
     except ImportError:
-        raise errors.error(
-            errors.BAD_ARGUMENT, "a plot needs matplotlib: pip install 'ggml-macko[plot]', or leave the plot out"
+        raise errors.bad_argument(
+            "a plot needs matplotlib: pip install 'ggml-macko[plot]', or leave the plot out"
         ) from None
     return MatplotlibFigure
 
@@ -218,7 +218,7 @@ def output_of(path: str, force: bool, inputs: Inputs = ()) -> AtomicOutput:
     """
     signature = SIGNATURES.get(Path(path).suffix.lower())
     if signature is None:
-        raise errors.error(errors.BAD_ARGUMENT, f"{path}: a plot ends in {', '.join(SIGNATURES)}")
+        raise errors.bad_argument(f"{path}: a plot ends in {', '.join(SIGNATURES)}")
     return AtomicOutput(path, inputs, force, signature)
 
 

@@ -19,24 +19,11 @@ from typing import Any, NoReturn
 from .. import console, errors
 from ..errors import one_line
 
-# subcommand -> module with HELP, add_arguments(parser), run(args) -> exit code
-COMMANDS = {
-    "calibrate": "commands.calibrate",
-    "perplexity": "commands.perplexity",
-    "prune": "commands.prune",
-    "recover": "commands.recover",
-    "decompress": "commands.decompress",
-    "convert": "commands.convert",
-    "restore": "commands.restore",
-    "verify": "commands.verify",
-    "inspect": "commands.inspect",
-    "plan": "commands.plan",
-    "generate": "commands.generate",
-    "bench": "commands.bench",
-    "report": "commands.report",
-    "run": "commands.run",
-    "env": "commands.env",
-}
+# Each is a module in commands/ with HELP, add_arguments(parser), run(args) -> exit code.
+COMMANDS = (
+    "calibrate", "perplexity", "prune", "recover", "decompress", "convert", "restore", "verify", "inspect", "plan",
+    "generate", "bench", "report", "run", "env",
+)  # fmt: skip
 
 USAGE = 2
 """Exit code for a wrong command line, the same as argparse's."""
@@ -112,9 +99,7 @@ class PrintCompletion(argparse.Action):
         try:
             import shtab
         except ImportError as e:
-            raise errors.error(
-                errors.BAD_ARGUMENT, "--print-completion needs shtab: pip install 'ggml-macko[completion]'"
-            ) from e
+            raise errors.bad_argument("--print-completion needs shtab: pip install 'ggml-macko[completion]'") from e
         for command in parser._actions:
             subparsers = command.choices.values() if isinstance(command, argparse._SubParsersAction) else ()
             for action in (action for subparser in subparsers for action in subparser._actions):
@@ -131,8 +116,8 @@ def make_parser() -> Parser:
         "--print-completion", action=PrintCompletion, choices=SHELLS, help="print a completion script and exit"
     )
     subparsers = parser.add_subparsers(dest="command", metavar="SUBCOMMAND")
-    for name, module_name in COMMANDS.items():
-        module = importlib.import_module(f"ggml_macko.{module_name}")
+    for name in COMMANDS:
+        module = importlib.import_module(f"ggml_macko.commands.{name}")
         sub = subparsers.add_parser(name, help=module.HELP, allow_abbrev=False)
         module.add_arguments(sub)
         sub.add_argument("--debug", action="store_true", help="show a traceback with an error")
@@ -140,7 +125,7 @@ def make_parser() -> Parser:
     helper = subparsers.add_parser("help", help="show the arguments of a subcommand", allow_abbrev=False)
     helper.description = "Shows the subcommands, or the arguments of one subcommand."
     helper.add_argument(
-        "subcommand", metavar="SUBCOMMAND", nargs="?", choices=[*COMMANDS], help="one of the subcommands above"
+        "subcommand", metavar="SUBCOMMAND", nargs="?", choices=COMMANDS, help="one of the subcommands above"
     )
     helper.add_argument("--debug", action="store_true", help="show a traceback with an error")
     helper.set_defaults(run=lambda args: parser.parse_args([*filter(None, [args.subcommand]), "--help"]))

@@ -167,9 +167,7 @@ def continue_text(llama: Llama, prompt: str | None, args: argparse.Namespace, sa
     while text is not None:
         n_prompt = len(llama.tokenize(text.encode("utf-8"), special=True))
         if n_prompt >= llama._n_ctx:
-            raise errors.error(
-                errors.BAD_ARGUMENT, f"the prompt has {n_prompt} tokens, the context {llama._n_ctx}; see -c"
-            )
+            raise errors.bad_argument(f"the prompt has {n_prompt} tokens, the context {llama._n_ctx}; see -c")
         # llama_cpp takes 0 tokens for as many as fit
         chunks = sampling["max_tokens"] and llama.create_completion(text, **sampling)
         text += printed(chunks, lambda choice: choice["text"])
@@ -181,9 +179,7 @@ def continue_text(llama: Llama, prompt: str | None, args: argparse.Namespace, sa
 def converse(llama: Llama, prompt: str | None, system: str | None, sampling: dict[str, Any]) -> None:
     """Answers the prompt and then each line of stdin, in the model's chat template, to the end of the input."""
     if "tokenizer.chat_template" not in llama.metadata:
-        raise errors.error(
-            errors.BAD_ARGUMENT, f"{llama.model_path}: has no chat template: a base model; -i continues text"
-        )
+        raise errors.bad_argument(f"{llama.model_path}: has no chat template: a base model; -i continues text")
     messages: list[Any] = [] if system is None else [{"role": "system", "content": system}]
     message = prompt if prompt is not None else next_line()
     while message is not None:
@@ -196,7 +192,7 @@ def converse(llama: Llama, prompt: str | None, system: str | None, sampling: dic
                 if "context window" not in str(e):
                     raise
                 text = f"the conversation does not fit into the context, {llama._n_ctx} tokens; see -c"
-                raise errors.error(errors.BAD_ARGUMENT, text) from e
+                raise errors.bad_argument(text) from e
             messages.append({"role": "assistant", "content": answer})
             sys.stdout.write("\n")
         message = next_line()

@@ -160,7 +160,7 @@ def draw(report: ModelReport, path: str, force: bool) -> None:
         if name and len(t.shape) >= 2 and t.density is not None:
             cells.append(plot.Cell(int(name[1]), name[2], t.density))
     if not cells:
-        raise errors.error(errors.BAD_ARGUMENT, "--plot: the file has no block weights of a type with zeros")
+        raise errors.bad_argument("--plot: the file has no block weights of a type with zeros")
     last, n_matrices = max(cells), len({cell.matrix for cell in cells})
     if last.layer >= MAX_LAYERS or n_matrices > MAX_MATRICES:
         raise errors.error(

@@ -158,7 +158,7 @@ def default_types() -> list[str]:
 def _checked(name: str) -> str:
     found = registry.type_named(name)
     if found is None:
-        raise errors.error(errors.BAD_ARGUMENT, f"unknown type '{name}'; known: {', '.join(registry.types())}")
+        raise errors.bad_argument(f"unknown type '{name}'; known: {', '.join(registry.types())}")
     return found
 
 

@@ -110,7 +110,7 @@ def parse_device(text: str) -> int:
         sizes.append(int(size[1]) if size else SHARED_KB.get(word, 0))
     if name != "cuda":
         known = ", ".join(f"cuda:{word}" for word in SHARED_KB)
-        raise errors.error(errors.BAD_ARGUMENT, f"device '{text}': expected cpu, cuda, cuda:0, {known}, or cuda:<n>KB")
+        raise errors.bad_argument(f"device '{text}': expected cpu, cuda, cuda:0, {known}, or cuda:<n>KB")
     return sizes[-1] << 10
 
 

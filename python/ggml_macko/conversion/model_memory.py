@@ -53,7 +53,7 @@ class DeviceMemory:
 def cache_type(name: str) -> gguf.GGMLQuantizationType:
     """The ggml type of a name in CACHE_TYPES. Raises MackoError for other names."""
     if name not in CACHE_TYPES:
-        raise errors.error(errors.BAD_ARGUMENT, f"{name} is no type of a cache: {', '.join(CACHE_TYPES)}")
+        raise errors.bad_argument(f"{name} is no type of a cache: {', '.join(CACHE_TYPES)}")
     return gguf.GGMLQuantizationType[name.upper()]
 
 

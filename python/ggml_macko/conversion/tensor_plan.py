@@ -246,7 +246,7 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Te
     if dense_type != DENSE:
         planned = plan_dense(t, dense_type, options, alignment, spool)
         if isinstance(planned, str):
-            raise errors.error(errors.BAD_ARGUMENT, f"{t.shard.path}: {t.name} cannot become {dense_type}: {planned}")
+            raise errors.bad_argument(f"{t.shard.path}: {t.name} cannot become {dense_type}: {planned}")
         return planned
     reason = why_dense(t, asked, wanted)
     if reason is not None:
@@ -440,7 +440,7 @@ def mixed_dense_types(t: Tensor, contents: Contents | None) -> tuple[str, ...]:
 
 def _unreachable(target_bpw: float, least: int, n_elements: int) -> errors.MackoError:
     bpw = math.ceil(least * 8000 / n_elements) / 1000  # rounded up: it can be reached
-    return errors.error(errors.BAD_ARGUMENT, f"--target-bpw {target_bpw:g} cannot be reached; the least is {bpw:.3f}")
+    return errors.bad_argument(f"--target-bpw {target_bpw:g} cannot be reached; the least is {bpw:.3f}")
 
 
 def _smallest_plan(t: Tensor, options: Options, alignment: int) -> TensorPlan:

@@ -206,9 +206,8 @@ class Checkpoint:
             if not differs and found.get("text") != _digest(chunks[:done].tobytes()):
                 differs = ["text"]
             if differs:
-                raise errors.error(
-                    errors.BAD_ARGUMENT,
-                    f"{self.path}: is from a run with another {differs[0]}; delete it to start anew",
+                raise errors.bad_argument(
+                    f"{self.path}: is from a run with another {differs[0]}; delete it to start anew"
                 )
             if found.get("sums") != _digest_of((t.name, t.cols, t.read()) for t in file.tensors):
                 raise errors.error(errors.BAD_FORMAT, f"{self.path}: is damaged; delete it to start anew")

@@ -126,7 +126,7 @@ class BaseFile:
         return data
 
     def _bad(self, text: str) -> errors.MackoError:
-        return errors.error(errors.BAD_ARGUMENT, f"{self.path}: {text}")
+        return errors.bad_argument(f"{self.path}: {text}")
 
     def check_vocabulary(self, model_path: str | os.PathLike[str], n_vocab: int) -> None:
         """Raises MackoError unless the vocabularies of the model and of the base model have the same size."""
@@ -430,9 +430,8 @@ def divergence(
     base.check_vocabulary(model.path, model.n_vocab)
     chunks = base.chunks if n_chunks < 0 else base.chunks[:n_chunks]
     if len(chunks) * n_scored(base.n_ctx) < MIN_TOKENS:
-        raise errors.error(
-            errors.BAD_ARGUMENT,
-            f"{base.path}: {len(chunks)} chunks of {base.n_ctx} tokens; at least {MIN_TOKENS} scored tokens are needed",
+        raise errors.bad_argument(
+            f"{base.path}: {len(chunks)} chunks of {base.n_ctx} tokens; at least {MIN_TOKENS} scored tokens are needed"
         )
     found = Divergence()
 

@@ -88,9 +88,9 @@ class TextModel:
         from ..native.llama_hook import register
 
         if not (2 <= n_ctx < 2**31 and 1 <= n_batch < 2**31 and 1 <= n_ubatch < 2**31):
-            raise errors.error(errors.BAD_ARGUMENT, f"a context of {n_ctx} tokens, batches of {n_batch} and {n_ubatch}")
+            raise errors.bad_argument(f"a context of {n_ctx} tokens, batches of {n_batch} and {n_ubatch}")
         if not 0 <= n_threads <= system.MAX_THREADS:
-            raise errors.error(errors.BAD_ARGUMENT, f"{n_threads} threads; llama.cpp has at most {system.MAX_THREADS}")
+            raise errors.bad_argument(f"{n_threads} threads; llama.cpp has at most {system.MAX_THREADS}")
         self._api = api
         self.path = Path(path)
         self.n_ctx = n_ctx
@@ -134,9 +134,7 @@ class TextModel:
             self._vocab = api.llama_model_get_vocab(self._model)
             trained = int(api.llama_model_n_ctx_train(self._model))
             if api.llama_vocab_get_add_eos(self._vocab):
-                raise errors.error(
-                    errors.BAD_ARGUMENT, f"{path}: its vocabulary ends each text with EOS; not supported"
-                )
+                raise errors.bad_argument(f"{path}: its vocabulary ends each text with EOS; not supported")
             self._stack = on_error.pop_all()
         if n_ctx > trained:
             console.log(f"warning: -c {n_ctx}: the model was trained with {trained} tokens")
@@ -157,7 +155,7 @@ class TextModel:
             tokens = np.empty(-n, dtype=np.int32)
             n = self._tokenize(text, tokens)
         if n < 0:
-            raise errors.error(errors.BAD_ARGUMENT, "the text could not be tokenized")
+            raise errors.bad_argument("the text could not be tokenized")
         return tokens[:n].copy()
 
     def _tokenize(self, text: bytes, tokens: npt.NDArray[np.int32]) -> int:
@@ -175,10 +173,9 @@ class TextModel:
         warn_of_crlf(text, text_path)
         tokens = self.tokenize(text[:-1] if text.endswith(b"\n") else text)  # llama.cpp's tools drop one newline
         if len(tokens) < 2 * self.n_ctx:
-            raise errors.error(
-                errors.BAD_ARGUMENT,
+            raise errors.bad_argument(
                 f"{text_path}: {len(tokens)} tokens; at least {2 * self.n_ctx} are needed for chunks of {self.n_ctx} "
-                "(-c)",
+                "(-c)"
             )
         n = len(tokens) // self.n_ctx
         chunks = tokens[: n * self.n_ctx].reshape(n, self.n_ctx)
@@ -294,13 +291,11 @@ def read_text(path: str | os.PathLike[str]) -> bytes:
     """The bytes of a UTF-8 file. Raises MackoError if it is empty, too long, or not UTF-8, or OSError."""
     text = read_bytes(path)
     if not text:
-        raise errors.error(errors.BAD_ARGUMENT, f"{path}: is empty")
+        raise errors.bad_argument(f"{path}: is empty")
     if len(text) > MAX_TEXT:
         raise errors.error(errors.LIMIT, f"{path}: {len(text)} bytes; a text has at most {MAX_TEXT}")
     try:
         text.decode("utf-8")
     except UnicodeDecodeError as e:
-        raise errors.error(
-            errors.BAD_ARGUMENT, f"{path}: is not UTF-8 text: byte {e.start} is 0x{text[e.start]:02x}"
-        ) from e
+        raise errors.bad_argument(f"{path}: is not UTF-8 text: byte {e.start} is 0x{text[e.start]:02x}") from e
     return text

@@ -57,13 +57,12 @@ class Imatrix:
         """
         found = self.entries.get(tensor.name)
         if found is None:
-            raise errors.error(errors.BAD_ARGUMENT, f"{self.path}: did not find weights for {tensor.name}")
+            raise errors.bad_argument(f"{self.path}: did not find weights for {tensor.name}")
         cols, n_mat = tensor.cols, _n_mat(tensor)
         if found.sums.size != cols * n_mat or len(found.counts) not in (1, n_mat):
-            raise errors.error(
-                errors.BAD_ARGUMENT,
+            raise errors.bad_argument(
                 f"{self.path}: {tensor.name}: {_shape(found.sums)} sums and {len(found.counts)} counts, but the tensor "
-                f"has {n_mat} x {cols} columns: it is the imatrix of another model",
+                f"has {n_mat} x {cols} columns: it is the imatrix of another model"
             )
         return Statistics(found.sums.reshape(n_mat, cols), np.broadcast_to(found.counts, n_mat))
 
@@ -84,9 +83,8 @@ class Imatrix:
         tensors = {t.name: t for t in model.tensors}
         for name in self.entries:
             if name not in tensors:
-                raise errors.error(
-                    errors.BAD_ARGUMENT,
-                    f"{self.path}: {name}: {model.path} has no such tensor: it is the imatrix of another model",
+                raise errors.bad_argument(
+                    f"{self.path}: {name}: {model.path} has no such tensor: it is the imatrix of another model"
                 )
             self.of(tensors[name])
 
@@ -108,18 +106,17 @@ def read(path: str | os.PathLike[str]) -> Imatrix:
     with named(path), open_regular(path) as f:
         magic = bytearray(4)
         if read_at(f, 0, memoryview(magic)) and magic != b"GGUF":
-            raise errors.error(
-                errors.BAD_ARGUMENT,
-                f"{path}: is not a GGUF file; an imatrix in the old format becomes one with llama-imatrix --in-file",
+            raise errors.bad_argument(
+                f"{path}: is not a GGUF file; an imatrix in the old format becomes one with llama-imatrix --in-file"
             )
     with Model(path) as file:
         keys = {k.name: k.value() for k in file.keys if not k.name.startswith("tokenizer.")}
         if keys.get("general.type", "imatrix") != "imatrix":
-            raise errors.error(errors.BAD_ARGUMENT, f"{path}: general.type is {keys['general.type']!r}, not 'imatrix'")
+            raise errors.bad_argument(f"{path}: general.type is {keys['general.type']!r}, not 'imatrix'")
         parts = {t.name: t for t in file.tensors}
         names = sorted({n[: -len(s)] for n in parts for s in (SUMS, COUNTS) if n.endswith(s)})
         if not names:
-            raise errors.error(errors.BAD_ARGUMENT, f"{path}: holds no statistics: it is not an imatrix")
+            raise errors.bad_argument(f"{path}: holds no statistics: it is not an imatrix")
         out = Imatrix(
             path,
             {name: _read_entry(path, name, parts) for name in names},
@@ -134,13 +131,13 @@ def read(path: str | os.PathLike[str]) -> Imatrix:
 def _checked_key(path: Path, keys: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     value = keys.get(name, default)
     if not isinstance(value, kind):
-        raise errors.error(errors.BAD_ARGUMENT, f"{path}: {name} has another type than llama-imatrix writes")
+        raise errors.bad_argument(f"{path}: {name} has another type than llama-imatrix writes")
     return value
 
 
 def _read_entry(path: Path, name: str, parts: Mapping[str, Tensor]) -> Statistics:
     def bad(text: str) -> errors.MackoError:
-        return errors.error(errors.BAD_ARGUMENT, f"{path}: {name}: {text}")
+        return errors.bad_argument(f"{path}: {name}: {text}")
 
     arrays = []
     for suffix in (SUMS, COUNTS):

@@ -124,7 +124,7 @@ class AtomicOutput:
         if not self.path.parent.is_dir():
             raise errors.error(errors.IO, f"{path}: there is no folder {self.path.parent}")
         if any(_is_same(self.path, source) for source in self._inputs):
-            raise errors.error(errors.BAD_ARGUMENT, f"{path}: input and output files are the same")
+            raise errors.bad_argument(f"{path}: input and output files are the same")
         self._check_free()
 
     @property
@@ -140,7 +140,7 @@ class AtomicOutput:
             return
         check_regular(self.path, mode)
         if not self._force:
-            raise errors.error(errors.BAD_ARGUMENT, f"{self.path}: exists; use --force to replace it")
+            raise errors.bad_argument(f"{self.path}: exists; use --force to replace it")
 
     def __enter__(self) -> AtomicOutput:
         try:

@@ -34,13 +34,13 @@ def check_pattern(option: str, pattern: str, names: Iterable[str], others: Itera
         return
     other = next((name for name in others if re.search(pattern, name)), None)
     if other is not None:
-        raise errors.error(errors.BAD_ARGUMENT, f"{option}: {other} {why}")
+        raise errors.bad_argument(f"{option}: {other} {why}")
     kinds = [re.sub(r"^blk\.\d+\.|\.(weight|bias)$", "", name) for name in names]
     # ffn_up of ffn_up_exps
     kinds += [kind[: match.start()] for kind in kinds for match in [*re.finditer("_", kind)][1:]]
     plain = re.sub(r"\\|\.[*+]|[\^$()]", "", pattern)
     hint = errors.did_you_mean(plain, dict.fromkeys([*kinds, *names]), 3)
-    raise errors.error(errors.BAD_ARGUMENT, f"{option}: no tensor has such a name{hint}")
+    raise errors.bad_argument(f"{option}: no tensor has such a name{hint}")
 
 
 def is_value_type(type_id: int) -> bool:

@@ -56,7 +56,7 @@ def decompress(folder: str | os.PathLike[str], output: str | os.PathLike[str]) -
     """
     folder, output = Path(folder), Path(os.path.realpath(output))
     if output.exists():
-        raise errors.error(errors.BAD_ARGUMENT, f"{output}: exists; name a folder that does not")
+        raise errors.bad_argument(f"{output}: exists; name a folder that does not")
     if not output.parent.is_dir():
         raise errors.error(errors.IO, f"{output.parent}: is not a folder")
     config = read_config(folder)
@@ -69,7 +69,7 @@ def decompress(folder: str | os.PathLike[str], output: str | os.PathLike[str]) -
         partial.mkdir(folder.stat().st_mode & 0o777 | 0o700)
         _write(checkpoint, config, partial)
         if output.exists():
-            raise errors.error(errors.BAD_ARGUMENT, f"{output}: exists; name a folder that does not")
+            raise errors.bad_argument(f"{output}: exists; name a folder that does not")
         os.rename(partial, output)
     return Decompression(
         path=output,
@@ -93,7 +93,7 @@ def check_files(folder: Path) -> None:
         for path in (Path(parent, name) for name in folders + files):
             target = Path(os.path.realpath(path))
             if path.is_symlink() and (target.is_dir() or not {top, blobs} & {target.parent, *target.parents}):
-                raise errors.error(errors.BAD_ARGUMENT, f"{path}: is a link to {target}, which is not followed")
+                raise errors.bad_argument(f"{path}: is a link to {target}, which is not followed")
             if not path.is_dir():
                 check_regular(path)
 
@@ -205,8 +205,8 @@ class _Checkpoint:
         if twins:
             raise self._bad(f"{twins[0]} is stored dense and compressed")
         if not any(w.is_packed for w in self.weights):
-            raise errors.error(
-                errors.BAD_ARGUMENT, f"{folder}: has no compressed-tensors weights (NAME.bitmask); it is dense already"
+            raise errors.bad_argument(
+                f"{folder}: has no compressed-tensors weights (NAME.bitmask); it is dense already"
             )
 
     def _bad(self, what: str) -> errors.MackoError:

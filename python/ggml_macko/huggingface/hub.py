@@ -24,7 +24,7 @@ def download(spec: str) -> Path:
     """
     repo, _, wanted = spec.partition(":")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
-        raise errors.error(errors.BAD_ARGUMENT, f"-hf {spec}: expected USER/NAME or USER/NAME:FILE")
+        raise errors.bad_argument(f"-hf {spec}: expected USER/NAME or USER/NAME:FILE")
     hub = _hub()
     try:
         names = sorted(hub.list_repo_files(repo))
@@ -41,9 +41,7 @@ def _hub() -> Any:
     try:
         import huggingface_hub
     except ImportError:
-        raise errors.error(
-            errors.BAD_ARGUMENT, "-hf needs huggingface-hub: pip install 'ggml-macko[huggingface]'"
-        ) from None
+        raise errors.bad_argument("-hf needs huggingface-hub: pip install 'ggml-macko[huggingface]'") from None
     return huggingface_hub
 
 
@@ -62,14 +60,14 @@ def choose(repo: str, names: Sequence[str], wanted: str) -> list[str]:
     if len(found) != 1:
         what = f"{len(found)} files match" if found else "no file matches" if wanted else "there is no GGUF"
         known = ", ".join(models[:20]) or ", ".join(names[:20])
-        raise errors.error(errors.BAD_ARGUMENT, f"-hf {repo}:{wanted}: {what}; there are: {known}")
+        raise errors.bad_argument(f"-hf {repo}:{wanted}: {what}; there are: {known}")
     split = _SPLIT.fullmatch(found[0])
     if split is None:
         return found
     parts = [f"{split[1]}-{i + 1:05d}-of-{split[3]}.gguf" for i in range(max(1, min(int(split[3]), len(names) + 1)))]
     missing = [name for name in parts if name not in names]
     if missing:
-        raise errors.error(errors.BAD_ARGUMENT, f"-hf {repo}:{wanted}: {missing[0]} is not there")
+        raise errors.bad_argument(f"-hf {repo}:{wanted}: {missing[0]} is not there")
     return parts
 
 

@@ -64,10 +64,9 @@ def check_runs_no_code(folder: Path) -> None:
     """Raises MackoError if a JSON file of a checkpoint names Python code that transformers would run."""
     for path in sorted(folder.glob("*.json")):
         if _names_code(parse_json(path)):
-            raise errors.error(
-                errors.BAD_ARGUMENT,
+            raise errors.bad_argument(
                 f"{path}: has auto_map: the converter would run Python code of this checkpoint, or of another "
-                "repository; look at it first, then use --trust-remote-code",
+                "repository; look at it first, then use --trust-remote-code"
             )
 
 

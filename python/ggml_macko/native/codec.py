@@ -91,12 +91,10 @@ class EncodedMatrix:
 def dense_bits(dense: Array, type_id: int) -> Array:
     """A contiguous copy of dense. Raises MackoError unless dense is a 2-D array of bit patterns of the type."""
     if type_id not in _BITS_DTYPES:
-        raise errors.error(errors.BAD_ARGUMENT, f"value type {type_id} is not F16, BF16 or F32")
+        raise errors.bad_argument(f"value type {type_id} is not F16, BF16 or F32")
     dtype = np.dtype(_BITS_DTYPES[type_id])
     if dense.ndim != 2 or dense.dtype != dtype:
-        raise errors.error(
-            errors.BAD_ARGUMENT, f"expected a 2-D array of {dtype} bit patterns, got {dense.dtype} {dense.shape}"
-        )
+        raise errors.bad_argument(f"expected a 2-D array of {dtype} bit patterns, got {dense.dtype} {dense.shape}")
     return np.ascontiguousarray(dense)
 
 
@@ -160,7 +158,7 @@ def _c_header(m: MatrixHeader) -> Any:
     """The C struct of a matrix whose arrays have no data."""
     c = new_struct("ggml_macko_matrix")
     if len(m.nbytes) != len(m.types) or len(m.nbytes) > len(c.arrays):
-        raise errors.error(errors.BAD_ARGUMENT, f"{len(m.nbytes)} arrays with {len(m.types)} types")
+        raise errors.bad_argument(f"{len(m.nbytes)} arrays with {len(m.types)} types")
     name = ffi().new("char[]", m.format.encode())
     for field in ("rows", "cols", "type", "value_type", "index_bits", "nnz"):
         setattr(c, field, getattr(m, field))
@@ -173,11 +171,11 @@ def _c_header(m: MatrixHeader) -> Any:
 def c_matrix(m: EncodedMatrix) -> Any:
     """The C struct of a matrix. It points into the arrays of m, which must live as long."""
     if m.type not in _BITS_DTYPES:
-        raise errors.error(errors.BAD_ARGUMENT, f"dense type {m.type} is not F16, BF16 or F32")
+        raise errors.bad_argument(f"dense type {m.type} is not F16, BF16 or F32")
     c = _c_header(m.header)
     for i, array in enumerate(m.arrays):
         if array.ndim != 1 or not array.flags.c_contiguous:
-            raise errors.error(errors.BAD_ARGUMENT, f"array {i} of {m.format}: expected a contiguous 1-D array")
+            raise errors.bad_argument(f"array {i} of {m.format}: expected a contiguous 1-D array")
         c.arrays[i].data = ffi().from_buffer("const void *", array)
     return c
 
@@ -258,7 +256,7 @@ def drop_negative_zeros(bits: Array, type_id: int, n_threads: int = 0) -> int:
     """Sets each -0.0 in a contiguous array of bit patterns to +0.0. Returns the number of changes."""
     dtype = np.dtype(_BITS_DTYPES[type_id])
     if bits.dtype != dtype or not bits.flags.c_contiguous or not bits.flags.writeable:
-        raise errors.error(errors.BAD_ARGUMENT, f"expected a contiguous, writable array of {dtype}, got {bits.dtype}")
+        raise errors.bad_argument(f"expected a contiguous, writable array of {dtype}, got {bits.dtype}")
     count = ffi().new("int64_t *")
     pointer = ffi().from_buffer("void *", bits, require_writable=True)
     check(lib().ggml_macko_drop_negative_zeros(pointer, type_id, bits.size, n_threads, count))
@@ -300,9 +298,9 @@ def measure_error(m: EncodedMatrix, dense: Array, weights: Array | None = None, 
     """
     dense = dense_bits(dense, m.type)
     if dense.shape != (m.rows, m.cols):
-        raise errors.error(errors.BAD_ARGUMENT, f"shape {dense.shape} of a matrix of {(m.rows, m.cols)}")
+        raise errors.bad_argument(f"shape {dense.shape} of a matrix of {(m.rows, m.cols)}")
     if weights is not None and (weights.ndim != 2 or weights.shape[1] != m.cols):
-        raise errors.error(errors.BAD_ARGUMENT, f"weights {weights.shape} of {m.cols} columns")
+        raise errors.bad_argument(f"weights {weights.shape} of {m.cols} columns")
     out = new_struct("ggml_macko_error")
     c_weights, n_weights = _floats(weights), 0 if weights is None else len(weights)
     c_dense = ffi().from_buffer("const void *", dense)
@@ -328,7 +326,7 @@ def quantize_q4_nl(
     """
     n = len(values)
     if weights is not None and weights.shape != values.shape:
-        raise errors.error(errors.BAD_ARGUMENT, f"{len(weights)} weights of {n} values")
+        raise errors.bad_argument(f"{len(weights)} weights of {n} values")
     out = np.empty(max(1, -(-n // _Q4_NL_BLOCK)) * _Q4_NL_NBYTES, dtype=np.uint8)
     c_out = ffi().from_buffer("void *", out, require_writable=True)
     c_values = ffi().from_buffer("const void *", _contiguous(values, type_id))
@@ -349,7 +347,5 @@ def round_to_scales(values: Array, type_id: int, value_type: int, blocks: Array,
 
 def _contiguous(values: Array, type_id: int) -> Array:
     if values.ndim != 1 or values.dtype != _BITS_DTYPES.get(type_id):
-        raise errors.error(
-            errors.BAD_ARGUMENT, f"expected bit patterns (n,) of type {type_id}, got {values.dtype} {values.shape}"
-        )
+        raise errors.bad_argument(f"expected bit patterns (n,) of type {type_id}, got {values.dtype} {values.shape}")
     return np.ascontiguousarray(values)

@@ -33,9 +33,7 @@ class CpuMatrix:
     def mul_mat(self, x: npt.NDArray[Any], n_threads: int = 0) -> npt.NDArray[np.float32]:
         """x: (n, cols) float32 -> (n, rows) float32, y = x W^T."""
         if x.ndim != 2 or x.shape[1] != self.cols or x.dtype != np.float32:
-            raise errors.error(
-                errors.BAD_ARGUMENT, f"expected float32 of shape (n, {self.cols}), got {x.dtype} {x.shape}"
-            )
+            raise errors.bad_argument(f"expected float32 of shape (n, {self.cols}), got {x.dtype} {x.shape}")
         x = np.ascontiguousarray(x)
         y = np.empty((len(x), self.rows), dtype=np.float32)
         c_x = ffi().from_buffer("const float *", x)

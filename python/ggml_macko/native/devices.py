@@ -54,12 +54,10 @@ def shared_nbytes(number: int) -> int:
         driver.cuDeviceGetCount(ctypes.byref(count))
     if driver is None or number >= count.value:
         found = f"{count.value} GPU{'s'[: count.value != 1]}" if count.value else "no GPU"
-        raise errors.error(
-            errors.BAD_ARGUMENT, f"device 'cuda:{number}': the driver finds {found}; cuda:sm_90 needs none"
-        )
+        raise errors.bad_argument(f"device 'cuda:{number}': the driver finds {found}; cuda:sm_90 needs none")
     status = driver.cuDeviceGet(ctypes.byref(device), number) or driver.cuDeviceGetAttribute(
         ctypes.byref(nbytes), _SHARED_MEMORY_PER_BLOCK_OPTIN, device
     )
     if status:
-        raise errors.error(errors.BAD_ARGUMENT, f"device 'cuda:{number}': the driver reports error {status}")
+        raise errors.bad_argument(f"device 'cuda:{number}': the driver reports error {status}")
     return nbytes.value

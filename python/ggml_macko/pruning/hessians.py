@@ -114,9 +114,7 @@ class Hessians:
         Raises MackoError if the model did not multiply with the weight, or if its inputs were not finite.
         """
         if name not in self._owner:
-            raise errors.error(
-                errors.BAD_ARGUMENT, f"{name}: llama.cpp did not multiply with it; --exclude-weights leaves it out"
-            )
+            raise errors.bad_argument(f"{name}: llama.cpp did not multiply with it; --exclude-weights leaves it out")
         hessian = self._sums.get(_Key(self._owner[name], index))
         if hessian is None:
             return np.eye(cols, dtype=np.float32)

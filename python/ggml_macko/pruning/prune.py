@@ -161,7 +161,7 @@ def tensors_to_prune(model: Model, include: Sequence[str] = (), exclude: Sequenc
     Raises MackoError (BAD_ARGUMENT) if the model is sparse or none is left.
     """
     if model.is_sparse:
-        raise errors.error(errors.BAD_ARGUMENT, f"{model.path}: is a sparse file; use `macko restore` first")
+        raise errors.bad_argument(f"{model.path}: is a sparse file; use `macko restore` first")
     for option, parts in (("--include-weights", include), ("--exclude-weights", exclude)):
         for part in parts:
             tensor_rules.check_pattern(f"{option} {part}", re.escape(part), (t.name for t in model.tensors))
@@ -175,7 +175,7 @@ def tensors_to_prune(model: Model, include: Sequence[str] = (), exclude: Sequenc
             console.log(f"warning: {t.name} cannot be stored sparse: llama.cpp does not only multiply with it")
     if not tensors:
         hint = f"{refused[0].tensor.name} has {refused[0].obstacle}" if refused else "no tensor has such a name"
-        raise errors.error(errors.BAD_ARGUMENT, f"{model.path}: nothing to prune: {hint}")
+        raise errors.bad_argument(f"{model.path}: nothing to prune: {hint}")
     return tensors
 
 

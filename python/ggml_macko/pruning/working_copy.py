@@ -112,9 +112,7 @@ class WorkingCopy:
         if not differs and (not is_one or tensors != [(t.name, t.type, t.ne) for t in self._model.tensors]):
             differs = ["model"]
         if differs:
-            raise errors.error(
-                errors.BAD_ARGUMENT, f"{self.path}: is from a run with another {differs[0]}; delete it to start anew"
-            )
+            raise errors.bad_argument(f"{self.path}: is from a run with another {differs[0]}; delete it to start anew")
         self.n_done, self.n_chunks = found[_DONE], found[_CHUNKS]
 
     def count(self, n_tensors: int, n_chunks: int) -> None:

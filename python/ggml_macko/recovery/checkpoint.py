@@ -53,9 +53,7 @@ class Checkpoint:
             text = f"{self.path}: is no checkpoint of `macko recover`, or damaged: {errors.one_line(e)[:200]}"
             raise errors.error(errors.BAD_FORMAT, text) from e
         if differs:
-            raise errors.error(
-                errors.BAD_ARGUMENT, f"{self.path}: is from a run with another {differs[0]}; delete it to start anew"
-            )
+            raise errors.bad_argument(f"{self.path}: is from a run with another {differs[0]}; delete it to start anew")
         return Saved(state, arrays)
 
     def save(self, state: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:

@@ -128,7 +128,7 @@ def import_torch() -> Any:
     try:
         import torch
     except ImportError as e:
-        raise errors.error(errors.BAD_ARGUMENT, "recover needs PyTorch: pip install 'ggml-macko[train]'") from e
+        raise errors.bad_argument("recover needs PyTorch: pip install 'ggml-macko[train]'") from e
     return torch
 
 
@@ -149,10 +149,9 @@ def check_pair(pruned: Model, teacher: Model) -> None:
     for name in dict.fromkeys([*shapes[0], *shapes[1]]):
         found, wanted = (shape.get(name) for shape in shapes)
         if found != wanted:
-            raise errors.error(
-                errors.BAD_ARGUMENT,
+            raise errors.bad_argument(
                 f"{pruned.path}: {name}: shape {found or 'none'}, but {wanted or 'none'} in {teacher.path}: it was not "
-                "made from that model",
+                "made from that model"
             )
 
 

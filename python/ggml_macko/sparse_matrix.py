@@ -103,11 +103,6 @@ class SparseMatrix:
         self.n_negative_zeros = n_negative_zeros
         return self
 
-    @classmethod
-    def from_scipy(cls, matrix: Any, index_bits: int | None = None, n_threads: int = 0) -> SparseMatrix:
-        """from_dense() of a 2-D scipy.sparse array. Its dense form must fit in memory. Stored zeros are dropped."""
-        return cls.from_dense(matrix, index_bits, n_threads=n_threads)
-
     # ---- properties ----
 
     @property

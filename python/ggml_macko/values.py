@@ -45,6 +45,12 @@ def bits_dtype(type_id: int) -> np.dtype[Any]:
     return np.dtype(np.uint32 if type_id == TYPE_F32 else np.uint16)
 
 
+def component_dtype(type_id: int) -> type[np.generic]:
+    """The dtype of the array of a component with this ggml type; bytes for most types."""
+    known: dict[int, type[np.generic]] = {TYPE_F32: np.uint32, TYPE_I32: np.int32}
+    return np.uint16 if type_id in (TYPE_F16, TYPE_BF16, TYPE_I16) else known.get(type_id, np.uint8)
+
+
 def to_float(bits: Array, type_id: int) -> npt.NDArray[np.float32]:
     """The values of bit patterns of type F16, BF16 or F32, of the same shape. All three are exact in float32."""
     if type_id == TYPE_F16:

@@ -49,14 +49,14 @@ def test_product_is_within_rounding_of_float64(data):
     assert_close_to_float64(y, w, x[:, 0])
 
 
-def test_from_scipy_keeps_every_value():
+def test_scipy_matrix_keeps_every_value():
     rng = np.random.default_rng(1)
     dense = scipy.sparse.random(90, 200, 0.2, dtype=np.float32, random_state=rng, format="coo")
     twice = scipy.sparse.coo_matrix(
         (np.r_[dense.data, np.float32(1), np.float32(2)], (np.r_[dense.row, 3, 3], np.r_[dense.col, 5, 5])), dense.shape
     )
     for matrix in (dense, dense.tocsr(), dense.tocsc(), twice):
-        s = SparseMatrix.from_scipy(matrix)
+        s = SparseMatrix.from_dense(matrix)
         assert s.to_dense().tobytes() == matrix.toarray().tobytes()
         x = rng.standard_normal((200, 4), dtype=np.float32)
         assert_close_to_float64(s @ x, matrix.toarray().astype(np.float64), x)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .. import console, system
 from ..benchmark import plot
-from ..benchmark.bench_worker import Context, Sample
+from ..benchmark.bench_worker import Context
 from ..benchmark.forms import Form, Forms, Recipe
 from ..benchmark.models import LabelledModel, ModelResult, bench_models
 from ..evaluation import likelihood
@@ -28,21 +28,14 @@ from ..gguf.outputs import AtomicOutput, scratch_folder
 
 
 @dataclass(frozen=True)
-class FormResult:
-    """One row of a report. Speeds are medians, or None without a measurement."""
+class FormResult(ModelResult):
+    """One row of a report."""
 
-    model: str  # label
-    nbytes: int  # of the whole file
     bpw: float  # bits of the file per parameter of the dense model
     kind: str  # dense, quantized, sparse or sparse quantized
     ppl: float
     ppl_error: float
     tokens: int  # scored tokens
-    prompt_tps: float | None
-    gen_tps: float | None
-    load_s: float
-    rss: int | float  # bytes
-    samples: tuple[Sample, ...]
 
 
 def report(
@@ -141,18 +134,12 @@ def _estimate(form: Form, text: Path, n_chunks: int, **options: int) -> Estimate
 
 def _result(forms: Forms, form: Form, estimate: Estimate, speed: ModelResult) -> FormResult:
     return FormResult(
-        model=form.label,
-        nbytes=speed.nbytes,
+        **vars(speed),
         bpw=speed.nbytes * 8 / forms.n_elements,
         kind=form.kind,
         ppl=estimate.ppl,
         ppl_error=estimate.error,
         tokens=estimate.n_tokens,
-        prompt_tps=speed.prompt_tps,
-        gen_tps=speed.gen_tps,
-        load_s=speed.load_s,
-        rss=speed.rss,
-        samples=speed.samples,
     )
 
 

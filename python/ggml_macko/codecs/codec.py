@@ -11,30 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
-import numpy as np
-
 from .. import errors
 from ..native import codec as native_codec
 from ..native.codec import EncodedMatrix, MatrixError, MatrixHeader
-from ..values import TYPE_BF16, TYPE_F16, TYPE_F32, TYPE_I8, TYPE_I16, TYPE_I32, Array
+from ..values import Array, component_dtype
 from . import quantize
 
-_DTYPES: dict[int, type[np.generic]] = {  # of the array of a component; other types are bytes
-    TYPE_F32: np.uint32,
-    TYPE_F16: np.uint16,
-    TYPE_BF16: np.uint16,
-    TYPE_I16: np.uint16,
-    TYPE_I32: np.int32,
-    TYPE_I8: np.uint8,
-}
-
-
 _BLOCK = 32  # elements of any type that fill whole bytes
-
-
-def component_dtype(type_id: int) -> type[np.generic]:
-    """The dtype of the array of a component with this ggml type."""
-    return _DTYPES.get(type_id, np.uint8)
 
 
 class ElementCount(Protocol):

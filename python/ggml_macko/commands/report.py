@@ -33,6 +33,9 @@ HELP = "compare quality, size and speed of dense, quantized and sparse variants 
 
 DEFAULT_CONVERSION = registry.AUTO
 
+MEASUREMENT = ("n_chunks", "n_ctx", "n_prompt", "n_gen", "repetitions", "n_threads")
+"""Arguments that decide what is measured; report() and Measurement have the same names."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
@@ -173,14 +176,9 @@ def measure(args: argparse.Namespace) -> list[FormResult]:
         prunings=[parse_pruning(text) for text in args.prune],
         conversions=[parse_conversion(text, args.n_threads) for text in args.convert or [DEFAULT_CONVERSION]],
         output=args.output or None,
-        n_chunks=args.n_chunks,
-        n_ctx=args.n_ctx,
-        n_prompt=args.n_prompt,
-        n_gen=args.n_gen,
         n_gpu_layers=args.gpu_layers,
-        n_threads=args.n_threads,
-        repetitions=args.repetitions,
         force=args.force,
+        **{name: getattr(args, name) for name in MEASUREMENT},
     )
 
 
@@ -190,12 +188,7 @@ def write_card(args: argparse.Namespace, results: Sequence[FormResult], output: 
 
     how = card.Measurement(
         text=Path(args.text).name,
-        n_chunks=args.n_chunks,
-        n_ctx=args.n_ctx,
-        n_prompt=args.n_prompt,
-        n_gen=args.n_gen,
-        repetitions=args.repetitions,
-        n_threads=args.n_threads,
+        **{name: getattr(args, name) for name in MEASUREMENT},
         gpus=tuple(gpu.description for gpu in devices.gpus()) if args.gpu_layers else (),
         kernels=cpu.cpu_kernels(),
         version=library.version(),

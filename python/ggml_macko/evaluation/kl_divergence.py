@@ -353,17 +353,9 @@ class Divergence:
 
     def as_json(self) -> dict[str, object]:
         """Means with standard errors, and the largest divergence of a token; None for NaN, which JSON lacks."""
-        found = {
-            "ppl": self.ppl,
-            "ppl_base": self.ppl_base,
-            "log_ratio": self.log_ratio,
-            "kld": self.kld,
-            "p_change": self.p_change,
-            "p_change_rms": self.p_change_rms,
-            "same_top": self.same_top,
-        }
         numbers: dict[str, object] = {"n_tokens": self.n_tokens}
-        for name, (value, error) in found.items():
+        for name in ("ppl", "ppl_base", "log_ratio", "kld", "p_change", "p_change_rms", "same_top"):
+            value, error = getattr(self, name)
             numbers[name] = value if math.isfinite(value) else None
             numbers[f"{name}_error"] = error if math.isfinite(error) else None
         return {**numbers, "kld_max": self.kld_percentiles([100])[0]}

@@ -23,11 +23,11 @@ import numpy.typing as npt
 
 from .. import errors
 from ..codecs import ggml_quants, registry
-from ..codecs.codec import Codec, Component, component_dtype
+from ..codecs.codec import Codec, Component
 from ..native.codec import EncodedMatrix, MatrixError, count_dense
 from ..native.file import File, FileSparse, FileTensor
 from ..regular_files import open_regular, read_at
-from ..values import TYPE_NAMES, Array, bits_dtype, to_float
+from ..values import TYPE_NAMES, Array, bits_dtype, component_dtype, to_float
 
 MAX_NAME = 63  # bytes of a tensor name; FORMAT.md section 4
 COPY_BLOCK = 16 << 20  # bytes per step when a tensor is copied

@@ -7,21 +7,16 @@ Dense matrices are 2-D arrays of bit patterns: uint16 for F16 and BF16, uint32 f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import errors
-from .library import check, ffi, lib, new_struct, text
+from ..values import TYPE_NAMES, Array, bits_dtype, component_dtype
+from .library import check, ffi, from_struct, lib, new_struct, text
 
-Array = npt.NDArray[Any]
-
-TYPE_F32, TYPE_F16, TYPE_BF16 = 0, 1, 30  # ggml type ids of dense matrices
-_TYPE_I16, _TYPE_I32 = 25, 26
-_BITS_DTYPES = {TYPE_F32: np.uint32, TYPE_F16: np.uint16, TYPE_BF16: np.uint16}
-_DTYPES = {**_BITS_DTYPES, _TYPE_I16: np.uint16, _TYPE_I32: np.int32}  # of components; of all other types uint8
 _DELTA_BITS = (1, 2, 4, 8)  # of Count.n_stored
 _Q4_NL_BLOCK, _Q4_NL_NBYTES = 32, 18  # values and bytes of a block
 
@@ -48,23 +43,8 @@ def codecs() -> tuple[Codec, ...]:
 
 
 @dataclass(frozen=True)
-class MatrixHeader:
+class _Described:
     """The description of a matrix in the header of a file."""
-
-    format: str
-    rows: int
-    cols: int
-    type: int  # ggml type of the dense matrix
-    value_type: int
-    index_bits: int
-    nnz: int
-    types: tuple[int, ...]  # ggml type of each component
-    nbytes: tuple[int, ...]  # of each component
-
-
-@dataclass(frozen=True)
-class EncodedMatrix:
-    """A matrix in any format: its description in the header of a file, and its components."""
 
     format: str
     rows: int
@@ -73,6 +53,20 @@ class EncodedMatrix:
     value_type: int  # of the stored values: equals type, or a quantized type in some formats
     index_bits: int  # macko.tensor.index_bits
     nnz: int
+
+
+@dataclass(frozen=True)
+class MatrixHeader(_Described):
+    """A matrix in any format without its data."""
+
+    types: tuple[int, ...]  # ggml type of each component
+    nbytes: tuple[int, ...]  # of each component
+
+
+@dataclass(frozen=True)
+class EncodedMatrix(_Described):
+    """A matrix in any format, with its data."""
+
     arrays: tuple[Array, ...]  # contiguous and 1-D, in component order
     types: tuple[int, ...]  # ggml type of each component on file
 
@@ -90,9 +84,9 @@ class EncodedMatrix:
 
 def dense_bits(dense: Array, type_id: int) -> Array:
     """A contiguous copy of dense. Raises MackoError unless dense is a 2-D array of bit patterns of the type."""
-    if type_id not in _BITS_DTYPES:
+    if type_id not in TYPE_NAMES:
         raise errors.bad_argument(f"value type {type_id} is not F16, BF16 or F32")
-    dtype = np.dtype(_BITS_DTYPES[type_id])
+    dtype = bits_dtype(type_id)
     if dense.ndim != 2 or dense.dtype != dtype:
         raise errors.bad_argument(f"expected a 2-D array of {dtype} bit patterns, got {dense.dtype} {dense.shape}")
     return np.ascontiguousarray(dense)
@@ -137,17 +131,8 @@ def encode(
     m = new_struct("ggml_macko_matrix")
     check(lib().ggml_macko_encoded_matrix(owner, m))
     components = [m.arrays[i] for i in range(m.n_arrays)]
-    return EncodedMatrix(
-        format,
-        dense.shape[0],
-        dense.shape[1],
-        type_id,
-        int(m.value_type),
-        int(m.index_bits),
-        int(m.nnz),
-        tuple(_copied(c.data, c.nbytes, np.dtype(_DTYPES.get(c.type, np.uint8))) for c in components),
-        tuple(int(c.type) for c in components),
-    )
+    arrays = tuple(_copied(c.data, c.nbytes, np.dtype(component_dtype(c.type))) for c in components)
+    return from_struct(EncodedMatrix, m, arrays=arrays, types=tuple(c.type for c in components))
 
 
 def _copied(pointer: Any, nbytes: int, dtype: np.dtype[Any]) -> Array:
@@ -170,7 +155,7 @@ def _c_header(m: MatrixHeader) -> Any:
 
 def c_matrix(m: EncodedMatrix) -> Any:
     """The C struct of a matrix. It points into the arrays of m, which must live as long."""
-    if m.type not in _BITS_DTYPES:
+    if m.type not in TYPE_NAMES:
         raise errors.bad_argument(f"dense type {m.type} is not F16, BF16 or F32")
     c = _c_header(m.header)
     for i, array in enumerate(m.arrays):
@@ -188,7 +173,7 @@ def validate(m: EncodedMatrix, n_threads: int = 0) -> None:
 def decode(m: EncodedMatrix, n_threads: int = 0) -> Array:
     """Dense bit patterns (rows, cols) of m, which is checked completely first."""
     validate(m, n_threads)  # before the allocation, whose size is unchecked until then
-    dense = np.empty((m.rows, m.cols), dtype=_BITS_DTYPES[m.type])
+    dense = np.empty((m.rows, m.cols), dtype=bits_dtype(m.type))
     check(lib().ggml_macko_decode(c_matrix(m), ffi().from_buffer("void *", dense, require_writable=True), n_threads))
     return dense
 
@@ -211,19 +196,6 @@ class DeviceLayout:
     reason: str
 
 
-def _device_layout(c: Any) -> DeviceLayout:
-    return DeviceLayout(
-        int(c.nbytes),
-        int(c.own_nbytes),
-        text(c.name),
-        bool(c.is_settled),
-        int(c.delta_bits),
-        int(c.lanes),
-        bool(c.bank_order),
-        text(c.reason),
-    )
-
-
 def gpu_layout(
     m: MatrixHeader | EncodedMatrix,
     shared_nbytes: int = GPU_SHARED_NBYTES,
@@ -237,14 +209,14 @@ def gpu_layout(
     out = new_struct("ggml_macko_layout")
     c = _c_header(m) if isinstance(m, MatrixHeader) else c_matrix(m)
     check(lib().ggml_macko_gpu_layout(c, stacked, shared_nbytes, n_threads, out))
-    return _device_layout(out)
+    return from_struct(DeviceLayout, out)
 
 
 def cpu_layout(m: MatrixHeader) -> DeviceLayout:
     """The layout of a matrix for the CPU kernels in use. Raises MackoError for an invalid header."""
     out = new_struct("ggml_macko_layout")
     check(lib().ggml_macko_cpu_layout(_c_header(m), out))
-    return _device_layout(out)
+    return from_struct(DeviceLayout, out)
 
 
 def gpu_nbytes(m: MatrixHeader, shared_nbytes: int = GPU_SHARED_NBYTES) -> int:
@@ -254,7 +226,7 @@ def gpu_nbytes(m: MatrixHeader, shared_nbytes: int = GPU_SHARED_NBYTES) -> int:
 
 def drop_negative_zeros(bits: Array, type_id: int, n_threads: int = 0) -> int:
     """Sets each -0.0 in a contiguous array of bit patterns to +0.0. Returns the number of changes."""
-    dtype = np.dtype(_BITS_DTYPES[type_id])
+    dtype = bits_dtype(type_id)
     if bits.dtype != dtype or not bits.flags.c_contiguous or not bits.flags.writeable:
         raise errors.bad_argument(f"expected a contiguous, writable array of {dtype}, got {bits.dtype}")
     count = ffi().new("int64_t *")
@@ -305,7 +277,7 @@ def measure_error(m: EncodedMatrix, dense: Array, weights: Array | None = None, 
     c_weights, n_weights = _floats(weights), 0 if weights is None else len(weights)
     c_dense = ffi().from_buffer("const void *", dense)
     check(lib().ggml_macko_measure_error(c_matrix(m), c_dense, c_weights, n_weights, n_threads, out))
-    return MatrixError(**{f.name: getattr(out, f.name) for f in fields(MatrixError)})
+    return from_struct(MatrixError, out)
 
 
 def _floats(values: Array | None) -> Any:
@@ -346,6 +318,6 @@ def round_to_scales(values: Array, type_id: int, value_type: int, blocks: Array,
 
 
 def _contiguous(values: Array, type_id: int) -> Array:
-    if values.ndim != 1 or values.dtype != _BITS_DTYPES.get(type_id):
+    if values.ndim != 1 or type_id not in TYPE_NAMES or values.dtype != bits_dtype(type_id):
         raise errors.bad_argument(f"expected bit patterns (n,) of type {type_id}, got {values.dtype} {values.shape}")
     return np.ascontiguousarray(values)

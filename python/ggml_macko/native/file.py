@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from .library import check, ffi, lib, new_struct, text
+from .library import check, ffi, from_struct, lib, new_struct
 
 WEIGHT_OTHER, WEIGHT_BLOCK, WEIGHT_HEAD = range(3)  # enum ggml_macko_weight_use
 
@@ -67,8 +67,7 @@ class File:
         out = []
         for i in range(lib().ggml_macko_file_n_tensors(self._c)):
             check(lib().ggml_macko_file_tensor(self._c, i, info))
-            ne = tuple(info.ne[0 : info.n_dims])
-            out.append(FileTensor(text(info.name), info.type, ne, info.offset, info.nbytes, info.sparse_index))
+            out.append(from_struct(FileTensor, info, ne=tuple(info.ne[0 : info.n_dims])))
         return out
 
     def sparse(self) -> list[FileSparse]:
@@ -77,20 +76,9 @@ class File:
         out = []
         for i in range(lib().ggml_macko_file_n_sparse(self._c)):
             check(lib().ggml_macko_file_sparse(self._c, i, info))
-            out.append(
-                FileSparse(
-                    text(info.name),
-                    text(info.format),
-                    info.type,
-                    info.value_type,
-                    info.index_bits,
-                    tuple(info.ne[0 : info.n_dims]),
-                    info.nnz,
-                    info.nbytes,
-                    info.nbytes_dense,
-                    tuple(range(info.first_tensor, info.first_tensor + info.n_components)),
-                )
-            )
+            ne = tuple(info.ne[0 : info.n_dims])
+            index = tuple(range(info.first_tensor, info.first_tensor + info.n_components))
+            out.append(from_struct(FileSparse, info, ne=ne, tensor_index=index))
         return out
 
     def check_payload(self, i: int, n_threads: int = 0) -> None:

@@ -7,10 +7,11 @@ exceptions. Arguments and results are NumPy arrays and dataclasses; no cdata lea
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import errors, system
 
@@ -20,6 +21,8 @@ PRELOAD_PATH = PACKAGE / system.PRELOAD
 
 _load_lock = threading.RLock()
 _library: Any = None
+
+Fields = TypeVar("Fields")
 
 
 def ffi() -> Any:
@@ -70,6 +73,16 @@ def text(c_string: Any) -> str:
     """The text of a C string, which C owns."""
     raw: bytes = ffi().string(c_string)
     return raw.decode("utf-8", errors="replace")
+
+
+def from_struct(cls: type[Fields], c: Any, **others: Any) -> Fields:
+    """The dataclass cls, each field from `others` or from the member of a C struct with the same name."""
+
+    def value(name: str) -> Any:
+        found = others[name] if name in others else getattr(c, name)
+        return text(found) if isinstance(found, ffi().CData) else found
+
+    return cls(**{field.name: value(field.name) for field in dataclasses.fields(cls)})  # type: ignore[arg-type]
 
 
 def check(status: int) -> None:

@@ -130,27 +130,21 @@ def write(args: argparse.Namespace) -> None:
     shapes = {"token_embd": (args.vocab, args.embd), "output_norm": (args.embd,)}
     if not args.tied:
         shapes["output"] = (args.vocab, args.embd)
-    for i in range(args.layers):
-        shapes.update(
-            {
-                f"blk.{i}.attn_norm": (args.embd,),
-                f"blk.{i}.attn_q": (args.embd, args.embd),
-                f"blk.{i}.attn_k": (kv, args.embd),
-                f"blk.{i}.attn_v": (kv, args.embd),
-                f"blk.{i}.attn_output": (args.embd, args.embd),
-                f"blk.{i}.ffn_norm": (args.embd,),
-            }
-        )
-        if args.experts:
-            shapes[f"blk.{i}.ffn_gate_inp"] = (args.experts, args.embd)
-        if args.relu_zeros is None:
-            shapes[f"blk.{i}.ffn_gate{suffix}"] = (*experts, args.ff, args.embd)
-        shapes.update(
-            {
-                f"blk.{i}.ffn_up{suffix}": (*experts, args.ff, args.embd),
-                f"blk.{i}.ffn_down{suffix}": (*experts, args.embd, args.ff),
-            }
-        )
+    block = {
+        "attn_norm": (args.embd,),
+        "attn_q": (args.embd, args.embd),
+        "attn_k": (kv, args.embd),
+        "attn_v": (kv, args.embd),
+        "attn_output": (args.embd, args.embd),
+        "ffn_norm": (args.embd,),
+    }
+    if args.experts:
+        block["ffn_gate_inp"] = (args.experts, args.embd)
+    if args.relu_zeros is None:
+        block[f"ffn_gate{suffix}"] = (*experts, args.ff, args.embd)
+    block[f"ffn_up{suffix}"] = (*experts, args.ff, args.embd)
+    block[f"ffn_down{suffix}"] = (*experts, args.embd, args.ff)
+    shapes.update({f"blk.{i}.{name}": shape for i in range(args.layers) for name, shape in block.items()})
 
     def element(name: str) -> gguf.GGMLQuantizationType:
         return TYPES["f32"] if "norm" in name or "_inp" in name else TYPES[args.type]

@@ -2,6 +2,7 @@
 // in host memory. ggml's scheduler does the same for a local model; this code works node by node.
 #pragma once
 
+#include "backend/backend-functions.h"
 #include "rpc/graph.h"
 
 namespace macko {
@@ -15,10 +16,7 @@ public:
     const char * compute(const ggml_tensor * node);
 
 private:
-    struct backend_deleter {
-        void operator()(ggml_backend_t backend) const { ggml_backend_free(backend); }
-    };
-    std::unique_ptr<ggml_backend, backend_deleter> backend_; // made on first use
+    backend_ptr backend_; // made on first use
 };
 
 } // namespace macko

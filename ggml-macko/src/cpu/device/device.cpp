@@ -150,7 +150,7 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
 
 const char * backend_get_name(ggml_backend_t) { return "MACKO"; }
 
-// Synchronous; it exists because device_get_props() reports the capability `async`.
+// Synchronous; it exists because get_props() reports the capability `async`.
 void backend_set_tensor_async(ggml_backend_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
     buffer_set_tensor(tensor->buffer, tensor, data, offset, size);
 }
@@ -188,11 +188,8 @@ void device_get_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
 
 enum ggml_backend_dev_type device_get_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_ACCEL; }
 
-void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
-    *props             = {};
-    props->name        = device_get_name(dev);
-    props->description = device_get_description(dev);
-    props->type        = device_get_type(dev);
+void get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
+    device_get_props(dev, props);
     // With these capabilities, llama.cpp reads weights through four buffers of 1 MiB instead of one buffer as large as
     // the dense tensor. Only the placeholder at the start of a sparse tensor's bytes carries information, and touching
     // new memory for the rest took most of the load time.
@@ -204,14 +201,6 @@ void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
 ggml_backend_buffer_type_t device_get_host_buffer_type(ggml_backend_dev_t) {
     return load_session::current() ? ggml_backend_cpu_buffer_type() : nullptr;
 }
-
-ggml_backend_event_t device_event_new(ggml_backend_dev_t dev) {
-    return new (std::nothrow) ggml_backend_event{ dev, nullptr };
-}
-
-void device_event_free(ggml_backend_dev_t, ggml_backend_event_t event) { delete event; }
-
-void device_event_synchronize(ggml_backend_dev_t, ggml_backend_event_t) {}
 
 ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
     auto * context = new (std::nothrow) graph_plan;
@@ -279,7 +268,7 @@ const ggml_backend_device_i device_iface = {
     /* .get_description      = */ device_get_description,
     /* .get_memory           = */ device_get_memory,
     /* .get_type             = */ device_get_type,
-    /* .get_props            = */ device_get_props,
+    /* .get_props            = */ get_props,
     /* .init_backend         = */ device_init_backend,
     /* .get_buffer_type      = */ device_get_buffer_type,
     /* .get_host_buffer_type = */ device_get_host_buffer_type,

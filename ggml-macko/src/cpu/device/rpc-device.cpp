@@ -7,7 +7,6 @@
 #include "rpc/graph.h"
 
 #include <algorithm>
-#include <memory>
 
 namespace macko::cpu {
 
@@ -15,13 +14,9 @@ namespace {
 
 // ---- backend ----
 
-struct backend_deleter {
-    void operator()(ggml_backend_t backend) const { ggml_backend_free(backend); }
-};
-
 struct backend_context {
-    graph_plan                                     plan;
-    std::unique_ptr<ggml_backend, backend_deleter> cpu; // ggml's CPU backend
+    graph_plan  plan;
+    backend_ptr cpu; // ggml's CPU backend
 };
 
 bool is_sparse_product(const ggml_tensor * node) { return rpc_vet(node) == rpc_verdict::PRODUCT; }
@@ -168,14 +163,6 @@ void device_get_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
 // rpc-server offers devices of type GPU by default, and no others.
 enum ggml_backend_dev_type device_get_type(ggml_backend_dev_t dev) {
     return *static_cast<const bool *>(dev->context) ? GGML_BACKEND_DEVICE_TYPE_GPU : GGML_BACKEND_DEVICE_TYPE_ACCEL;
-}
-
-void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
-    *props             = {};
-    props->name        = device_get_name(dev);
-    props->description = device_get_description(dev);
-    props->type        = device_get_type(dev);
-    device_get_memory(dev, &props->memory_free, &props->memory_total);
 }
 
 ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {

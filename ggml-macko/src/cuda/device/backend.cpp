@@ -200,7 +200,7 @@ void backend_synchronize(ggml_backend_t backend) {
     ctx.busy = false;
 }
 
-// Neither this function nor get_tensor_async is asynchronous: see device_get_props().
+// Neither this function nor get_tensor_async is asynchronous: see get_props() of device.cpp.
 void backend_set_tensor_async(ggml_backend_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
     buffer_set_tensor(tensor->view_src ? tensor->view_src->buffer : tensor->buffer, tensor, data, offset, size);
 }

@@ -1,5 +1,6 @@
 #include "cuda/device/device.h"
 
+#include "backend/backend-functions.h"
 #include "backend/host-weights.h"
 #include "backend/load-session.h"
 #include "backend/offload.h"
@@ -29,13 +30,9 @@ void device_get_memory(ggml_backend_dev_t dev, size_t * free, size_t * total) {
 
 enum ggml_backend_dev_type device_get_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; }
 
-void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
-    *props             = {};
-    props->name        = device_get_name(dev);
-    props->description = device_get_description(dev);
-    props->type        = device_get_type(dev);
-    props->device_id   = gpu_of(dev).pci_id.c_str();
-    device_get_memory(dev, &props->memory_free, &props->memory_total);
+void get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
+    device_get_props(dev, props);
+    props->device_id = gpu_of(dev).pci_id.c_str();
     // While one of our loads runs, llama.cpp must read weights in pieces of 1 MiB (see the CPU device), and must not
     // map the file, which is a stream. At other times the first three capabilities stay off: with events, llama.cpp
     // would build pipelines over several copies of the inputs, which one blocking stream does not need.
@@ -99,20 +96,12 @@ bool device_offload_op(ggml_backend_dev_t, const ggml_tensor * op) {
     return offload_columns(op) >= offload_columns_in_use();
 }
 
-ggml_backend_event_t device_event_new(ggml_backend_dev_t dev) {
-    return new (std::nothrow) ggml_backend_event{ dev, nullptr };
-}
-
-void device_event_free(ggml_backend_dev_t, ggml_backend_event_t event) { delete event; }
-
-void device_event_synchronize(ggml_backend_dev_t, ggml_backend_event_t) {} // writes are complete when they return
-
 const ggml_backend_device_i device_iface = {
     /* .get_name             = */ device_get_name,
     /* .get_description      = */ device_get_description,
     /* .get_memory           = */ device_get_memory,
     /* .get_type             = */ device_get_type,
-    /* .get_props            = */ device_get_props,
+    /* .get_props            = */ get_props,
     /* .init_backend         = */ device_init_backend,
     /* .get_buffer_type      = */ device_get_buffer_type,
     /* .get_host_buffer_type = */ device_get_host_buffer_type,

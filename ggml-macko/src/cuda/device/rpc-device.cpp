@@ -28,14 +28,10 @@ served_gpu & served(ggml_backend_buffer_type_t buft) { return *static_cast<serve
 
 // ---- backend ----
 
-struct backend_deleter {
-    void operator()(ggml_backend_t backend) const { ggml_backend_free(backend); }
-};
-
 struct rpc_backend {
-    served_gpu &                                   server;
-    std::unique_ptr<ggml_backend, backend_deleter> local; // computes graphs
-    rpc_cpu                                        cpu;   // computes nodes without a GPU kernel
+    served_gpu & server;
+    backend_ptr  local; // computes graphs
+    rpc_cpu      cpu;   // computes nodes without a GPU kernel
 };
 
 constexpr const char * NEEDS_KERNEL   = "is a product that the GPU does not compute";
@@ -207,17 +203,13 @@ void device_get_memory(ggml_backend_dev_t dev, size_t * free, size_t * total) {
 
 enum ggml_backend_dev_type device_get_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; }
 
-void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
-    *props             = {};
-    props->name        = device_get_name(dev);
-    props->description = device_get_description(dev);
-    props->type        = device_get_type(dev);
-    props->device_id   = served(dev).device.pci_id.c_str();
-    device_get_memory(dev, &props->memory_free, &props->memory_total);
+void get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
+    device_get_props(dev, props);
+    props->device_id = served(dev).device.pci_id.c_str();
 }
 
 ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
-    std::unique_ptr<ggml_backend, backend_deleter> local(make_backend(served(dev).local));
+    backend_ptr local(make_backend(served(dev).local));
     if (!local) {
         return nullptr;
     }
@@ -235,7 +227,7 @@ const ggml_backend_device_i device_iface = {
     /* .get_description      = */ device_get_description,
     /* .get_memory           = */ device_get_memory,
     /* .get_type             = */ device_get_type,
-    /* .get_props            = */ device_get_props,
+    /* .get_props            = */ get_props,
     /* .init_backend         = */ device_init_backend,
     /* .get_buffer_type      = */ device_get_buffer_type,
     /* .get_host_buffer_type = */ nullptr,

@@ -194,6 +194,7 @@ def test_what_stays_dense_is_named_with_its_reason(tmp_path, macko):
         assert f"stays dense: {reason}" in lines[name]
     assert "stays dense" not in lines["blk.0.attn_output.weight"]
     assert "warning: 5 of 6 tensor(s) stay dense" in done.err
+    assert "\nwarning: 1 tensor(s) with values that are not finite: blk.0.attn_q.weight\n" in done.err
 
 
 @pytest.mark.parametrize("change", ["content", "name"])

@@ -204,6 +204,10 @@ def print_tensors(done: ConversionReport) -> None:
 def print_totals(done: ConversionReport) -> None:
     print(console.model_line("model size", done.nbytes_source, done.n_parameters))
     print(console.model_line("sparse size", done.nbytes, done.n_parameters))
+    bad = [t.name for t in done.tensors if t.note.endswith("values are not finite")]
+    if bad:
+        more = ", ..." if len(bad) > 1 else ""
+        console.log(f"warning: {len(bad)} tensor(s) with values that are not finite: {bad[0]}{more}")
     n_dense = sum(bool(t.note) and not t.is_sparse for t in done.tensors)
     if not done.n_sparse:
         is_quantized = any(t.note and t.type not in TYPE_NAMES.values() for t in done.tensors)

@@ -85,19 +85,9 @@ OVERLAP = 56
 
 def error_class(code: int) -> type[MackoError]:
     """The exception class of a status code."""
-    if code == BAD_ARGUMENT:
-        return ArgumentError
-    if code == OUT_OF_MEMORY:
-        return OutOfMemoryError
-    if code == VERSION_MISMATCH:
-        return VersionMismatchError
-    if code < 10:
-        return LoadError
-    if code < 20:
-        return FileAccessError
-    if code < 50:
-        return FileFormatError
-    return PayloadError
+    own = {BAD_ARGUMENT: ArgumentError, OUT_OF_MEMORY: OutOfMemoryError, VERSION_MISMATCH: VersionMismatchError}
+    areas = ((10, LoadError), (20, FileAccessError), (50, FileFormatError))  # codes below the number
+    return own.get(code) or next((found for end, found in areas if code < end), PayloadError)
 
 
 def error(code: int, text: str) -> MackoError:

@@ -42,13 +42,13 @@ def test_statistics_are_those_of_llama_cpp(tmp_path, text, arch):
     names = {t.name for t in tensors}
     ours, theirs = hessians.Hessians(names), hessians.Hessians(names)
     assert gather_on_cpu(path, ours, options) == 5
-    assert layerwise.gather(path, options.text, theirs, n_chunks=5, n_ctx=32) == 5
+    assert layerwise.gather(path, options, theirs, n_chunks=5) == 5
     for t in tensors:
         got, want = (h.get(t.name, 0, t.cols) for h in (ours, theirs))
         assert np.abs(got - want).max() <= 0.02 * np.abs(want).max()  # llama.cpp rounds activations to F16
     sums, expected = layerwise._SquareSumsOf(names), layerwise._SquareSumsOf(names)
     gather_on_cpu(path, sums, options)
-    layerwise.gather(path, options.text, expected, n_chunks=5, n_ctx=32)
+    layerwise.gather(path, options, expected, n_chunks=5)
     for name, found in expected.entries().items():
         assert np.array_equal(sums.entries()[name].counts, found.counts)
         np.testing.assert_allclose(sums.entries()[name].sums, found.sums, rtol=0.05)

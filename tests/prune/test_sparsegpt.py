@@ -78,7 +78,8 @@ def test_outputs_of_a_real_layer_are_as_close(shared_models):
     name = "blk.1.attn_output.weight"
     path = shared_models / "docs-4m-f16.gguf"
     moments = hessians.Hessians({name})
-    layerwise.gather(path, shared_models / "calibration.txt", moments, n_chunks=4, n_ctx=512)
+    text = options.PruneOptions(0.5, "sparsegpt", text=shared_models / "calibration.txt")
+    layerwise.gather(path, options.parse(text), moments, n_chunks=4)
     w = next(t.data for t in gguf.GGUFReader(path).tensors if t.name == name).astype(np.float32)
     h = moments.get(name, 0, w.shape[1])
     for sparsity in (0.5, 0.7):

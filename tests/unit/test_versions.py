@@ -14,6 +14,7 @@ import sys
 
 import pytest
 
+import build_llama_cpp
 from checks import check_versions
 from ggml_macko import errors
 from ggml_macko.native import library, llama_hook
@@ -32,7 +33,7 @@ HANDLED = {
 
 
 def test_record_covers_the_range_that_is_declared():
-    oldest, newest = check_versions.supported_range()
+    oldest, newest = build_llama_cpp.supported_range()
     assert list(VERSIONS) == check_versions.versions_in_range()
     assert library.llama_cpp_python_range() == (oldest, newest)
     assert library.ggml_range() == (VERSIONS[oldest]["ggml"], VERSIONS[newest]["ggml"])

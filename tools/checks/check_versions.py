@@ -30,6 +30,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import build_llama_cpp  # noqa: E402
+
 SOURCES = ROOT / "ggml-macko" / "src"
 RECORD = ROOT / "tests" / "data" / "llama-cpp-versions.json"
 MODEL = ROOT / "models" / "docs-4m-s70-f16.gguf"
@@ -74,15 +77,8 @@ LLAMA_FUNCTIONS = (
 # ---- headers ----
 
 
-def supported_range() -> tuple[str, str]:
-    match = re.search(r'"llama-cpp-python>=([0-9.]+),<=([0-9.]+)"', (ROOT / "pyproject.toml").read_text())
-    if not match:
-        sys.exit("error: no range of llama-cpp-python in pyproject.toml")
-    return match[1], match[2]
-
-
 def versions_in_range() -> list[str]:
-    oldest, newest = supported_range()
+    oldest, newest = build_llama_cpp.supported_range()
     prefix, first = oldest.rsplit(".", 1)
     return [f"{prefix}.{n}" for n in range(int(first), int(newest.rsplit(".", 1)[1]) + 1)]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,36 +87,21 @@ def model_card(
     results: of a report, the dense model first. plot: path of a picture, if any.
     """
     first = models[0] if models else dense
-    parts = [
-        *_front_matter(first),
-        "",
-        f"# {_plain(_name(first))}",
-        "",
-        *_summary(first, models),
-        "",
-        "## Files",
-        "",
-        *_files(models or [dense]),
-        "",
-        "## Measured",
-        "",
-        *_results(results, how),
-        *(["", f"![perplexity over size and speed]({_escaped(plot)})"] if plot else []),
-        "",
-        "## How to run it",
-        "",
-        *_commands(first),
-        "",
-        "## Where it comes from",
-        "",
-        *(f"* {line}" for line in _provenance(first, dense)),
-        "",
-        "## What was not measured",
-        "",
-        *(f"* {line}" for line in _not_measured(first, results, how)),
-        "",
+    measured = [*_results(results, how)]
+    if plot:
+        measured += ["", f"![perplexity over size and speed]({_escaped(plot)})"]
+    sections: list[tuple[str, Iterable[str]]] = [
+        (f"# {_plain(_name(first))}", _summary(first, models)),
+        ("## Files", _files(models or [dense])),
+        ("## Measured", measured),
+        ("## How to run it", _commands(first)),
+        ("## Where it comes from", (f"* {line}" for line in _provenance(first, dense))),
+        ("## What was not measured", (f"* {line}" for line in _not_measured(first, results, how))),
     ]
-    return "\n".join(parts)
+    parts = [*_front_matter(first)]
+    for title, lines in sections:
+        parts += ["", title, "", *lines]
+    return "\n".join([*parts, ""])
 
 
 # ---- parts ----

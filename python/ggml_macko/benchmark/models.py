@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import console, errors
-from ..benchmark.bench_worker import Context, Sample
+from ..benchmark.bench_worker import Sample, Workload
 from ..conversion.restore import restore
 from ..gguf.files import Model
 from ..gguf.outputs import scratch_folder
@@ -42,15 +42,7 @@ class ModelResult:
     samples: tuple[Sample, ...]
 
 
-def bench_models(
-    models: Sequence[LabelledModel],
-    *,
-    n_prompt: int,
-    n_gen: int,
-    n_threads: int,
-    context: Context,
-    repetitions: int,
-) -> list[ModelResult]:
+def bench_models(models: Sequence[LabelledModel], work: Workload, repetitions: int) -> list[ModelResult]:
     """Runs every model once per round, and logs progress.
 
     Raises MackoError with the last line of a failed run.
@@ -61,18 +53,12 @@ def bench_models(
         console.note(label)
         if not console.shows_progress():
             console.log(f"round {i + 1}/{repetitions}: {label}")
-        samples[label].append(_run(path, n_prompt, n_gen, n_threads, context))
+        samples[label].append(_run(path, work))
     return [_summary(m, samples[m.label]) for m in models]
 
 
-def _run(model: Path, n_prompt: int, n_gen: int, n_threads: int, context: Context) -> Sample:
-    request = {
-        "model": str(model),
-        "n_prompt": n_prompt,
-        "n_gen": n_gen,
-        "threads": n_threads,
-        "context": dataclasses.asdict(context),
-    }
+def _run(model: Path, work: Workload) -> Sample:
+    request = {"model": str(model), **dataclasses.asdict(work)}
     done = subprocess.run(
         [sys.executable, "-m", "ggml_macko.benchmark.bench_worker", json.dumps(request)],
         capture_output=True,

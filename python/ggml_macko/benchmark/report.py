@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .. import console, system
 from ..benchmark import plot
-from ..benchmark.bench_worker import Context
+from ..benchmark.bench_worker import Workload
 from ..benchmark.forms import Form, Forms, Recipe
 from ..benchmark.models import LabelledModel, ModelResult, bench_models
 from ..evaluation import likelihood
@@ -89,14 +89,8 @@ def report(
             forms.add_file(Path(path))
         options = {"n_ctx": n_ctx, "n_threads": n_threads, "n_gpu_layers": n_gpu_layers}
         estimates = [_estimate(form, text, n_chunks, **options) for form in forms.list]
-        speeds = bench_models(
-            [LabelledModel(form.label, form.path) for form in forms.list],
-            n_prompt=n_prompt,
-            n_gen=n_gen,
-            n_threads=n_threads,
-            context=Context(n_gpu_layers),
-            repetitions=repetitions,
-        )
+        labelled = [LabelledModel(form.label, form.path) for form in forms.list]
+        speeds = bench_models(labelled, Workload(n_prompt, n_gen, n_threads, n_gpu_layers), repetitions)
         results = [_result(forms, *found) for found in zip(forms.list, estimates, speeds)]
         if output is not None:
             title = f"{results[0].model}: perplexity on {text.name} against size and speed, {n_threads} threads"

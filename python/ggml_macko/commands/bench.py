@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import console, errors
-from ..benchmark.bench_worker import Context
+from ..benchmark.bench_worker import Workload
 from ..benchmark.matrices import DENSE_TYPES, MatrixResult, bench_matrices
 from ..benchmark.models import LabelledModel, ModelResult, as_json, bench_models, dense_twin
 from ..commands.arguments import (
@@ -132,24 +132,18 @@ def _run_models(args: argparse.Namespace, about: dict[str, Any]) -> None:
     models = [LabelledModel(Path(m).name, Path(m)) for m in args.model]
     if len({m.label for m in models}) != len(models):
         raise errors.usage_error("two models have the same file name")
-    context = Context(args.gpu_layers, **attention_arguments(args), depth=args.n_depth)
+    timed = (args.n_prompt, args.n_gen, args.n_threads)
+    work = Workload(*timed, args.gpu_layers, **attention_arguments(args), depth=args.n_depth)
     with contextlib.ExitStack() as stack:
         if args.dense:
             dense = Path(args.dense)
             baseline: LabelledModel | None = LabelledModel(f"{dense.name} (dense)", dense)
         else:
             baseline = stack.enter_context(dense_twin(models))
-        results = bench_models(
-            models if baseline is None else [baseline, *models],
-            n_prompt=args.n_prompt,
-            n_gen=args.n_gen,
-            n_threads=about["threads"],
-            context=context,
-            repetitions=args.repetitions,
-        )
+        results = bench_models(models if baseline is None else [baseline, *models], work, args.repetitions)
     if args.json:
         tokens = {"n_prompt": args.n_prompt, "n_gen": args.n_gen, "n_depth": args.n_depth}
-        cache = {"flash_attn": context.flash_attn, "type_k": args.cache_type_k, "type_v": args.cache_type_v}
+        cache = {"flash_attn": work.flash_attn, "type_k": args.cache_type_k, "type_v": args.cache_type_v}
         about["devices"] = [gpu.description for gpu in devices.gpus()]
         console.print_json({**about, **tokens, **cache, "models": [as_json(r) for r in results]})
         return

@@ -105,22 +105,11 @@ def _walk_keys(header: bytes) -> list[Key]:
 def make_key(name: str, kind: str, value: Any) -> Key:
     """A new metadata entry. kind: "u32", "u64", "f32", "str", "[u32", "[u64", "[f32" or "[str"."""
     prefix = pack_string(name)
-    if kind == "str":
-        kind_id, body = _STRING, pack_string(value)
-    elif kind == "u32":
-        kind_id, body = _U32, struct.pack("<I", value)
-    elif kind == "u64":
-        kind_id, body = _U64, struct.pack("<Q", value)
-    elif kind == "f32":
-        kind_id, body = _F32, struct.pack("<f", value)
-    else:
-        kind_id = _ARRAY
-        element = {"[u32": _U32, "[u64": _U64, "[f32": _F32, "[str": _STRING}[kind]
-        body = struct.pack("<IQ", element, len(value))
-        if element == _STRING:
-            body += b"".join(pack_string(v) for v in value)
-        else:
-            body += struct.pack(f"<{len(value)}{_SCALARS[element][1:]}", *value)
+    kind_id = element = {"u32": _U32, "u64": _U64, "f32": _F32, "str": _STRING}[kind.lstrip("[")]
+    values = value if kind.startswith("[") else [value]
+    body = b"".join(pack_string(v) if element == _STRING else struct.pack(_SCALARS[element], v) for v in values)
+    if kind.startswith("["):
+        kind_id, body = _ARRAY, struct.pack("<IQ", element, len(value)) + body
     return Key(name, kind_id, prefix + struct.pack("<I", kind_id) + body, len(prefix) + 4)
 
 

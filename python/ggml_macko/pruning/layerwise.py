@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -40,35 +39,23 @@ N_LOSS_CHUNKS = 8
 # ---- statistics ----
 
 
-def gather(
-    model: str | os.PathLike[str],
-    text: str | os.PathLike[str],
-    consumer: Consumer,
-    *,
-    n_chunks: int,
-    n_ctx: int,
-    n_threads: int = 0,
-) -> int:
-    """Evaluates evenly spread chunks of a text with a model, one at a time, and passes activations to a consumer.
-
-    Returns the number of chunks. Raises MackoError or OSError.
+def gather(model: Path, options: ParsedOptions, consumer: Consumer, n_chunks: int) -> int:
+    """Evaluates evenly spread chunks of the options' text with a model, one at a time, and passes activations to a
+    consumer. Returns the number of chunks. Raises MackoError or OSError.
     """
-    settings: dict[str, Any] = {"n_batch": n_ctx, "n_threads": n_threads, "consumer": consumer}
-    with TextModel.opened_with(model, text, n_ctx, n_chunks, evenly=True, **settings) as (llama, chunks):
+    assert options.text is not None
+    n_ctx = options.n_ctx
+    settings: dict[str, Any] = {"n_batch": n_ctx, "n_threads": options.n_threads, "consumer": consumer}
+    with TextModel.opened_with(model, options.text, n_ctx, n_chunks, evenly=True, **settings) as (llama, chunks):
         for _, batch in llama.batches(chunks):
             llama.evaluate(batch)
     return len(chunks)
 
 
 def gather_for(model: Path, options: ParsedOptions, consumer: Consumer) -> int:
-    """gather() with the text of the options; on a GPU if gpu_text.py supports it."""
-    assert options.text is not None
+    """gather() with the chunks of the options; on a GPU if gpu_text.py supports it."""
     on_gpu = gpu_text.gather([gpu_text.Reader(model, consumer)], options)
-    if on_gpu is not None:
-        return on_gpu
-    return gather(
-        model, options.text, consumer, n_chunks=options.n_chunks, n_ctx=options.n_ctx, n_threads=options.n_threads
-    )
+    return gather(model, options, consumer, options.n_chunks) if on_gpu is None else on_gpu
 
 
 class _SquareSumsOf(SquareSums):
@@ -220,10 +207,9 @@ class InputGroups:
 
 def passes_by_input(model: Path, tensors: Sequence[Tensor], options: ParsedOptions) -> list[list[Tensor]]:
     """The tensors of each pass for one input, in the order of the model. The last pass has tensors without products."""
-    assert options.text is not None
     by_name = {t.name: t for t in tensors}
     found = InputGroups(set(by_name))
-    gather(model, options.text, found, n_chunks=1, n_ctx=options.n_ctx, n_threads=options.n_threads)
+    gather(model, options, found, n_chunks=1)
     groups = [[by_name.pop(name) for name in names] for names in found.groups]
     return groups + ([list(by_name.values())] if by_name else [])
 

@@ -110,6 +110,8 @@ def _plain_nbytes(source: Source) -> int:
 # ---- codec ----
 
 
+_SAMPLE = 1 << 18  # weights of a matrix that decide between Q4_NL and Q4_0; all of a small matrix
+
 LOSSLESS = "sparse-lossless"
 """The TYPE with coded values, if they are smaller than plain values."""
 
@@ -165,16 +167,30 @@ class PackedCodec(Codec):
         return super().plan(source, Choice(self, choice.index_bits), settings)
 
     def _nearest(self, source: Source, choices: Sequence[Choice], settings: Settings) -> Candidate:
-        """The candidate with the least error."""
-        found, refusals = [], []
-        for choice in choices:
+        """The candidate with the least error in a sample of rows, or the next one if that type cannot represent the
+        matrix.
+        """
+        rows = np.arange(0, source.rows, max(1, source.bits.size // _SAMPLE))
+        sample = source.bits[rows]
+        weights = None
+        if source.column_weights is not None:
+            weights = source.column_weights[rows * len(source.column_weights) // source.rows]
+
+        def error(choice: Choice) -> float:
             try:
-                found.append(super().plan(source, choice, settings))
+                m = quantize_non_zeros(sample, source.type, choice.value_type, weights, settings.n_threads)
+            except errors.MackoError:
+                return float("inf")
+            return self.measure_error(m, sample, weights, settings.n_threads).relative
+
+        refusal = None
+        for choice in sorted(choices, key=error):
+            try:
+                return super().plan(source, choice, settings)
             except errors.MackoError as e:
-                refusals.append(e)
-        if not found:
-            raise refusals[0]
-        return min(found, key=lambda c: c.error.relative if c.error else 0.0)
+                refusal = refusal or e
+        assert refusal is not None
+        raise refusal
 
     def encode(self, source: Source, bits: int | None, value_type: int | None, settings: Settings) -> EncodedMatrix:
         kind = source.type if value_type is None else value_type

@@ -1,7 +1,7 @@
-"""Grammars (GBNF) in a process of their own.
+"""Grammars (GBNF) in a separate process.
 
-llama.cpp ends the process on many grammars: it throws exceptions through its C interface, and bounds neither the time
-nor the memory nor the stack that a grammar needs. So a worker process computes which tokens may follow, within limits.
+Many grammars end the process in llama.cpp: it throws exceptions through its C interface, and does not limit the time,
+memory or stack that a grammar needs. Therefore a worker process computes the permitted tokens, within limits.
 The worker loads the vocabulary once. A child of the worker follows the grammar; if it dies, the worker forks another.
 """
 
@@ -24,8 +24,8 @@ from llama_cpp._logger import logger
 
 from . import errors, system
 
-MAX_SECONDS = 5  # of CPU time, for the tokens that may follow one token
-MAX_NBYTES = 1 << 29  # of memory, besides that of the vocabulary
+MAX_SECONDS = 5  # of CPU time to compute the tokens permitted after one token
+MAX_NBYTES = 1 << 29  # of memory, in addition to the vocabulary
 _BEGIN, _ACCEPT, _ALLOWED, _REFUSED, _DIED = b"bamrd"
 
 
@@ -56,21 +56,21 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for this process
+                start_new_session=True,  # Ctrl-C must interrupt only this process
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "GGML_NO_BACKTRACE": "1"},
             )
         self.creator = os.getpid()
         self.grammar: Grammar | None = None  # the one that the worker follows
 
     def ask(self, kind: int, content: bytes) -> np.ndarray:
-        """Which tokens may follow. Raises ArgumentError for a grammar that llama.cpp refuses or does not survive."""
+        """A mask of the permitted tokens. Raises ArgumentError for a grammar that llama.cpp refuses, or crashes on."""
         try:
             self._connection.send_bytes(bytes([kind]) + content)
             answer = self._connection.recv_bytes()
         except (EOFError, OSError) as e:
             self.close()
             raise RuntimeError("the process that follows grammars has ended") from e
-        except BaseException:  # the answer to this question must not become that to the next
+        except BaseException:  # a later question must not receive the answer to this one
             self.close()
             raise
         if answer[0] == _REFUSED:
@@ -81,7 +81,7 @@ class Worker:
         return np.frombuffer(answer, np.bool_, offset=1)
 
     def is_usable(self) -> bool:
-        """False after a fork, too: the connection belongs to the parent."""
+        """Whether the connection is open and belongs to this process; after a fork, it belongs to the parent."""
         return not self._connection.closed and self.creator == os.getpid()
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class Worker:
 
 
 class Grammar:
-    """A grammar in use, and the place in it."""
+    """A grammar in use, and the position in it."""
 
     def __init__(self, worker: Worker, text: str, root: str) -> None:
         try:
@@ -105,9 +105,9 @@ class Grammar:
         worker.grammar = self
 
     def advance(self) -> None:
-        """Raises ArgumentError if no token may follow."""
+        """Raises ArgumentError if no token is permitted."""
         if self._worker.grammar is not self:
-            raise RuntimeError("the model follows another grammar by now")
+            raise RuntimeError("the model has started to follow another grammar")
         if self._token is not None:
             self._allowed = self._worker.ask(_ACCEPT, self._token.to_bytes(4, "little"))
             self._token = None
@@ -115,7 +115,7 @@ class Grammar:
             raise _refuse("no token of the vocabulary can follow")
 
     def apply(self, candidates: Any) -> None:
-        """Excludes tokens that must not follow. candidates: a pointer to llama_token_data_array"""
+        """Excludes tokens that are not permitted. candidates: a pointer to llama_token_data_array"""
         array = candidates.contents
         tokens = np.ctypeslib.as_array(array.data, (array.size,))
         tokens["logit"][~self._allowed[tokens["id"]]] = -np.inf
@@ -131,7 +131,7 @@ class Grammar:
 
 def serve(fd: int, model_path: str, keys: bytes, max_seconds: int, max_nbytes: int) -> None:
     """Answers until the other end is closed."""
-    logger.setLevel(logging.CRITICAL + 1)  # llama.cpp has reported what there is to report about the model
+    logger.setLevel(logging.CRITICAL + 1)  # the first load has logged all messages about the model
     params = llama_cpp.llama_model_default_params()
     params.vocab_only, params.n_gpu_layers = True, 0
     if keys:

@@ -95,7 +95,7 @@ def _logits_are_numbers(llama: GuardedLlama, *unused: Any, **also_unused: Any) -
 
 
 def _inside(*checks: Callable[..., AbstractContextManager[None]]) -> Callable[[Any], Any]:
-    """Runs a method inside of the checks, the first one outermost."""
+    """Runs a method inside the checks. The first check is the outermost."""
 
     def replace(method: Any) -> Any:
         @functools.wraps(method)
@@ -141,7 +141,7 @@ def _only_with_its_own_state(generate: Any) -> Any:
 
 
 def _everything_in_turn(attribute: Any) -> Any:
-    """A generator takes one turn per item, since nobody knows whether it will be asked for another."""
+    """A generator takes one turn per item, because the caller may never request another item."""
     if isinstance(attribute, property):
         return property(_inside(_in_turn)(attribute.fget), doc=attribute.__doc__)
     if not inspect.isgeneratorfunction(attribute):
@@ -308,7 +308,7 @@ GUARDS = (
     ),
     Guard(
         "Llama.eval",
-        "goes on with NaN for the logits that a failed GPU did not write; and " + _MIXED,
+        "continues with NaN for the logits that a failed GPU did not write; and " + _MIXED,
         None,
         _inside(_sequence_begins, _logits_are_numbers),
     ),
@@ -368,7 +368,7 @@ class GuardedLlama(llama_cpp.Llama):
     _turns: Turns
 
     def __new__(cls, *unused: Any, **also_unused: Any) -> GuardedLlama:
-        """What close() needs, which __del__ calls even if __init__ has not begun."""
+        """Sets the members that close() needs. __del__ calls close() even if __init__ has not begun."""
         self = super().__new__(cls)
         self._stack = contextlib.ExitStack()
         self._turns = Turns()
@@ -378,7 +378,7 @@ class GuardedLlama(llama_cpp.Llama):
         super().close()
         for part in ("_model", "_ctx", "_batch"):
             if part in vars(self):
-                vars(self)[part].__class__ = Closed  # a tokenizer may still have it
+                vars(self)[part].__class__ = Closed  # a tokenizer may still refer to it
 
 
 class Closed:

@@ -17,7 +17,7 @@ from .native.llama_hook import register, run_with
 NUMBERS = dict.fromkeys(("n_ctx", "n_batch", "n_ubatch"), 2**31 - 1) | dict.fromkeys(
     ("n_threads", "n_threads_batch"), system.MAX_THREADS
 )
-"""Arguments of Llama that llama_cpp cuts to 32 bits unseen, or that end the process, and the largest values."""
+"""The largest values of arguments that llama_cpp silently truncates to 32 bits, or that end the process."""
 
 
 class _Path(str):
@@ -36,14 +36,15 @@ class Llama(GuardedLlama):
     A sparse model is never memory-mapped: use_mmap and use_mlock have no effect on it. n_gpu_layers=-1 puts all layers
     on the GPU, if the plugin was built with one; the default, as in llama_cpp, is 0.
 
-    A GPU that fails while the logits are read is an error: llama_cpp would go on with what is not there.
+    If a GPU fails while the logits are read, an exception is raised; llama_cpp would continue without valid logits.
 
-    Four things that end the process in llama_cpp raise ArgumentError here: a grammar that llama.cpp refuses or does not
-    survive, or that no token can follow; a LoRA adapter that does not fit; a token outside the vocabulary in
-    detokenize; and any use after close(). close() while another thread generates lets it finish its token.
+    Four mistakes that end the process in llama_cpp raise ArgumentError here: a grammar that llama.cpp refuses, that
+    crashes llama.cpp, or that no token can follow; a LoRA adapter that does not fit the model; a token outside the
+    vocabulary in detokenize; and any use after close(). If another thread generates during close(), its current token
+    is completed.
 
-    Threads that share a Llama take turns: one call at a time, or one item of a stream. A call that changes the state
-    ends the streams that others have begun: their next item is a RuntimeError. pickle, copy.deepcopy and spawned
+    Threads that share a Llama take turns, one call or one item of a stream at a time. A call that changes the state
+    ends the streams of other threads: requesting their next item raises RuntimeError. pickle, copy.deepcopy and spawned
     processes load the model again, with the same options.
     """
 
@@ -62,27 +63,27 @@ class Llama(GuardedLlama):
         """Loads a model.
 
         model_path: a GGUF model, dense or sparse; the first file of a split one.
-        compress: encodes the weights of a dense model that are full of zeros while it is loaded; no new file is needed.
-        keep_negative_zeros, with compress: -0.0 is a value like any other; else it counts as zero.
-        sparse_only: a sparse weight that llama.cpp places on a device of another backend is an error; else it becomes
-        dense there, and a warning says how many did.
-        strict: a sparse model of an architecture without rules for its metadata (SECURITY.md) is an error; else it is
-        trusted like a dense one, which a warning says.
-        weight_cache: the next load of the unchanged file maps its weights on the CPU, as they are in memory, from a
-        file in the user's cache folder that this load writes; the log says where. It has nothing to do with the cache
-        of prompts (set_cache).
+        compress: encodes weights of a dense model with enough zeros while the model is loaded. No file is written.
+        keep_negative_zeros, with compress: stores -0.0 as a value. By default, -0.0 counts as zero.
+        sparse_only: raises an exception if llama.cpp places a sparse weight on a device of another backend. By default,
+        the weight becomes dense there, and a warning has the number of such weights.
+        strict: raises an exception for a sparse model of an architecture without rules for its metadata (SECURITY.md).
+        By default, such a model is trusted like a dense model, and a warning is logged.
+        weight_cache: writes the CPU weights in their memory layout to a file in the user's cache folder, whose path is
+        logged. The next load of the unchanged model maps that file. This cache is unrelated to the prompt cache
+        (set_cache).
         verbose: shows llama.cpp's log on stderr.
         args, kwargs: every other argument of llama_cpp.Llama, for example n_ctx, n_gpu_layers, n_threads, seed.
 
-        Raises FileFormatError for a damaged file and for one that is no GGUF, FileAccessError for a directory, FIFO,
-        socket or device, VersionMismatchError if another llama-cpp-python is installed than the plugin was built for,
-        and else what llama_cpp.Llama raises, ValueError above all.
+        Raises FileFormatError for a file that is damaged or is not a GGUF, FileAccessError for a directory, FIFO,
+        socket or device, and VersionMismatchError if the plugin does not support the installed llama-cpp-python. Other
+        errors are those of llama_cpp.Llama, mostly ValueError.
         """
         for name in NUMBERS.keys() & kwargs.keys():
             if kwargs[name] is not None and not 0 <= kwargs[name] <= NUMBERS[name]:
                 text = f"{name}={kwargs[name]}: expected a number from 0 to {NUMBERS[name]}"
                 raise errors.bad_argument(text)
-        set_verbose(verbose)  # before the plugin is loaded, so that it is as quiet as the rest
+        set_verbose(verbose)  # before the plugin is loaded, so that the setting also applies to its log
         register()
         options = load_model.LoadOptions(compress, keep_negative_zeros, sparse_only, strict, weight_cache)
         self._given = dict(
@@ -100,17 +101,17 @@ class Llama(GuardedLlama):
             _say_what_is_wrong(model_path, e)
             raise
         self.model_path = model_path
-        # llama.cpp rounds a context up to a multiple of 256; llama_cpp has room for as many tokens as were asked for
+        # llama.cpp rounds a context up to a multiple of 256; llama_cpp reserves only the requested number of tokens
         self._n_ctx = min(self._n_ctx, len(self.input_ids))
 
     def __getstate__(self) -> dict[str, Any]:
-        """All options, those with their present values that llama_cpp keeps."""
+        """All options. Those that llama_cpp stores have their present values."""
         return {**self._given, **super().__getstate__()}  # type: ignore[no-untyped-call]
 
 
 def _say_what_is_wrong(path: str, error: ValueError) -> None:
-    """Raises MackoError with the reason if llama.cpp did not load a file that is no GGUF, or a damaged one: its own
-    words are "Failed to load model from file".
+    """Raises MackoError with the reason if the file is damaged or is not a GGUF. The message of llama_cpp is only
+    "Failed to load model from file".
     """
     if isinstance(error, errors.MackoError) or not os.path.exists(path):
         return

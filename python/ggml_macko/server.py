@@ -16,7 +16,7 @@ from .native.llama_hook import register
 
 
 def with_download(arguments: list[str]) -> list[str]:
-    """-hf REPO[:FILE] becomes --model with the file that it names. Raises MackoError."""
+    """Replaces -hf REPO[:FILE] by --model and the path of the downloaded file. Raises MackoError."""
     names = ("-hf", "--hf-repo")
     at = next((i for i, argument in enumerate(arguments) if argument in names), None)
     if at is None:
@@ -30,11 +30,11 @@ def main() -> int:
     try:
         register()
         sys.argv[1:] = with_download(sys.argv[1:])
-        setattr(llama_cpp, "Llama", Llama)  # noqa: B010  what the server makes: its checks hold for all requests
+        setattr(llama_cpp, "Llama", Llama)  # noqa: B010  its checks hold for all requests
         from llama_cpp.server.__main__ import main as serve
 
         guards.install("llama_cpp.server")
-        # It answers requests that fail; what it raises kept it from starting.
+        # The server answers failed requests itself. It raises an exception only if it cannot start.
         serve()  # type: ignore[no-untyped-call]
         return 0
     except ModuleNotFoundError as e:

@@ -97,7 +97,7 @@ def test_pruned_checkpoint_is_published_within_the_hour(shell):
     ):
         assert command in text
     for part in (
-        "the file does not say how its zeros were made",
+        "Pruning: the metadata does not describe it.",
         "## What was not measured",
         "no benchmark of",
         "held-out.txt",

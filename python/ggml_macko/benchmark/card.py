@@ -144,8 +144,8 @@ def _summary(model: ModelFile, models: Sequence[ModelFile]) -> Iterator[str]:
     yield f"{_millions(model.n_parameters)} parameters, architecture {architecture}{zeros}."
     if any(m.is_sparse for m in models):
         yield (
-            "Its weights are stored sparse: a GGUF that stock llama.cpp opens with the plugin "
-            "ggml-macko, and refuses cleanly without it."
+            "The weights are stored sparse. Stock llama.cpp opens this GGUF with the plugin ggml-macko. Without the "
+            "plugin, it reports an error."
         )
 
 
@@ -176,19 +176,19 @@ def _results(results: Sequence[FormResult], how: Measurement) -> Iterator[str]:
     headers += [f"prompt of {how.n_prompt}, tok/s", f"generating {how.n_gen}, tok/s"] if with_speed else []
     yield console.table(rows, headers, "g")
     yield ""
-    part = "all of it" if how.n_chunks < 0 else f"{how.n_chunks} chunks spread over it"
+    part = "the whole text" if how.n_chunks < 0 else f"{how.n_chunks} evenly spread chunks"
     yield (
         f"Perplexity on `{_code(how.text)}`: {base.tokens} scored tokens in chunks of {how.n_ctx} ({part}); ± is the "
-        "standard error, and the differences between models on the same text are more certain than that."
+        "standard error. The error of a difference between two models on the same text is smaller."
     )
     if with_speed:
         where = f"with {_plain(', '.join(how.gpus))}" if how.gpus else "all on the CPU"
         yield (
             f"Speed: {how.n_threads} threads, {where}, CPU kernels {how.kernels}; medians of {how.repetitions} "
-            "interleaved runs, each in a process of its own."
+            "interleaved runs, each in a separate process."
         )
     if any(r.kind == QUANTIZED for r in results):
-        yield "The quantized forms were made of the dense model for comparison, without an imatrix."
+        yield "The quantized models were made from the dense model for comparison, without an imatrix."
     yield f"Measured with ggml-macko {how.version} (llama-cpp-python {how.llama_cpp_python})."
 
 
@@ -199,7 +199,7 @@ def _speed(value: float | None) -> str:
 def _commands(model: ModelFile) -> Iterator[str]:
     name = _code(model.path.name)
     if not model.is_sparse:
-        yield "The file is dense; store it sparse first, which loses nothing:"
+        yield "The file is dense. This command stores it sparse without loss:"
         yield from ("", "```sh", f"macko convert {_quoted(name)} sparse.gguf", "```", "")
         name = "sparse.gguf"
     yield "```sh"
@@ -227,39 +227,39 @@ def _provenance(model: ModelFile, dense: ModelFile) -> Iterator[str]:
     if bases:
         yield "Base model: " + ", ".join(f"{_plain(name)}" + (f" ({repo})" if repo else "") for name, repo in bases)
     else:
-        yield "Base model: the file does not name one."
+        yield "Base model: the metadata does not name one."
     if model.path != dense.path:
         yield f"Compared with: {_plain(_name(dense))} ({_plain(dense.path.name)})"
     found = [f"{label} {_value(model.get(key))}" for key, label in _PRUNING.items() if model.get(key) is not None]
     if found:
-        yield "Pruning, as the file says: " + "; ".join(found)
+        yield "Pruning, according to the metadata: " + "; ".join(found)
     else:
-        yield "Pruning: the file does not say how its zeros were made."
+        yield "Pruning: the metadata does not describe it."
     licence = model.get("general.license")
-    yield f"License: {_plain(str(licence))}" if licence else "License: the file does not state one."
+    yield f"License: {_plain(str(licence))}" if licence else "License: the metadata does not name one."
 
 
 def _not_measured(model: ModelFile, results: Sequence[FormResult], how: Measurement) -> Iterator[str]:
     datasets = model.get("macko.prune.datasets")
     if isinstance(datasets, list) and how.text in [Path(str(d)).name for d in datasets]:
         yield (
-            f"Any text but `{_code(how.text)}`, which the pruning was calibrated on, too: perplexity on other texts is "
-            "worse."
+            f"Perplexity on texts other than `{_code(how.text)}`, which was also the calibration text of the pruning: "
+            "expect worse values"
         )
     else:
-        yield f"Perplexity on any text but `{_code(how.text)}`"
+        yield f"Perplexity on texts other than `{_code(how.text)}`"
         if not datasets:
-            yield "Whether that text was among those that the model was trained or calibrated on"
+            yield "Whether that text was part of the training or calibration data"
     if how.n_chunks >= 0:
         yield "The rest of that text"
-    yield "Tasks: no benchmark of questions, code or instructions was run, nor any check of what it writes."
+    yield "Tasks: no benchmark of questions, code or instructions was run, and no generated text was checked"
     yield (
         "Speed"
         + (" on any other machine" if any(r.gen_tps for r in results) else ": on any machine")
         + ("" if how.gpus else " and on GPUs")
     )
     if not any(r.kind == DENSE for r in results[1:]) and any(r.kind == SPARSE_QUANTIZED for r in results):
-        yield "KL divergence of the quantized forms from the dense model"
+        yield "KL divergence of the quantized models from the dense model"
 
 
 # ---- text from files ----

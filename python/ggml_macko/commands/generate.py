@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen_n_ctx(path: str, asked: int | None) -> int:
-    """Tokens of the context. A log line names a default that is less than the model allows."""
+    """Tokens of the context. Logs a default that is smaller than the limit of the model."""
     from ..conversion import model_memory
     from ..gguf.files import Model
 
@@ -168,7 +168,7 @@ def continue_text(llama: Llama, prompt: str | None, args: argparse.Namespace, sa
         n_prompt = len(llama.tokenize(text.encode("utf-8"), special=True))
         if n_prompt >= llama._n_ctx:
             raise errors.bad_argument(f"the prompt has {n_prompt} tokens, the context {llama._n_ctx}; see -c")
-        # llama_cpp takes 0 tokens for as many as fit
+        # llama_cpp treats 0 as no limit
         chunks = sampling["max_tokens"] and llama.create_completion(text, **sampling)
         text += printed(chunks, lambda choice: choice["text"])
         sys.stdout.write("\n")
@@ -207,7 +207,7 @@ def next_line() -> str | None:
 
 
 def printed(chunks: Any, text_of: Callable[[Any], str]) -> str:
-    """The text of chunks, printed while they come."""
+    """Prints chunks as they arrive. Returns their text."""
     text = ""
     for chunk in chunks or ():
         piece = text_of(chunk["choices"][0])

@@ -1,6 +1,6 @@
-"""Are two models the same, bit for bit but for the signs of zeros, whatever way each is stored?
+"""Compares two models: are they equal bit for bit, except for the signs of zeros, however each is stored?
 
-Where one of them has quantized values: is the error within the limit of the type, and did zeros stay zeros?
+If a tensor is quantized in one of the models: is the error within the limit of the type, and did zeros stay zeros?
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ..native import codec as native_codec
 from ..native.codec import MatrixError
 from ..values import NEGATIVE_ZERO, Array, bits_dtype, to_float
 
-# ---- what was found ----
+# ---- results ----
 
 
 @dataclass(frozen=True)
 class QuantizationError:
-    """What quantizing did to a tensor, measured against what it was quantized from."""
+    """The error of a quantized tensor relative to its source."""
 
     name: str
     value_type: str
-    max_error: float  # the largest of any weight
-    rms_relative: float  # RMS of a row's error over RMS of the row: mean of the rows
-    rms_relative_max: float  # ... and the worst row
+    max_error: float  # largest error of a weight
+    rms_relative: float  # RMS of a row's errors over RMS of the row; the mean over rows
+    rms_relative_max: float  # the same in the worst row
     fault: str | None  # a zero that did not stay one, or an error beyond the type's bound
 
 
@@ -47,7 +47,7 @@ class Verification:
 
     @property
     def is_equal(self) -> bool:
-        """Nothing differs but the signs of zeros, quantized tensors within their bounds."""
+        """Nothing differs except the signs of zeros and, within bounds, quantized values."""
         return self.difference is None
 
     @property
@@ -101,8 +101,8 @@ class Comparison:
 
     def __init__(self, n_threads: int = 0, exact: bool = True, allow_quantized: bool = False):
         self._n_threads = n_threads
-        self._exact = exact  # else -0.0 and +0.0 are the same, and counted
-        self._allow_quantized = allow_quantized  # else a quantized tensor must be equal to the last bit, too
+        self._exact = exact  # False: -0.0 and +0.0 are equal, and counted
+        self._allow_quantized = allow_quantized  # False: a quantized tensor must also be equal bit for bit
         self.n_negative_zeros = 0  # places where only the sign of a zero differs
         self.quantized: list[QuantizationError] = []
 
@@ -126,7 +126,7 @@ class Comparison:
         return None
 
     def tensor_difference(self, a: Tensor, b: Tensor) -> str | None:
-        """One line that says where two tensors of the same name differ, or None."""
+        """One line with the first place where two tensors of the same name differ, or None."""
         a_has_bits, b_has_bits = tensor_rules.is_value_type(a.type), tensor_rules.is_value_type(b.type)
         if self._allow_quantized and _shape(a) == _shape(b) and a_has_bits != b_has_bits:
             source, other = (a, b) if a_has_bits else (b, a)
@@ -147,7 +147,9 @@ class Comparison:
         return None
 
     def _first_different_byte(self, x: Array, y: Array, type_id: int) -> int | None:
-        """Of two pieces of data of one type; signs of zeros are counted, unless they are to be the same, too."""
+        """The index of the first byte that differs between two arrays of one type. Without `exact`, zeros that differ
+        only in their sign are counted instead.
+        """
         if self._exact or not tensor_rules.is_value_type(type_id):
             return None if np.array_equal(x, y) else int(np.argmax(x != y))
         dtype = bits_dtype(type_id)
@@ -179,9 +181,7 @@ class Comparison:
 
 
 def quantization_error(quantized: Tensor, bits: Array, n_threads: int = 0) -> QuantizationError | None:
-    """Of a sparse tensor. bits: its dense source (rows, cols). None if nothing was lost: the source was restored from
-    it.
-    """
+    """The error of a sparse tensor. bits: its dense source (rows, cols). None if both are equal."""
     m, found = quantized.measure_error(bits, n_threads)
     if found.is_equal:
         return None
@@ -194,7 +194,7 @@ def quantization_error(quantized: Tensor, bits: Array, n_threads: int = 0) -> Qu
 
 
 def dense_quantization_error(quantized: Tensor, bits: Array, type_id: int, n_threads: int = 0) -> QuantizationError:
-    """Of a dense tensor in one of ggml's types; bits: its source (rows, cols)."""
+    """The error of a dense tensor in one of ggml's types. bits: its source (rows, cols)."""
     found = quantize.dense_error(bits, type_id, quantized.read(), quantized.type, n_threads=n_threads)
     value_bits = 8 * quantized.nbytes / quantized.n_elements
     fault = quantize.excess(value_bits, found.rms_total, found.rms_relative_max, found.row)
@@ -213,7 +213,7 @@ def _error_of(name: str, value_type: str, found: MatrixError, fault: str | None)
 
 
 def error_line(found: Sequence[QuantizationError]) -> str:
-    """What a user should know of quantized tensors, in one line."""
+    """A summary of the quantized tensors in one line."""
     kinds = ", ".join(sorted({e.value_type for e in found}))
     worst = max(found, key=lambda e: e.rms_relative_max)
     return (
@@ -227,7 +227,7 @@ def error_line(found: Sequence[QuantizationError]) -> str:
 
 
 def _shape(t: Tensor) -> tuple[int, ...]:
-    """Dimensions of 1 at the end mean nothing in ggml."""
+    """The shape in four dimensions. Dimensions of 1 at the end have no meaning in ggml."""
     return (*t.ne, 1, 1, 1)[:4]
 
 

@@ -1,4 +1,4 @@
-"""Weights that the compressed-tensors library stored sparse, back to dense: `sparse-bitmask` and `sparse-24-bitmask`.
+"""Decodes weights that the compressed-tensors library stored sparse: `sparse-bitmask` and `sparse-24-bitmask`.
 
 A weight NAME.weight is stored as a few tensors:
 
@@ -6,9 +6,9 @@ A weight NAME.weight is stored as a few tensors:
     NAME.bitmask      uint8 (rows, ceil(cols / 8)): bit j % 8, the lowest first, of byte j // 8 is set where column j of
                       the row is stored
     NAME.compressed   the stored values, row by row
-    NAME.row_offsets  int64 (rows,): how many values are stored in the rows before; sparse-24-bitmask has none
+    NAME.row_offsets  int64 (rows,): number of values in the previous rows; sparse-24-bitmask has none
 
-In sparse-24-bitmask exactly two of every four neighbours are stored. Definitions: the classes BitmaskTensor and
+In sparse-24-bitmask, exactly two of every four neighbors are stored. Definitions: the classes BitmaskTensor and
 Sparse24BitMaskTensor of compressed-tensors (src/compressed_tensors/compressors/sparse_compressors), which current
 versions of the library no longer load.
 """
@@ -27,7 +27,7 @@ PARTS = ("shape", "bitmask", "compressed")
 ROW_OFFSETS = "row_offsets"
 
 DTYPES = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}
-"""Values that can be unpacked -> the unsigned integer that holds their bits."""
+"""Type of values that can be unpacked -> unsigned integer with the same bits."""
 
 
 @dataclass(frozen=True)

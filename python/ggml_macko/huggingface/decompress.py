@@ -1,7 +1,7 @@
-"""A folder with compressed-tensors weights -> the same checkpoint dense: `decompress(folder, output)`.
+"""Makes a checkpoint with compressed-tensors weights dense: `decompress(folder, output)`.
 
-What the weights become is what they were, bit for bit; everything else of the folder is copied. The output folder
-appears under its name complete, or not at all.
+The dense weights are equal bit for bit, and all other files of the folder are copied. The output folder gets its name
+only when it is complete.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Decompression:
 
 
 def decompress(folder: str | os.PathLike[str], output: str | os.PathLike[str]) -> Decompression:
-    """Writes a Hugging Face checkpoint whose weights compressed-tensors stored sparse as a dense one.
+    """Writes a dense copy of a Hugging Face checkpoint whose weights compressed-tensors stored sparse.
 
     folder: config.json and safetensors files with weights in sparse-bitmask or sparse-24-bitmask, values F32, F16 or
     BF16. output: a folder that does not exist yet.
@@ -80,7 +80,7 @@ def decompress(folder: str | os.PathLike[str], output: str | os.PathLike[str]) -
     )
 
 
-# ---- what is in the folder ----
+# ---- contents of the folder ----
 
 
 def check_files(folder: Path) -> None:
@@ -99,7 +99,7 @@ def check_files(folder: Path) -> None:
 
 
 def parse_json(path: Path) -> Any:
-    """What a JSON file holds. Raises MackoError if it is not valid or very large, or OSError."""
+    """The value in a JSON file. Raises MackoError if it is not valid or very large, or OSError."""
     check_regular(path)
     if path.stat().st_size > _MAX_JSON:
         raise errors.error(errors.LIMIT, f"{path}: more than {_MAX_JSON} bytes")
@@ -125,7 +125,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: those of its index, or all there are. Raises MackoError or OSError."""
+    """The safetensors files of a checkpoint: those of its index, or all in the folder. Raises MackoError or OSError."""
     names = sorted(p.name for p in folder.glob("*.safetensors"))
     if (folder / INDEX).exists():
         weight_map = read_json(folder / INDEX).get("weight_map")
@@ -142,7 +142,7 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 def has_packed_weights(folder: Path) -> bool:
-    """Whether some weights are stored as compressed-tensors does. Raises MackoError, also for weights beside a mask
+    """Whether compressed-tensors stored some of the weights. Raises MackoError, for example for weights with a mask
     that is not applied yet, or OSError.
     """
     found = False
@@ -158,7 +158,7 @@ def has_packed_weights(folder: Path) -> bool:
 
 
 def _is_24(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether the config names sparse-24-bitmask. Raises MackoError if it tells of quantized weights."""
+    """Whether the config names sparse-24-bitmask. Raises MackoError if the config describes quantized weights."""
     settings = [config.get(name) for name in ("quantization_config", "compression_config")]
     found = False
     for setting in settings:
@@ -180,7 +180,7 @@ def _is_24(folder: Path, config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class _Weight:
-    """A tensor of the dense checkpoint, and where it comes from."""
+    """A tensor of the dense checkpoint, and its source."""
 
     new: NewTensor
     source: str  # its name, or that of its parts without their suffix
@@ -188,7 +188,7 @@ class _Weight:
 
 
 class _Checkpoint:
-    """The tensors of all files under the names that they have in the dense checkpoint."""
+    """The tensors of all files, with their names in the dense checkpoint."""
 
     def __init__(self, folder: Path, files: Sequence[TensorFile], is_24: bool) -> None:
         self.folder = folder
@@ -216,7 +216,9 @@ class _Checkpoint:
         return self._home[name].tensors[name]
 
     def _weights_at(self, name: str) -> Iterator[_Weight]:
-        """What a tensor gives in the dense checkpoint: itself, or at a bitmask the weight that it belongs to."""
+        """The tensor of the dense checkpoint for a tensor of a file: itself, or for a bitmask its weight. Other parts
+        of a sparse weight have none.
+        """
         base, dot, part = name.rpartition(".")
         is_part = bool(dot) and part in (*bitmask.PARTS, bitmask.ROW_OFFSETS) and f"{base}.bitmask" in self._home
         if not is_part:

@@ -13,14 +13,14 @@ from typing import Any
 from .. import errors
 
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
-_CHECKPOINT = (".safetensors", ".json", ".model", ".txt", ".jinja")  # what a converter needs of a repository
+_CHECKPOINT = (".safetensors", ".json", ".model", ".txt", ".jinja")  # files of a repository that a converter needs
 
 
 def download(spec: str) -> Path:
     """The local path of `REPO[:FILE]`: a GGUF, the first shard of a split one, or the folder of a checkpoint.
 
-    REPO: user/name. FILE: a file of it, or a part of the name of one GGUF, such as Q8_0; it may be left out where the
-    repository has one GGUF only, or none but safetensors. Raises MackoError.
+    REPO: user/name. FILE: a file of it, or a part of the name of one GGUF, such as Q8_0. FILE is optional if the
+    repository has only one GGUF, or no GGUF but safetensors. Raises MackoError.
     """
     repo, _, wanted = spec.partition(":")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
@@ -46,7 +46,7 @@ def _hub() -> Any:
 
 
 def choose(repo: str, names: Sequence[str], wanted: str) -> list[str]:
-    """The files to download, the one that stands for all first. names: all files of the repository, sorted."""
+    """The files to download; the first one represents all. names: all files of the repository, sorted."""
     models = [name for name in names if name.endswith(".gguf") and not _is_later_part(name)]
     top = [name for name in names if "/" not in name and name.endswith(_CHECKPOINT)]
     if wanted in names:

@@ -1,8 +1,8 @@
 """safetensors files, one tensor in memory at a time: a checked header, raw bytes, and a writer that streams.
 
 The format is that of the safetensors package: 8 bytes with the length of a JSON header, the header, the data without
-gaps. The package itself reads or writes whole files at a time, knows no BF16 with NumPy, and its low-level functions
-change from release to release; the tests hold these functions against it in both directions.
+gaps. The package itself reads and writes whole files, does not support BF16 with NumPy, and changes its low-level
+functions between releases. The tests compare this module with the package in both directions.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ class NewTensor:
 
 def write(path: Path, sources: Sequence[Path], tensors: Sequence[NewTensor], data: Iterable[Array]) -> None:
     """Writes a file that does not exist yet, and reads it back before it gets its name. data: the bytes of each tensor,
-    in order. sources: files whose permissions it gets at most. Raises MackoError or OSError; nothing is left then.
+    in order. sources: files whose permissions limit those of the file. Raises MackoError or OSError, and then leaves no
+    file.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0

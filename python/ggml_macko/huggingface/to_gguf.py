@@ -1,10 +1,10 @@
-"""A Hugging Face checkpoint -> a dense GGUF, by llama.cpp's own converter, where one is installed.
+"""Converts a Hugging Face checkpoint to a dense GGUF with llama.cpp's converter, if it is installed.
 
-The converter is convert_hf_to_gguf.py of a llama.cpp tree; it needs PyTorch and transformers. It is found under its
-name, or as llama-convert-hf-to-gguf, on the PATH, or where GGML_MACKO_CONVERT_HF says.
+The converter is convert_hf_to_gguf.py of a llama.cpp tree; it needs PyTorch and transformers. GGML_MACKO_CONVERT_HF
+names it. Otherwise, it is searched on the PATH, also under the name llama-convert-hf-to-gguf.
 
-It loads tokenizers with trust_remote_code, so that a folder whose JSON names code (auto_map) would run it: such a
-folder is refused here unless the user asks for that, and the converter may not download anything.
+The converter loads tokenizers with trust_remote_code, and would run code that the JSON files of a folder name
+(auto_map). This module refuses such a folder unless the user permits it. The converter must not download anything.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .decompress import PICKLES, check_files, decompress, has_packed_weights, pa
 VARIABLE = "GGML_MACKO_CONVERT_HF"
 NAMES = ("convert_hf_to_gguf.py", "llama-convert-hf-to-gguf")
 NEEDED = ("torch", "transformers", "sentencepiece")
-"""What the converter imports and ggml-macko does not need."""
+"""Packages that only the converter needs."""
 
 OUTTYPES = ("auto", "f32", "f16", "bf16")
 
 
 def find_converter(folder: Path) -> list[str]:
-    """The command of llama.cpp's converter. Raises MackoError (IO), which says what to do, if there is none."""
+    """The command of llama.cpp's converter. Raises MackoError (IO) with a remedy if there is none."""
     named = os.environ.get(VARIABLE)
     if named and not Path(named).is_file():
         raise errors.error(errors.IO, f"{VARIABLE}={named}: there is no such file")
@@ -48,13 +48,13 @@ def find_converter(folder: Path) -> list[str]:
 
 
 def _python() -> str:
-    """The first Python that has what the converter needs: this one, or those on the PATH; this one if none has it."""
+    """The first Python with the packages in NEEDED: this one or one on the PATH. This one if none has them."""
     others = [path for path in map(shutil.which, ("python3", "python")) if path]
     return next((path for path in (sys.executable, *others) if not _lacking(path)), sys.executable)
 
 
 def _lacking(python: str) -> list[str]:
-    """Which packages of NEEDED a Python does not find."""
+    """The packages in NEEDED that a Python lacks."""
     script = "import importlib.util, sys; print(*[n for n in sys.argv[1:] if importlib.util.find_spec(n) is None])"
     done = subprocess.run([python, "-c", script, *NEEDED], capture_output=True, text=True)
     return done.stdout.split() if done.returncode == 0 else list(NEEDED)
@@ -87,13 +87,13 @@ def _names_code(value: object) -> bool:
 def _convert(checkpoint: Path, folder: Path, output: Path, outtype: str) -> None:
     """Writes a dense GGUF of a checkpoint whose weights are dense.
 
-    folder: what the converter reads of the checkpoint. output: a file that may be overwritten. outtype: f32, f16, bf16,
-    or auto, which the converter takes from the weights. Raises MackoError with the last line that the converter
-    printed if it fails.
+    folder: the files of the checkpoint that the converter reads. output: a file that may be overwritten. outtype: f32,
+    f16, bf16, or auto, which the converter takes from the weights. Raises MackoError with the last line that the
+    converter printed if it fails.
     """
     command = [*find_converter(checkpoint), os.fspath(folder), "--outfile", os.fspath(output), "--outtype", outtype]
     console.log(f"{checkpoint.name}: {Path(command[-6]).name} makes a GGUF ..")
-    is_seen = console.shows_progress()  # then it shows how far it is, and errors, itself
+    is_seen = console.shows_progress()  # the converter then shows progress and errors itself
     done = subprocess.run(
         command,
         stdout=subprocess.DEVNULL if is_seen else subprocess.PIPE,
@@ -105,7 +105,7 @@ def _convert(checkpoint: Path, folder: Path, output: Path, outtype: str) -> None
     if done.returncode != 0 or not output.is_file():
         lines = [line.strip() for line in (done.stdout or "").splitlines() if line.strip()]
         last = lines[-1] if lines else f"exit code {done.returncode}"
-        missing = _lacking(command[0]) if len(command) == 7 else []  # its own Python, if it has one, is not known
+        missing = _lacking(command[0]) if len(command) == 7 else []  # otherwise, its Python is unknown
         hint = f" ({command[0]} lacks {', '.join(missing)})" if missing else ""
         raise errors.error(errors.LOAD_FAILED, f"{checkpoint}: {Path(command[-6]).name}: {last[:500]}{hint}")
 
@@ -117,10 +117,11 @@ def as_gguf(
     outtype: str = "auto",
     trust_remote_code: bool = False,
 ) -> Iterator[Path]:
-    """The GGUF of a source: itself if it is no folder; a temporary file made of a checkpoint.
+    """The GGUF of a source: the source itself, or a temporary file if the source is a folder with a checkpoint.
 
-    near: the output, in whose folder temporary files lie; None: the system's. Weights of compressed-tensors are
-    decompressed first. trust_remote_code: the checkpoint may name Python code, which the converter then runs.
+    near: the output; temporary files are written to its folder. None: the system's temporary folder. Weights of
+    compressed-tensors are decompressed first. trust_remote_code: the checkpoint may name Python code, which the
+    converter then runs.
     Raises MackoError or OSError; nothing is left behind.
     """
     path = Path(source)
@@ -143,7 +144,7 @@ def as_gguf(
             _link(path, dense, trust_remote_code)
         gguf = folder / "model.gguf"
         _convert(path, dense, gguf, outtype)
-        shutil.rmtree(dense)  # its disk space, before the next step needs more
+        shutil.rmtree(dense)  # frees disk space for the next step
         gguf.chmod(gguf.stat().st_mode & permissions(shard_paths(path)))
         yield gguf
 

@@ -142,30 +142,21 @@ class ParsedOptions(PruneOptions):
             f"--compare-within {self.compare_within} does not go with {self.method}, which compares within "
             + ("a matrix" if self.method == "alps" else "128 columns of a matrix"),
         )
-        if self.quant_values is not None:
-            check_choice("--quant-values", self.quant_values, VALUES)
-        refuse_if(
-            self.quant_values is not None and self.keep_mantissa,
-            "--keep-mantissa does not go with --quant-values",
-        )
+        check_values(self.quant_values, self.keep_mantissa)
         refuse_if(
             self.compare_within == "model"
             and (self.allocation != "uniform" or self.sequential or self.refit or self.quant_values is not None),
             "--compare-within model goes with none of --allocation loss, --sequential, --refit and --quant-values",
         )
         refuse_if(self.refit and self.method == "alps", "--refit: alps already fits the remaining weights")
-        refuse_if(
-            self.asymmetric is not None and not (self.refit or self.method == "alps" or self.quant_values is not None),
-            f"--asymmetric: {self.method} has no targets; use --method alps, --refit or --quant-values",
-        )
-        refuse_if(
-            self.asymmetric is not None and self.sequential,
-            "--asymmetric already renews the statistics for each input; omit --sequential",
-        )
-        refuse_if(
-            self.asymmetric is not None and not 0 <= self.asymmetric <= 1,
-            f"--asymmetric {self.asymmetric}: expected a number from 0 to 1",
-        )
+        if self.asymmetric is not None:
+            refuse_if(
+                not (self.refit or self.method == "alps" or self.quant_values is not None),
+                f"--asymmetric: {self.method} has no targets; use --method alps, --refit or --quant-values",
+            )
+            refuse_if(self.sequential, "--asymmetric already renews the statistics for each input; omit --sequential")
+            wrong = not 0 <= self.asymmetric <= 1
+            refuse_if(wrong, f"--asymmetric {self.asymmetric}: expected a number from 0 to 1")
         refuse_if(
             self.sequential and self.method == "magnitude" and not self.needs_hessians,
             "--sequential: magnitude needs no statistics",
@@ -176,15 +167,11 @@ class ParsedOptions(PruneOptions):
             f"--quant-values {self.quant_values}": self.quant_values,
         }
         user = next((option for option, is_set in users.items() if is_set), self.method)
-        refuse_if(self.text is None and self.needs_passes, f"{user} needs a calibration text: -f FNAME")
-        refuse_if(
-            self.text is None and self.allocation == "loss",
-            "--allocation loss needs a calibration text: -f FNAME",
-        )
-        refuse_if(
-            self.text is None and self.imatrix is None and self.method == "wanda",
-            "wanda needs statistics: --imatrix FILE (see `macko calibrate`) or -f FNAME",
-        )
+        if self.text is None:
+            refuse_if(self.needs_passes, f"{user} needs a calibration text: -f FNAME")
+            refuse_if(self.allocation == "loss", "--allocation loss needs a calibration text: -f FNAME")
+            is_lacking = self.imatrix is None and self.method == "wanda"
+            refuse_if(is_lacking, "wanda needs statistics: --imatrix FILE (see `macko calibrate`) or -f FNAME")
         refuse_if(self.n_chunks == 0 or self.n_ctx < 2, "--chunks 0 or -c below 2 measures nothing")
         refuse_if(not 0 < self.damping < float("inf"), f"--damping {self.damping:g}: expected a positive number")
         refuse_if(self.hessian_memory < 1, "--hessian-memory: expected at least 1")
@@ -230,6 +217,13 @@ def check_choice(option: str, value: str, choices: Iterable[str]) -> None:
     """Raises UsageError unless value is one of the choices."""
     choices = list(choices)
     refuse_if(value not in choices, f"{option} {value}: expected one of {', '.join(choices)}")
+
+
+def check_values(quant_values: str | None, keep_mantissa: bool) -> None:
+    """Raises UsageError for options of the values that are wrong or do not go together."""
+    if quant_values is not None:
+        check_choice("--quant-values", quant_values, VALUES)
+        refuse_if(keep_mantissa, "--keep-mantissa does not go with --quant-values")
 
 
 def parse_sparsity(value: Sparsity, option: str = "--sparsity") -> Fraction:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..evaluation import likelihood
 from ..evaluation.text_model import N_CTX
-from ..pruning.options import VALUES, check_choice, refuse_if
+from ..pruning.options import check_choice, check_values, refuse_if
 
 METHODS = ("distill", "blocks")
 
@@ -89,12 +89,7 @@ class RecoverOptions:
         """Raises UsageError for a value out of range."""
         check_choice("--method", self.method, METHODS)
         check_choice("--device", self.device, ("auto", "cpu"))
-        if self.quant_values is not None:
-            check_choice("--quant-values", self.quant_values, VALUES)
-        refuse_if(
-            self.quant_values is not None and self.keep_mantissa,
-            "--keep-mantissa does not go with --quant-values",
-        )
+        check_values(self.quant_values, self.keep_mantissa)
         refuse_if(self.n_ctx < likelihood.MIN_CTX, f"-c {self.n_ctx}: at least {likelihood.MIN_CTX}")
         refuse_if(self.n_chunks == 0, "--chunks 0 trains nothing")
         for option, number, least in (

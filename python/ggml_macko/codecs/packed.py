@@ -177,6 +177,7 @@ class PackedCodec(Codec):
             weights = source.column_weights[rows * len(source.column_weights) // source.rows]
 
         def error(choice: Choice) -> float:
+            assert choice.value_type is not None  # of choices that differ in the type of the values
             try:
                 m = quantize_non_zeros(sample, source.type, choice.value_type, weights, settings.n_threads)
             except errors.MackoError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,16 +122,21 @@ def _scale_with_table(d: Array, table: Array) -> Array:
 
 
 # Scales tried for Q4_NL, with both tables and both signs: they put the largest magnitude at this share of the outermost
-# level. Each is replaced twice by the best scale for the levels that it leads to.
-_TRIED = (0.78, 0.88, 0.95, 1.0, 1.06, 1.14)
+# level. The best for each table is replaced twice more by the best scale for the levels that it leads to.
+_TRIED = (0.78, 0.84, 0.9, 0.95, 1, 1.05, 1.1, 1.16)
 
 
-def _sum_of_block(x: Array) -> Array:
-    """(blocks, 1) of float64 (blocks, BLOCK), added in the order in which the C library does it."""
-    parts = x[:, 0:8] + x[:, 8:16] + x[:, 16:24] + x[:, 24:32]
-    for half in (4, 2, 1):
-        parts = parts[:, :half] + parts[:, half:]
-    return parts
+def _best_scale(x: Array, w: Array, table: int, d: Array) -> tuple[Array, Array]:
+    """The best (scale, gain) of each block for the levels of any scale in d (blocks, scales)."""
+    wxq, wqq = np.zeros((2, *d.shape))
+    for value, weight in zip(x.T[:, :, None], w.T[:, :, None]):  # added in the order in which the C library does it
+        q = LEVELS[table][_nearest_levels(value, d, table)].astype(np.float64)
+        wxq, wqq = wxq + weight * value * q, wqq + weight * (q * q)
+    ratio = wxq / wqq
+    gain = np.maximum(np.nan_to_num(wxq * ratio), 0)
+    at = gain.argmax(axis=1)[:, None]
+    gain = np.take_along_axis(gain, at, axis=1)
+    return np.where(gain > 0, np.take_along_axis(ratio, at, axis=1), 0).astype(np.float32), gain
 
 
 def quantize_levels(values: Array, weights: Array | None = None) -> Array:
@@ -141,23 +145,15 @@ def quantize_levels(values: Array, weights: Array | None = None) -> Array:
     x, w = np.zeros((2, n_values(n)), dtype=np.float32)
     x[:n], w[:n] = values, 1 if weights is None else weights
     x, w = x.reshape(-1, BLOCK), w.reshape(-1, BLOCK).astype(np.float64)
-    wx = w * x
     largest = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
     best, gain, table = np.zeros_like(largest), np.zeros(largest.shape), np.zeros(largest.shape, dtype=np.int64)
     with np.errstate(all="ignore"):
-        for t, sign, tried in itertools.product((0, 1), (1, -1), _TRIED):
-            d = np.float32(sign) * (largest * np.float32(tried))
-            for _ in range(2):
-                q = LEVELS[t][_nearest_levels(x, d, t)].astype(np.float64)
-                wxq, wqq = _sum_of_block(wx * q), _sum_of_block(w * (q * q))
-                ratio = wxq / wqq
-                d = ratio.astype(np.float32)
-                better = wxq * ratio > gain
-                best, gain, table = (
-                    np.where(better, d, best),
-                    np.where(better, wxq * ratio, gain),
-                    np.where(better, t, table),
-                )
+        for t in (0, 1):
+            d = np.concatenate([sign * largest * np.array(_TRIED, np.float32) for sign in np.float32([1, -1])], axis=1)
+            for _ in range(3):
+                d, found = _best_scale(x, w, t, d)
+                better = found > gain
+                best, gain, table = np.where(better, d, best), np.maximum(found, gain), np.where(better, t, table)
     scale = _scale_with_table(best, table).view(np.float16)
     number = _nearest_levels(x, scale.astype(np.float32), table).reshape(-1)
     number[n:] = 0

@@ -65,28 +65,13 @@ constexpr nearest_table make_nearest_table() {
 }
 constexpr nearest_table NEAREST = make_nearest_table();
 
-// [table][256 + h]: the level itself, as double for the sums of the search.
-struct level_table {
-    double level[2][512];
-};
-constexpr level_table make_level_table() {
-    level_table t = {};
-    for (int table = 0; table < 2; table++) {
-        for (int h = 0; h < 512; h++) {
-            t.level[table][h] = Q4_NL_LEVELS[table][NEAREST.number[table][h]];
-        }
-    }
-    return t;
+// 256 + floor(2 * x * inverse), the place in the table. A NaN becomes 127.5.
+static inline int find_place(float x, float inverse) {
+    return static_cast<int>(std::max(-128.0f, std::min(127.5f, x * inverse)) * 2 + 256);
 }
-constexpr level_table LEVEL = make_level_table();
 
-// 256 + floor(2 * x / d), the places in the tables.
-static inline __attribute__((always_inline)) void find_places(const float * x, float d, int * places) {
-    const float inverse = d != 0 && std::isfinite(1 / d) ? 1 / d : 0;
-    for (int64_t i = 0; i < QUANT_BLOCK; i++) {
-        // a NaN becomes 127.5
-        places[i] = static_cast<int>(std::max(-128.0f, std::min(127.5f, x[i] * inverse)) * 2 + 256);
-    }
+static inline __attribute__((always_inline)) float inverse_of(float d) {
+    return d != 0 && std::isfinite(1 / d) ? 1 / d : 0;
 }
 
 struct table_scale {
@@ -95,64 +80,96 @@ struct table_scale {
     double gain; // reduction of the sum of w * x^2 by d * q
 };
 
-// As MACKO_CLONES of platform.h, with AVX-512 too: 2.4 times as fast as SSE2, AVX2 1.5 times. All use the same
-// operations in the same order.
+// As MACKO_CLONES of platform.h, with AVX-512 too. All use the same operations in the same order.
 #if defined(__x86_64__) && __GNUC__ >= 12 && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && \
     !defined(__SANITIZE_THREAD__)
 #define SEARCH_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
 #else
 #define SEARCH_CLONES
 #endif
-using double8 = double __attribute__((vector_size(64)));
 
-// The search tries both tables, and scales of both signs that put the largest magnitude at .78 to 1.14 times the
-// outermost level. Each scale is replaced twice by the best scale for the levels that it leads to. Sums have eight
-// parts, so they fit vectors.
-constexpr float TRIED[] = { .78f, .88f, .95f, 1.0f, 1.06f, 1.14f }; // 20 scales leave 0.3 % less error
+// The search tries both tables, and scales of both signs that put the largest magnitude at .78 to 1.16 times the
+// outermost level. Vectors hold the sums of different scales; comparisons are faster than a table.
+using float16           = float __attribute__((vector_size(64)));
+using double16          = double __attribute__((vector_size(128)));
+constexpr float TRIED[] = { .78f, .84f, .9f, .95f, 1.0f, 1.05f, 1.1f, 1.16f };
 
+// The levels as the sum of steps, each from a place on.
+struct step_table {
+    float place[2][15], step[2][15];
+};
+constexpr step_table make_step_table() {
+    step_table t = {};
+    for (int table = 0; table < 2; table++) {
+        const int8_t * levels = Q4_NL_LEVELS[table];
+        for (int k = 0; k < 15; k++) {
+            t.place[table][k] = static_cast<float>(levels[k] + levels[k + 1] + 256);
+            t.step[table][k]  = static_cast<float>(levels[k + 1] - levels[k]);
+        }
+    }
+    return t;
+}
+constexpr step_table STEPS = make_step_table();
+
+static inline __attribute__((always_inline)) table_scale scale_of_sums(int table, double wxq, double wqq) {
+    const double ratio = wxq / wqq; // NaN if all weights are 0
+    return wxq * ratio > 0 ? table_scale{ table, static_cast<float>(ratio), wxq * ratio } : table_scale{ table, 0, 0 };
+}
+
+// The best of the scales for the levels that the scales 1 / inverse lead to.
+static inline __attribute__((always_inline)) table_scale best_scale(const float * x, const float * weights, int table,
+                                                                    const float16 & inverse) {
+    double16 wxq = {}, wqq = {};
+    for (int64_t i = 0; i < QUANT_BLOCK; i++) {
+        const double  w = static_cast<double>(weights[i]), wx = w * static_cast<double>(x[i]);
+        const float16 place = x[i] * inverse * 2 + 256;
+        float16       q     = float16{} + static_cast<float>(Q4_NL_LEVELS[table][0]);
+#pragma GCC unroll 15
+        for (int k = 0; k < 15; k++) {
+            q += place >= STEPS.place[table][k] ? float16{} + STEPS.step[table][k] : float16{};
+        }
+        wxq += wx * __builtin_convertvector(q, double16);
+        wqq += w * __builtin_convertvector(q * q, double16);
+    }
+    table_scale best = { table, 0, 0 };
+    for (int s = 0; s < 16; s++) {
+        const table_scale found = scale_of_sums(table, wxq[s], wqq[s]);
+        best                    = found.gain > best.gain ? found : best;
+    }
+    return best;
+}
+
+// The best scale for the levels that scale d leads to.
+static table_scale improve_scale(const float * x, const float * weights, int table, float d) {
+    const float inverse = inverse_of(d);
+    double      wxq = 0, wqq = 0;
+    for (int64_t i = 0; i < QUANT_BLOCK; i++) {
+        const double w = static_cast<double>(weights[i]);
+        const double q = Q4_NL_LEVELS[table][NEAREST.number[table][find_place(x[i], inverse)]];
+        wxq += w * static_cast<double>(x[i]) * q;
+        wqq += w * (q * q);
+    }
+    return scale_of_sums(table, wxq, wqq);
+}
+
+// The best of the scales tried for each table is replaced twice more by the best scale for its levels.
 SEARCH_CLONES static table_scale search_scale(const float * x, const float * weights) {
     table_scale best    = { 0, 0, 0 };
     float       largest = 0;
-    double8     w[QUANT_BLOCK / 8], wx[QUANT_BLOCK / 8];
     for (int64_t i = 0; i < QUANT_BLOCK; i++) {
-        largest          = std::max(largest, std::fabs(x[i]));
-        w[i / 8][i % 8]  = static_cast<double>(weights[i]);
-        wx[i / 8][i % 8] = static_cast<double>(weights[i]) * static_cast<double>(x[i]);
+        largest = std::max(largest, std::fabs(x[i]));
     }
-    for (const int trial : { 0, 1, 2, 3 }) {
-        const int   table = trial / 2;
-        const float sign  = trial % 2 ? -1.0f : 1.0f;
-        for (const float tried : TRIED) {
-            float d = sign * (largest / 127 * tried);
-            for (int round = 0; round < 2; round++) {
-                int     places[QUANT_BLOCK];
-                double  levels[QUANT_BLOCK];
-                double8 wxq = {}, wqq = {};
-                find_places(x, d, places);
-                for (int64_t i = 0; i < QUANT_BLOCK; i++) {
-                    levels[i] = LEVEL.level[table][places[i]];
-                }
-                for (int64_t i = 0; i < QUANT_BLOCK; i += 8) {
-                    double8 q;
-                    memcpy(&q, levels + i, sizeof(q));
-                    wxq += wx[i / 8] * q;
-                    wqq += w[i / 8] * (q * q);
-                }
-                for (int half = 4; half > 0; half /= 2) {
-                    for (int j = 0; j < half; j++) {
-                        wxq[j] += wxq[j + half];
-                        wqq[j] += wqq[j + half];
-                    }
-                }
-                if (!(wqq[0] > 0)) {
-                    break;
-                }
-                d                 = static_cast<float>(wxq[0] / wqq[0]);
-                const double gain = wxq[0] * (wxq[0] / wqq[0]);
-                if (gain > best.gain) {
-                    best = { table, d, gain };
-                }
-            }
+    float16 inverse;
+    for (int s = 0; s < 8; s++) {
+        inverse[s]     = inverse_of(largest / 127 * TRIED[s]);
+        inverse[s + 8] = -inverse[s];
+    }
+    for (const int table : { 0, 1 }) {
+        table_scale found = best_scale(x, weights, table, inverse);
+        best              = found.gain > best.gain ? found : best;
+        for (int round = 0; round < 2; round++) {
+            found = improve_scale(x, weights, table, found.d);
+            best  = found.gain > best.gain ? found : best;
         }
     }
     return best;
@@ -172,12 +189,11 @@ static uint16_t scale_with_table(float d, int table) {
 }
 
 static uint16_t search_block(const float * x, const float * weights, int64_t n, uint8_t * block) {
-    const table_scale found = search_scale(x, weights);
-    const uint16_t    scale = scale_with_table(found.d, found.table);
-    int               places[QUANT_BLOCK];
-    find_places(x, float_of_f16(scale), places);
+    const table_scale found   = search_scale(x, weights);
+    const uint16_t    scale   = scale_with_table(found.d, found.table);
+    const float       inverse = inverse_of(float_of_f16(scale));
     for (int64_t i = 0; i < n; i++) {
-        const uint8_t number = NEAREST.number[found.table][places[i]];
+        const uint8_t number = NEAREST.number[found.table][find_place(x[i], inverse)];
         block[2 + i % 16]    = static_cast<uint8_t>(block[2 + i % 16] | number << (i / 16 * 4));
     }
     return scale;

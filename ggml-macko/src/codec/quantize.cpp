@@ -3,6 +3,7 @@
 #include "codec/quantize.h"
 #include "codec/packed/packed.h"
 #include "codec/team.h"
+#include "platform/platform.h"
 
 #include <algorithm>
 #include <cmath>
@@ -80,14 +81,6 @@ struct table_scale {
     double gain; // reduction of the sum of w * x^2 by d * q
 };
 
-// As MACKO_CLONES of platform.h, with AVX-512 too. All use the same operations in the same order.
-#if defined(__x86_64__) && __GNUC__ >= 12 && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && \
-    !defined(__SANITIZE_THREAD__)
-#define SEARCH_CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
-#else
-#define SEARCH_CLONES
-#endif
-
 // The search tries both tables, and scales of both signs that put the largest magnitude at .78 to 1.16 times the
 // outermost level. Vectors hold the sums of different scales; comparisons are faster than a table.
 using float16           = float __attribute__((vector_size(64)));
@@ -153,7 +146,7 @@ static table_scale improve_scale(const float * x, const float * weights, int tab
 }
 
 // The best of the scales tried for each table is replaced twice more by the best scale for its levels.
-SEARCH_CLONES static table_scale search_scale(const float * x, const float * weights) {
+MACKO_WIDE_CLONES static table_scale search_scale(const float * x, const float * weights) {
     table_scale best    = { 0, 0, 0 };
     float       largest = 0;
     for (int64_t i = 0; i < QUANT_BLOCK; i++) {

@@ -24,7 +24,9 @@ def make(path, arch):
 
 
 def options_for(text):
-    return ParsedOptions(sparsity=0, method="alps", compare_within="tensor", text=str(text), n_chunks=5, n_ctx=32)
+    return ParsedOptions(
+        sparsity=0, method="alps", compare_within="tensor", text=str(text), n_chunks=5, n_ctx=32, device="none"
+    )
 
 
 def gather_on_cpu(path, consumer, options, until=""):
@@ -51,7 +53,8 @@ def test_statistics_are_those_of_llama_cpp(tmp_path, text, arch):
     layerwise.gather(path, options, expected, n_chunks=5)
     for name, found in expected.entries().items():
         assert np.array_equal(sums.entries()[name].counts, found.counts)
-        np.testing.assert_allclose(sums.entries()[name].sums, found.sums, rtol=0.05)
+        # the square of a ReLU is small where its input nearly cancels, and then has no relative precision
+        np.testing.assert_allclose(sums.entries()[name].sums, found.sums, rtol=0.05, atol=1e-9 * found.sums.max())
 
 
 @needs_torch
@@ -71,7 +74,7 @@ def test_last_weight_of_a_pass_brings_all_that_read_its_input(tmp_path, text, ar
     path, options = make(tmp_path / "model.gguf", arch), options_for(text)
     with Model(path) as m:
         groups = layerwise.passes_by_input(path, tensors_to_prune(m), options)
-    assert {len(group) for group in groups} == {1, 2, 3}
+    assert {len(group) for group in groups} == ({1, 3} if arch == "arcee" else {1, 2, 3})  # arcee has no gate
     for group in groups:
         for last in group:
             found = hessians.Hessians({t.name for t in group})

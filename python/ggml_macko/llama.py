@@ -79,9 +79,9 @@ class Llama(GuardedLlama):
         socket or device, and VersionMismatchError if the plugin does not support the installed llama-cpp-python. Other
         errors are those of llama_cpp.Llama, mostly ValueError.
         """
-        for name in NUMBERS.keys() & kwargs.keys():
-            if kwargs[name] is not None and not 0 <= kwargs[name] <= NUMBERS[name]:
-                text = f"{name}={kwargs[name]}: expected a number from 0 to {NUMBERS[name]}"
+        for name, most in NUMBERS.items():
+            if kwargs.get(name) is not None and not 0 <= kwargs[name] <= most:
+                text = f"{name}={kwargs[name]}: expected a number from 0 to {most}"
                 raise errors.bad_argument(text)
         set_verbose(verbose)  # before the plugin is loaded, so that the setting also applies to its log
         register()

@@ -16,6 +16,7 @@ from ..native import codec as native_codec
 from ..native.codec import EncodedMatrix, MatrixError, MatrixHeader
 from ..values import Array, component_dtype
 from . import quantize
+from .value_types import quant_bits
 
 _BLOCK = 32  # elements of any type that fill whole bytes
 
@@ -197,10 +198,6 @@ class Codec(ABC):
         """Whether values of the type may differ from the encoded values."""
         return self.value_name(value_type) is not None
 
-    def value_bits(self, value_type: int) -> float:
-        """Bits of a quantized value, without its share of a scale."""
-        raise NotImplementedError
-
     @abstractmethod
     def break_even_density(self, cols: int, type_id: int, bits: int | None, value_type: int) -> float:
         """Density of random non-zeros at which a matrix with rows of `cols` is as large as dense. bits None: best."""
@@ -308,8 +305,7 @@ class Codec(ABC):
             is_zero = found.fault == native_codec.FAULT_NOT_ZERO
             what = "a zero did not stay one" if is_zero else "the error is too large"
             return f"row {found.row}, column {found.col}: {what}"
-        bits = self.value_bits(value_type)
-        return quantize.excess(bits, found.rms_total, found.rms_relative_max, found.row)
+        return quantize.excess(quant_bits(value_type), found.rms_total, found.rms_relative_max, found.row)
 
 
 class DeltaCodec(Codec):

@@ -142,9 +142,6 @@ class PackedCodec(Codec):
     def value_name(self, value_type: int) -> str | None:
         return QUANT_NAMES.get(value_type)
 
-    def value_bits(self, value_type: int) -> float:
-        return (BLOCK_NBYTES[value_type] - 2) * 8 / BLOCK
-
     def break_even_density(self, cols: int, type_id: int, bits: int | None, value_type: int) -> float:
         """With a bitmap, since an index takes at most one bit per weight. Coded values count as plain values."""
         n = value_bits(type_id)

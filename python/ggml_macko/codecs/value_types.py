@@ -23,6 +23,11 @@ LEVELS = np.array(  # numbers of Q4_NL; the lowest bit of the scale selects the 
 )
 
 
+def quant_bits(value_type: int) -> float:
+    """Bits of a quantized value, without its share of the F16 scale."""
+    return (BLOCK_NBYTES[value_type] - 2) * 8 / BLOCK
+
+
 def numbers(value_type: int) -> Array:
     """The numbers of a type except 0, ascending: int8 (tables, numbers)."""
     if value_type == TYPE_Q4_NL:

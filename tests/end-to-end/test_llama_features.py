@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -18,15 +16,9 @@ open_model = functools.partial(llama_logits.open_model, n_ctx=256, seed=1)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+def pair(sparse):
     """The paths of the demo model, dense and sparse."""
-    path = tmp_path_factory.mktemp("demo") / "sparse.gguf"
-    subprocess.run(
-        [sys.executable, "-m", "ggml_macko.commands.cli", "convert", str(generators.DEMO), str(path)],
-        check=True,
-        capture_output=True,
-    )
-    return generators.DEMO, path
+    return generators.DEMO, sparse
 
 
 def greedy(llama, n=40, prompt=PROMPT, **kwargs):

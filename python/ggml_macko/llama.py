@@ -105,7 +105,7 @@ class Llama(GuardedLlama):
         self._n_ctx = min(self._n_ctx, len(self.input_ids))
 
     def __getstate__(self) -> dict[str, Any]:
-        """All options. Those that llama_cpp stores have their present values."""
+        """All options. An option that llama_cpp stores has its present value."""
         return {**self._given, **super().__getstate__()}  # type: ignore[no-untyped-call]
 
 

@@ -233,8 +233,8 @@ template <typename X, int BITS> struct group_bits<exp_coded<X>, BITS> {
     uint4    v;        // lower bits, one byte per value
     uint32_t w[WORDS]; // deltas; signs and codes
 
-    // Addresses of the values and the words of the group in slot g of row_span. Those of slot g + n * LINE_GROUPS are
-    // n * LINE_GROUPS * exp_coded_group_nbytes(BITS) bytes later.
+    // Addresses of the values and the words of the group in slot g of row_span. The group in slot g + n * LINE_GROUPS
+    // starts n * LINE_GROUPS * exp_coded_group_nbytes(BITS) bytes later.
     __device__ __forceinline__ static const uint8_t * values_at(const uint8_t * p, int64_t g) {
         return p + g * NBYTES + place() * (16 - NBYTES);
     }

@@ -551,7 +551,7 @@ inline model tiny_llama(uint64_t n_embd, uint32_t n_layer, uint64_t seed, bool b
     return m;
 }
 
-// All keys of FORMAT.md section 9, for the parts of a tiny_llama() with two layers.
+// All keys of FORMAT.md section 10, for the parts of a tiny_llama() with two layers.
 inline void set_activation_keys(file * f) {
     f->set(text("macko.act.kind", "product"));
     f->set(scalar<float>("macko.act.share", F32, 0.5f));

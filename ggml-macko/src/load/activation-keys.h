@@ -1,4 +1,4 @@
-// Checks the keys macko.act.*, which name the neurons that may be skipped for a token (FORMAT.md section 9).
+// Checks the keys macko.act.*, which name the neurons that may be skipped for a token (FORMAT.md section 10).
 #pragma once
 
 #include "gguf/header.h"

@@ -1,4 +1,4 @@
-// Input thresholds of a model's weights, from its keys macko.act.* (FORMAT.md section 9).
+// Input thresholds of a model's weights, from its keys macko.act.* (FORMAT.md section 10).
 #pragma once
 
 #include "load/model-file.h"

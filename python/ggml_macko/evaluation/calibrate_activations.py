@@ -1,5 +1,5 @@
 """Measures thresholds for skipping neurons on a text, and writes them into a copy of the model:
-`calibrate_activations(model, output, skip)`. skipping.py defines them; FORMAT.md (section 9) has their format.
+`calibrate_activations(model, output, skip)`. skipping.py defines them; FORMAT.md (section 10) has their format.
 """
 
 from __future__ import annotations

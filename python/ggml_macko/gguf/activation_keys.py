@@ -1,4 +1,4 @@
-"""The keys macko.act.*: thresholds below which neurons may be skipped for a token (FORMAT.md section 9).
+"""The keys macko.act.*: thresholds below which neurons may be skipped for a token (FORMAT.md section 10).
 
 The C library checks types and ranges when it opens a file. This module checks that the keys fit the model.
 """

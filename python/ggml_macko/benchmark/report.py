@@ -22,7 +22,7 @@ from ..benchmark.forms import Form, Forms, Recipe
 from ..benchmark.models import LabelledModel, ModelResult, bench_models
 from ..evaluation import likelihood
 from ..evaluation.likelihood import Estimate
-from ..evaluation.text_model import N_CTX, TextModel, read_text, spread
+from ..evaluation.text_model import N_CTX, EvaluationOptions, TextModel, read_text
 from ..gguf.files import shard_paths
 from ..gguf.outputs import AtomicOutput, scratch_folder
 
@@ -111,11 +111,9 @@ def perplexity_of(
 
     llama-perplexity uses the first chunks, which may be a single document.
     """
-    with TextModel.opened_with(path, text, n_ctx, -1, n_threads=n_threads, n_gpu_layers=n_gpu_layers) as (
-        model,
-        chunks,
-    ):
-        return likelihood.estimate(model, chunks if n_chunks < 0 else spread(chunks, n_chunks))
+    run: EvaluationOptions = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers}
+    with TextModel.opened_with(path, text, n_ctx, n_chunks, evenly=True, **run) as (model, chunks):
+        return likelihood.estimate(model, chunks)
 
 
 def _estimate(form: Form, text: Path, n_chunks: int, **options: int) -> Estimate:

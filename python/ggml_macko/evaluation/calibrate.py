@@ -84,12 +84,12 @@ def calibrate(
     sums = SquareSums(process_output)
     inputs: list[str | os.PathLike[str]] = [*shard_paths(model), text]
     run: EvaluationOptions = {"n_batch": N_BATCH, "n_ubatch": N_UBATCH, "n_gpu_layers": -1, **options}
-    with (
-        AtomicOutput(output, inputs, force) as opened,
-        TextModel.opened_with(model, text, n_ctx, -1, consumer=sums, **run) as (llama, whole),
-    ):
-        settings = {"-c": n_ctx, "-b": run["n_batch"], "-ub": run["n_ubatch"], "--process-output": process_output}
+    settings = {"-c": n_ctx, "-b": run["n_batch"], "-ub": run["n_ubatch"], "--process-output": process_output}
+    with contextlib.ExitStack() as stack:
+        opened = stack.enter_context(AtomicOutput(output, inputs, force))
         checkpoint = Checkpoint(opened.path, model, settings, inputs)
+        n = -1 if checkpoint.path.exists() else n_chunks  # a checkpoint may have more chunks
+        llama, whole = stack.enter_context(TextModel.opened_with(model, text, n_ctx, n, consumer=sums, **run))
         done = checkpoint.load(sums, whole)
         chunks = whole if n_chunks < 0 else whole[: max(n_chunks, done)]
         if done > n_chunks >= 0:

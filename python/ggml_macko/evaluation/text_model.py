@@ -1,9 +1,9 @@
 """A model opened to evaluate text in chunks, exactly as llama-imatrix and llama-perplexity do: the same tokens, the
 same batches and the same context settings, so that the same libllama gives the same numbers.
 
-A text is tokenized once, with the special tokens of the vocabulary (BOS), and split into chunks of n_ctx tokens; the
-rest is dropped. Each chunk is a new sequence; BOS replaces its first token if the vocabulary has one. An evaluation
-takes n_batch / n_ctx chunks, or a part of a chunk.
+A text is tokenized as far as its chunks need, with the special tokens of the vocabulary (BOS), and split into chunks of
+n_ctx tokens; the rest is dropped. Each chunk is a new sequence; BOS replaces its first token if the vocabulary has one.
+An evaluation takes n_batch / n_ctx chunks, or a part of a chunk.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from .. import console, errors, system
 from ..evaluation.activations import Consumer, InputTap, Tap
+from ..evaluation.tokenizer import Tokenizer
 from ..native.file import File
 from ..regular_files import read_bytes
 
@@ -144,24 +145,6 @@ class TextModel:
         """Tokens in the vocabulary."""
         return int(self._api.llama_vocab_n_tokens(self._vocab))
 
-    def tokenize(self, text: bytes) -> npt.NDArray[np.int32]:
-        """The tokens of a text, after a BOS if the vocabulary adds one.
-
-        text: valid UTF-8; llama.cpp may abort on other text.
-        """
-        tokens = np.empty(len(text) + 16, dtype=np.int32)
-        n = self._tokenize(text, tokens)
-        if n < 0:  # one byte can become several tokens; -n is the number of tokens
-            tokens = np.empty(-n, dtype=np.int32)
-            n = self._tokenize(text, tokens)
-        if n < 0:
-            raise errors.bad_argument("the text could not be tokenized")
-        return tokens[:n].copy()
-
-    def _tokenize(self, text: bytes, tokens: npt.NDArray[np.int32]) -> int:
-        pointer = tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
-        return int(self._api.llama_tokenize(self._vocab, text, len(text), pointer, len(tokens), True, False))
-
     def read_chunks(self, text_path: str | os.PathLike[str], n_chunks: int = -1) -> Chunks:
         """The first n_chunks chunks (chunks, n_ctx) of a UTF-8 file; -1: all.
 
@@ -171,7 +154,9 @@ class TextModel:
 
     def _chunks(self, text: bytes, text_path: str | os.PathLike[str], n_chunks: int, *, evenly: bool = False) -> Chunks:
         warn_of_crlf(text, text_path)
-        tokens = self.tokenize(text[:-1] if text.endswith(b"\n") else text)  # llama.cpp's tools drop one newline
+        text = text[:-1] if text.endswith(b"\n") else text  # llama.cpp's tools drop one newline
+        n_tokens = -1 if n_chunks < 0 or evenly else max(n_chunks, 2) * self.n_ctx
+        tokens = Tokenizer(self._api, self._model).tokens(text, n_tokens)
         if len(tokens) < 2 * self.n_ctx:
             raise errors.bad_argument(
                 f"{text_path}: {len(tokens)} tokens; at least {2 * self.n_ctx} are needed for chunks of {self.n_ctx} "

@@ -109,11 +109,12 @@ def work_on(path: str, first: int, step: int) -> None:
 
 
 class Trial(NamedTuple):
-    """A failure, its result, and its log."""
+    """A failure, its result, its log, and whether the GPU was given up in this trial or before it in its process."""
 
     call: int
     result: dict[str, Any]
     log: str
+    given_up: bool
 
 
 HANG_SECONDS = 60.0
@@ -158,16 +159,17 @@ def run(package: pathlib.Path, arguments: Sequence[object]) -> tuple[list[Trial]
         err.seek(0)
         results = [json.loads(line) for line in out.read().splitlines() if line.startswith("{")]
         logs = err.read().split(LOG_OF)[1:]
-    trials = [Trial(result["call"], result, log) for result, log in zip(results, logs)]
+    given_up = [any(GIVEN_UP in log for log in logs[: i + 1]) for i in range(len(logs))]
+    trials = [Trial(result["call"], result, log, gone) for result, log, gone in zip(results, logs, given_up)]
     if end and len(logs) > len(results):
         log = logs[-1]
-        trials.append(Trial(int(log.split("\n", 1)[0]), {"outcome": end}, log))
+        trials.append(Trial(int(log.split("\n", 1)[0]), {"outcome": end}, log, given_up[-1]))
     return trials, end
 
 
 def run_one(package: pathlib.Path, path: str, call: int, error: int) -> list[Trial]:
     trials, end = run(package, ["--worker", path, call, error])
-    return trials if trials or interrupted.is_set() else [Trial(call, {"outcome": end}, "")]
+    return trials if trials or interrupted.is_set() else [Trial(call, {"outcome": end}, "", False)]
 
 
 def run_all(package: pathlib.Path, path: str, first: int, step: int) -> list[Trial]:
@@ -179,7 +181,7 @@ def run_all(package: pathlib.Path, path: str, first: int, step: int) -> list[Tri
         if not end:
             return found
         if not trials:
-            return [*found, Trial(first, {"outcome": end}, "")]
+            return [*found, Trial(first, {"outcome": end}, "", False)]
         first = trials[-1].call + step
 
 
@@ -187,7 +189,8 @@ def lines_of_gpu(log: str) -> list[str]:
     return [line for line in log.splitlines() if "MACKO0:" in line]
 
 
-def outcome(result: dict[str, Any], log: str, want: str) -> str:
+def outcome(trial: Trial, want: str) -> str:
+    result, log = trial.result, trial.log
     reasons = ("memory", GIVEN_UP, "slowly")
     said = any(any(reason in line for reason in reasons) for line in lines_of_gpu(log))
     said = said or "(cudaError" in result.get("refused", "")
@@ -197,7 +200,7 @@ def outcome(result: dict[str, Any], log: str, want: str) -> str:
         if "again" in result:
             if result["again"] == want:
                 return "refused, then loaded"
-            return "refused, GPU given up" if GIVEN_UP in log else "REFUSED, THEN NOT USABLE"
+            return "refused, GPU given up" if trial.given_up else "REFUSED, THEN NOT USABLE"
         return "refused" if said else "refused, but the log does not say why"
     if result["text"] == want:
         return "slower, as the log says" if said else "no effect"
@@ -271,7 +274,7 @@ def main() -> None:
     cut_off = False
     try:
         for name, trial in try_all(package, args, n_calls):
-            key = name, outcome(trial.result, trial.log, want)
+            key = name, outcome(trial, want)
             found[key] += 1
             examples.setdefault(key, trial)
     except KeyboardInterrupt:

@@ -73,7 +73,7 @@ int check_header(const codec & format, const ggml_macko_matrix & m) {
                         static_cast<long long>(a.nbytes), a.type);
         }
     }
-    if (m.value_type != format.value_type_of(m.type, m.arrays[0].type)) {
+    if (m.value_type != format.value_type_of(m)) {
         return fail(GGML_MACKO_STATUS_BAD_FORMAT, "value type %d does not fit type %d in format '%s'", m.value_type,
                     m.type, format.name());
     }

@@ -55,9 +55,13 @@ public:
     // check_rows(); on an error f has been called for some rows.
     [[nodiscard]] virtual int for_each_row(int                                                n_threads,
                                            const std::function<void(int64_t, const void *)> & f) const = 0;
-    // Maximum distance of the dense values of non-zeros k ... k + n - 1, in row-major order, from `source`, the values
-    // that were encoded. Only valid after the checks.
-    virtual void error_bounds(int64_t k, int64_t n, const float * source, double * bounds) const {
+    // Maximum distance of the dense values of n non-zeros of a row from `source`, the values that were encoded.
+    // columns: the columns of these non-zeros, ascending. k: the number of non-zeros before them, in row-major order.
+    // Only valid after the checks.
+    virtual void error_bounds(int64_t row, const int32_t * columns, int64_t k, int64_t n, const float * source,
+                              double * bounds) const {
+        (void)row;
+        (void)columns;
         (void)k;
         (void)source;
         std::fill(bounds, bounds + n, 0.0);
@@ -109,11 +113,8 @@ public:
     // Checks shape, type, value type, bits and nnz against the limits of FORMAT.md section 4 and the format's own,
     // before any array is known. value_type is not known yet; callers pass type.
     [[nodiscard]] virtual int check_desc(const ggml_macko_matrix & m) const = 0;
-    // The value type that the type of the first component implies.
-    virtual int32_t value_type_of(int32_t dense_type, int32_t component_type) const {
-        (void)component_type;
-        return dense_type;
-    }
+    // The value type that the types and sizes of the components imply. m.value_type is not known yet.
+    virtual int32_t value_type_of(const ggml_macko_matrix & m) const { return m.type; }
     // Requirements on each component. The length of one may depend on the length of an earlier one.
     virtual void component_rules(const ggml_macko_matrix & m, component_rule * rules) const = 0;
     // Checks that components that meet the requirements can hold nnz values.

@@ -91,7 +91,7 @@ int64_t measure_columns(const codec_view & view, const dense_source<T> & source,
         e->max_error = std::max(e->max_error, error);
     }
     if (has_bounds && e->too_large < 0) {
-        view.error_bounds(k, n_values, values, bounds);
+        view.error_bounds(r, columns, k, n_values, values, bounds);
         for (int64_t i = n_values - 1; i >= 0; i--) {
             e->too_large = errors[i] <= bounds[i] ? e->too_large : columns[i];
         }

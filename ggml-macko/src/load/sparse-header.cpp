@@ -144,7 +144,7 @@ static int read_matrix(const gguf_header & header, const sparse_keys & keys, uin
                     bits);
     }
     m->desc.type       = static_cast<int32_t>(type);
-    m->value_type      = m->desc.type; // the type of the first component replaces it
+    m->value_type      = m->desc.type; // the components replace it
     m->index_bits      = static_cast<int32_t>(bits);
     m->desc.delta_bits = m->format->recoded_bits(m->index_bits);
     m->n_tensors       = m->format->components().size();
@@ -219,7 +219,7 @@ static int check_component(const gguf_tensor & t, const component_rule & rule) {
 
 // Checks the types and lengths of the components of matrix m, which begin at t, as far as the header describes them.
 static int check_components_of(const gguf_tensor * t, int64_t file_size, sparse_tensor_info * m) {
-    m->value_type                = m->format->value_type_of(m->desc.type, t->type);
+    m->value_type                = m->format->value_type_of(m->matrix(t));
     const ggml_macko_matrix full = m->matrix(t);
     component_rule          rules[GGML_MACKO_MAX_ARRAYS];
     m->format->component_rules(full, rules);

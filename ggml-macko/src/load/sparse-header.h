@@ -13,7 +13,7 @@ struct sparse_tensor_info {
     std::string   name;
     const codec * format;
     macko_desc    desc;       // of the MACKO rows that a consumer may get; the format chooses delta_bits
-    int32_t       value_type; // desc.type, or a type that occurs only in packed matrices
+    int32_t       value_type; // desc.type, or a quantized or coded type
     int32_t       index_bits; // macko.tensor.index_bits
     int32_t       n_dims;
     int64_t       ne[4];

@@ -51,11 +51,12 @@ public:
     int check_desc(const ggml_macko_matrix & m) const override { return check_packed_desc(desc_of(m)); }
 
     // ggml has no types for Q4_NL and coded values: a file stores them as bytes and words
-    int32_t value_type_of(int32_t dense_type, int32_t component_type) const override {
-        return component_type == GGML_MACKO_TYPE_I8    ? GGML_MACKO_TYPE_Q4_NL
-               : component_type == GGML_MACKO_TYPE_I32 ? GGML_MACKO_TYPE_CODED
-               : is_quant_type(component_type)         ? component_type
-                                                       : dense_type;
+    int32_t value_type_of(const ggml_macko_matrix & m) const override {
+        const int32_t stored = m.arrays[PACKED_VALUES].type;
+        return stored == GGML_MACKO_TYPE_I8    ? GGML_MACKO_TYPE_Q4_NL
+               : stored == GGML_MACKO_TYPE_I32 ? GGML_MACKO_TYPE_CODED
+               : is_quant_type(stored)         ? stored
+                                               : m.type;
     }
 
     // the exact lengths of gap codes and coded values follow from their data

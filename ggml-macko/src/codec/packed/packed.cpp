@@ -1,6 +1,7 @@
 // Packed arrays: check, decode, pack (FORMAT.md section 7).
 #include "codec/packed/packed.h"
 #include "codec/code-writer.h"
+#include "codec/first-bad.h"
 #include "codec/nonzero.h"
 #include "codec/quantize.h"
 #include "codec/team.h"
@@ -8,7 +9,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <mutex>
 
 namespace macko {
 
@@ -76,22 +76,6 @@ static int check_rest_of_index(const packed_arrays & a, int64_t n_bits) {
     }
     return used ? fail(GGML_MACKO_STATUS_NOT_CANONICAL, "the index is not zero after the last row")
                 : static_cast<int>(GGML_MACKO_STATUS_OK);
-}
-
-// The first of n items (rows, values) for which bad(i) is true, or n; the same for any number of threads.
-template <typename F> static int64_t first_bad(int64_t n, int n_threads, F && bad) {
-    int64_t    first = n;
-    std::mutex mutex;
-    parallel_ranges(n_threads, n, [&](int64_t begin, int64_t end) {
-        while (begin < end && !bad(begin)) {
-            begin++;
-        }
-        if (begin < end) {
-            const std::lock_guard<std::mutex> lock(mutex);
-            first = std::min(first, begin);
-        }
-    });
-    return first;
 }
 
 static int check_bitmap(const packed_arrays & a, int n_threads) {
@@ -427,10 +411,11 @@ static double nearest_distance(const uint8_t * block, int32_t type, double d, do
 // The sum of three distances: to the nearest d * q, the rounding of the scale to F16, and the rounding of the product
 // to the dense type. A value beyond twice the largest |q| cannot belong to its scale: searched scales cut off less than
 // half of a value.
-void packed_view::error_bounds(int64_t k, int64_t n, const float * source, double * bounds) const {
+void packed_view::error_bounds(int64_t row, const int32_t * columns, int64_t k, int64_t n, const float * source,
+                               double * bounds) const {
     const int32_t type = arrays_.desc.value_type;
     if (!is_quant_type(type)) {
-        codec_view::error_bounds(k, n, source, bounds);
+        codec_view::error_bounds(row, columns, k, n, source, bounds);
         return;
     }
     const auto * blocks   = static_cast<const uint8_t *>(arrays_.values);

@@ -52,7 +52,8 @@ public:
     const macko_desc & desc() const override { return arrays_.desc.dense; }
     int                for_each_row(int n_threads, const std::function<void(int64_t, const void *)> & f) const override;
     int                decode(void * dense, int n_threads) const override;
-    void               error_bounds(int64_t k, int64_t n, const float * source, double * bounds) const override;
+    void               error_bounds(int64_t row, const int32_t * columns, int64_t k, int64_t n, const float * source,
+                                    double * bounds) const override;
 
     const packed_arrays & arrays() const { return arrays_; }
     int64_t               row_bit(int64_t row) const {

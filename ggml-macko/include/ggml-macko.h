@@ -82,7 +82,8 @@ enum ggml_macko_status {
 };
 
 // Type ids of matrices and their components. Ids below 1000 are ggml's, ids from 1000 up are our own (FORMAT.md
-// sections 7 and 8). Dense matrices are F32, F16 or BF16. Quantized and coded values occur only in packed matrices.
+// sections 7 to 9). Dense matrices are F32, F16 or BF16. The other types of values occur only in the formats `packed`
+// and `quantized`.
 enum ggml_macko_type {
     GGML_MACKO_TYPE_F32   = 0,
     GGML_MACKO_TYPE_F16   = 1,
@@ -95,6 +96,10 @@ enum ggml_macko_type {
     GGML_MACKO_TYPE_BF16  = 30,
     GGML_MACKO_TYPE_Q4_NL = 1004, // our own type; a file stores its blocks as bytes (I8)
     GGML_MACKO_TYPE_CODED = 1005, // lossless, 10 to 14 bits per value; a file stores it as words (I32)
+    GGML_MACKO_TYPE_Q3    = 1013, // values of format `quantized`: 1010 + the bits of a code
+    GGML_MACKO_TYPE_Q4    = 1014,
+    GGML_MACKO_TYPE_Q5    = 1015,
+    GGML_MACKO_TYPE_Q8    = 1018,
 };
 
 // ---- library ----

@@ -360,7 +360,8 @@ TEST(c_api_serves_a_registered_format) {
     ggml_macko_encoded_free(e);
 }
 
-// Each built-in format encodes with its defaults, describes its arrays by its own rules, and returns the same matrix.
+// Each built-in format encodes with its defaults, describes its arrays by its own rules, and returns the same matrix
+// (if it quantizes, one with the same non-zeros).
 TEST(every_format_keeps_its_promises) {
     const std::vector<uint16_t> dense = sample_matrix();
     for (const macko::codec * format : macko::all_codecs()) {
@@ -383,14 +384,17 @@ TEST(every_format_keeps_its_promises) {
         }
         std::vector<uint16_t> back(dense.size(), 0xffff);
         macko::macko_matrix   rows;
+        const bool            is_lossless = macko::is_value_type(m.value_type);
         CHECK(macko::open_matrix(*format, m, 2, &view) == 0 && view->check_rows(2) == 0 &&
-                  view->decode(back.data(), 2) == 0 && back == dense && &view->format() == format,
+                  view->decode(back.data(), 2) == 0 && &view->format() == format &&
+                  std::equal(back.begin(), back.end(), dense.begin(),
+                             [&](uint16_t a, uint16_t b) { return is_lossless ? a == b : !a == !b; }),
               "%s: %s", format->name(), ggml_macko_last_error());
         std::atomic<int64_t> n_rows{ 0 }, n_wrong{ 0 };
         CHECK(view->for_each_row(2,
                                  [&](int64_t r, const void * row) {
                                      n_rows++;
-                                     n_wrong += memcmp(row, &dense[static_cast<size_t>(r * COLS)], 2 * COLS) != 0;
+                                     n_wrong += memcmp(row, &back[static_cast<size_t>(r * COLS)], 2 * COLS) != 0;
                                  }) == 0 &&
                   n_rows == ROWS && n_wrong == 0,
               "%s: row by row", format->name());

@@ -25,7 +25,11 @@ constexpr int32_t TYPES[] = { GGML_MACKO_TYPE_F16,
                               GGML_MACKO_TYPE_I16,
                               GGML_MACKO_TYPE_I32,
                               -1,
-                              12345 };
+                              12345,
+                              GGML_MACKO_TYPE_Q3,
+                              GGML_MACKO_TYPE_Q4,
+                              GGML_MACKO_TYPE_Q5,
+                              GGML_MACKO_TYPE_Q8 };
 
 static int32_t type_at(uint8_t i) { return TYPES[i % std::size(TYPES)]; }
 

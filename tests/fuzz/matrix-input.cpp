@@ -36,6 +36,10 @@ static std::vector<ggml_macko_option> options_of(const std::string & format, con
                  { "mantissa_bits", d.type % 3 == 1 ? 7 : choice(d.options[2], { -1, 7, 10 }) },
                  { "exponent_bits", choice(d.options[3], { -1, 2, 3 }) } };
     }
+    if (format == "quantized") {
+        return { { "value_type", choice(d.options[0], { GGML_MACKO_TYPE_Q4, GGML_MACKO_TYPE_Q3, GGML_MACKO_TYPE_Q5,
+                                                        GGML_MACKO_TYPE_Q8 }) } };
+    }
     if (format == "ec-csr") {
         return { { "index_bits", choice(d.options[0], { 4, 8 }) },
                  { "max_granularity", choice(d.options[1], { 16, 1, 2, 4, 64 }) },

@@ -2,6 +2,7 @@
 #include "codec/ec-csr/ec-csr.h"
 #include "codec/macko/matrix-view.h"
 #include "codec/packed/packed.h"
+#include "codec/quantized/quantized.h"
 
 #include <algorithm>
 #include <cstring>
@@ -9,7 +10,7 @@
 namespace macko {
 
 static std::vector<const codec *> & table() {
-    static std::vector<const codec *> codecs = { &macko_codec(), &ec_csr_codec(), &packed_codec() };
+    static std::vector<const codec *> codecs = { &macko_codec(), &ec_csr_codec(), &packed_codec(), &quantized_codec() };
     return codecs;
 }
 

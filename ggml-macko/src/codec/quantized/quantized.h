@@ -2,10 +2,14 @@
 // C++17: no ggml, no CUDA.
 #pragma once
 
-#include "codec/macko/macko.h"
+#include "codec/codec.h"
 #include "codec/quants.h"
 
+#include <vector>
+
 namespace macko {
+
+const codec & quantized_codec();
 
 // the components, in the order of the tensor table
 enum quantized_component : size_t {
@@ -17,11 +21,23 @@ enum quantized_component : size_t {
     QUANTIZED_LEVELS
 };
 
-constexpr int64_t MIN_WINDOW = 32, MAX_WINDOW = 512; // columns that share a scale
-constexpr int64_t CODE_GROUP = 8;                    // codes; a group of b-bit codes has b bytes
+constexpr int64_t  MIN_WINDOW = 32, MAX_WINDOW = 512;        // columns that share a scale
+constexpr int64_t  CODE_GROUP = 8;                           // codes; a group of b-bit codes has b bytes
+constexpr uint16_t MIN_FACTOR = 0x1280, MAX_FACTOR = 0x6c80; // 2^-90, 2^90
 
-constexpr bool    is_code_bits(int32_t bits) { return bits == 3 || bits == 4 || bits == 5 || bits == 8; }
+constexpr bool is_code_bits(int64_t bits) { return bits == 3 || bits == 4 || bits == 5 || bits == 8; }
+// b of a value type; 0 for other types.
+constexpr int32_t code_bits(int32_t value_type) {
+    const int32_t bits = value_type - (GGML_MACKO_TYPE_Q8 - 8);
+    return is_code_bits(bits) ? bits : 0;
+}
+constexpr int32_t type_of_code_bits(int32_t bits) { return GGML_MACKO_TYPE_Q8 - 8 + bits; }
 constexpr int64_t windows_of_row(int64_t cols, int64_t window) { return (cols + window - 1) / window; }
+constexpr int64_t code_groups(int64_t nnz) { return (nnz + CODE_GROUP - 1) / CODE_GROUP; }
+constexpr int64_t codes_nbytes(int64_t groups, int32_t bits) {
+    return groups > 0 ? (groups * bits + 3) & ~int64_t(3) : 4;
+}
+constexpr int64_t bitmap_nbytes(int64_t rows, int64_t cols) { return (rows * ((cols + 7) / 8) + 3) & ~int64_t(3); }
 
 // A matrix of nnz codes. The arrays have the lengths of FORMAT.md section 9.
 struct quantized_arrays {
@@ -43,11 +59,76 @@ struct quantized_arrays {
 
 // (-1)^s * (1 + m / 16) * 2^(e - 7) of a scale code.
 inline float scale_of_code(uint8_t code) {
-    return float_of_bits((code & 0x80u) << 24 | ((code & 0x7fu) << 19) + (120u << 23));
+    return float_of_bits((code & 0x80u) << 24 | (((code & 0x7fu) << 19) + (120u << 23)));
 }
 // The scale of a window of a row, with which its levels are multiplied.
 inline float window_scale(const quantized_arrays & a, int64_t row, int64_t window) {
     return scale_of_code(a.row_scales(row)[window]) * float_of_value(a.factors[row], GGML_MACKO_TYPE_BF16);
 }
+
+// Code i of a group.
+inline uint32_t code_at(const uint8_t * group, int32_t bits, int64_t i) {
+    uint64_t word = 0;
+    memcpy(&word, group, static_cast<size_t>(bits));
+    return static_cast<uint32_t>(word >> (i * bits)) & ((1u << bits) - 1);
+}
+
+// Calls f(column, code) for the non-zeros of a row in columns begin ... end - 1, columns ascending. *k: the number of
+// non-zeros of the row before begin, and then before end. begin is a multiple of 8.
+template <typename F>
+void for_each_code(const quantized_arrays & a, int64_t row, int64_t begin, int64_t end, int64_t * k, F && f) {
+    const uint8_t * bitmap = a.row_bitmap(row);
+    const uint8_t * codes  = a.row_codes(row);
+    for (int64_t at = begin; at < end; at += 8) {
+        for (uint32_t bits = bitmap[at / 8]; bits; bits &= bits - 1, ++*k) {
+            f(at + __builtin_ctz(bits), code_at(codes + *k / CODE_GROUP * a.bits, a.bits, *k % CODE_GROUP));
+        }
+    }
+}
+
+// Arrays that passed all checks; they must outlive this object.
+class quantized_view : public codec_view {
+public:
+    quantized_view() : codec_view(quantized_codec()) {}
+    const macko_desc & desc() const override { return arrays_.dense; }
+    int                for_each_row(int n_threads, const std::function<void(int64_t, const void *)> & f) const override;
+    void               error_bounds(int64_t row, const int32_t * columns, int64_t k, int64_t n, const float * source,
+                                    double * bounds) const override;
+
+    const quantized_arrays & arrays() const { return arrays_; }
+
+private:
+    friend int check_quantized(const quantized_arrays & arrays, int64_t codes, int n_threads, quantized_view * view);
+    quantized_arrays arrays_ = {};
+};
+// Checks arrays of the lengths that their description implies. codes: bytes of the codes, which row_ptr implies.
+[[nodiscard]] int check_quantized(const quantized_arrays & arrays, int64_t codes, int n_threads, quantized_view * view);
+
+// Arrays with their memory.
+struct quantized_matrix {
+    macko_desc            dense;
+    int32_t               bits;
+    int64_t               window;
+    std::vector<uint8_t>  codes, bitmap, scales;
+    std::vector<uint16_t> factors;
+    std::vector<int32_t>  row_ptr;
+    std::vector<int8_t>   levels;
+
+    quantized_arrays arrays() const {
+        return { dense,         bits,           window,         codes.data(), bitmap.data(),
+                 scales.data(), factors.data(), row_ptr.data(), levels.data() };
+    }
+};
+// Quantizes a dense matrix of shape.nnz finite non-zeros. weights: n_weights rows of cols numbers, not negative, the
+// weights of the squared errors; the matrix is a stack of n_weights equal parts with one row of weights each. nullptr:
+// all weights are equal. NOT_FINITE if a value is too large for a scale. The bytes do not depend on the number of
+// threads.
+[[nodiscard]] int quantize(const void * dense, const macko_desc & shape, int32_t bits, const float * weights,
+                           int64_t n_weights, int n_threads, quantized_matrix * out);
+
+// The same as an encoded matrix of the format. NOT_FINITE also if a value is Inf or NaN.
+[[nodiscard]] int encode_quantized(const void * dense, const macko_desc & shape, int32_t value_type,
+                                   const float * weights, int64_t n_weights, int n_threads,
+                                   std::unique_ptr<encoded_matrix> * out);
 
 } // namespace macko

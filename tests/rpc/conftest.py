@@ -12,7 +12,7 @@ from support import generators, rpc_servers
 
 @pytest.fixture(scope="module")
 def folder():
-    """The folder of the programs."""
+    """The folder of llama.cpp's programs."""
     path = pathlib.Path(os.environ.get("LLAMA_CPP_BIN", "/nonesuch"))
     if not (path / rpc_servers.PROGRAM).exists():
         pytest.skip(f"LLAMA_CPP_BIN names no folder with {rpc_servers.PROGRAM}")

@@ -1,4 +1,4 @@
-// How an RPC server handles messages and graphs of a client, with a stand-in for the memory of a device (rpc/buffer.h,
+// An RPC server's handling of messages and graphs of a client, with a fake for the memory of a device (rpc/buffer.h,
 // rpc/graph.h): the weights that exist at any time, and the nodes that may use them. tests/rpc/test_rpc_messages.py
 // tests the devices.
 #include "abi/op-numbers.h"
@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t ROWS = 6, COLS = 64;
 constexpr size_t  NBYTES = 1 << 16, DENSE = ROWS * COLS * 2, X_AT = 1 << 14, Y_AT = 1 << 15;
 
-// ---- the stand-in ----
+// ---- the fake ----
 
 struct fake_memory : rpc_memory {
     std::vector<char>      bytes = std::vector<char>(NBYTES);
@@ -147,9 +147,9 @@ TEST(weight_is_read_and_its_place_is_left_alone) {
     client c;
     CHECK(c.send(512) == GGML_MACKO_STATUS_OK, "refused: %s", ggml_macko_last_error());
     CHECK(c.memory->weights.size() == 1, "%zu weights", c.memory->weights.size());
-    CHECK(c.memory->bytes == std::vector<char>(NBYTES), "the place was written");
+    CHECK(c.memory->bytes == std::vector<char>(NBYTES), "the weight's address range was written");
     CHECK(c.read(512, DENSE) == std::string(DENSE, 'w'), "not the weight's elements");
-    CHECK(c.read(512 + DENSE - 2, 4) == std::string("ww\0\0", 4), "not what lies behind it");
+    CHECK(c.read(512 + DENSE - 2, 4) == std::string("ww\0\0", 4), "not the bytes behind it");
 }
 
 TEST(what_overwrites_a_weight_drops_it) {
@@ -195,7 +195,7 @@ TEST(refused_weight_is_no_weight) {
     CHECK(c.send(512) == GGML_MACKO_STATUS_OK, "refused again");
     builder::bytes file = matrix_file();
     file.resize(file.size() - 1);
-    CHECK(c.send(512, file) != GGML_MACKO_STATUS_OK && c.memory->weights.empty(), "a truncated file is a weight");
+    CHECK(c.send(512, file) != GGML_MACKO_STATUS_OK && c.memory->weights.empty(), "a truncated file became a weight");
 }
 
 TEST(weights_lie_in_the_buffer_and_apart) {
@@ -214,16 +214,16 @@ TEST(only_the_exact_product_is_computed) {
     CHECK(rpc_vet(c.product(c.weight(512))) == rpc_verdict::PRODUCT, "the product is refused");
     CHECK(rpc_vet(c.product(c.weight(512, ROWS - 1))) == rpc_verdict::REFUSED, "fewer rows");
     CHECK(rpc_vet(c.product(c.weight(512 + 128, ROWS - 2))) == rpc_verdict::REFUSED, "some of its rows");
-    CHECK(rpc_vet(c.product(c.weight(8192))) == rpc_verdict::OTHER, "a dense product is not left alone");
+    CHECK(rpc_vet(c.product(c.weight(8192))) == rpc_verdict::OTHER, "a dense product was changed");
     CHECK(rpc_vet(c.place(ggml_cont(c.ctx, c.weight(512)), Y_AT)) == rpc_verdict::REFUSED, "a copy of the weight");
     CHECK(rpc_vet(c.place(ggml_scale(c.ctx, c.floats(X_AT, 8), 2), 512)) == rpc_verdict::REFUSED, "a result there");
 
     ggml_tensor * y = c.product(c.weight(512));
     c.place(y->src[1], 4096);
-    CHECK(rpc_vet(y) == rpc_verdict::REFUSED, "the other factor lies in a weight's place");
+    CHECK(rpc_vet(y) == rpc_verdict::REFUSED, "the other factor overlaps a weight");
     y = c.product(c.weight(512));
     c.place(y, 4096);
-    CHECK(rpc_vet(y) == rpc_verdict::REFUSED, "the result lies in a weight's place");
+    CHECK(rpc_vet(y) == rpc_verdict::REFUSED, "the result overlaps a weight");
     y = c.product(c.weight(512));
     c.place(y->src[1], NBYTES - 64);
     CHECK(rpc_vet(y) == rpc_verdict::REFUSED, "the other factor ends outside");

@@ -1,6 +1,6 @@
 """Models on servers of llama.cpp's RPC backend, with and without the plugin. LLAMA_CPP_BIN names the folder that
-tools/build_llama_cpp.py made. Where logits are compared bit for bit, its CPU backend must have been compiled for the
-instruction sets of the installed llama-cpp-python: dense products of others round differently.
+tools/build_llama_cpp.py made. Tests that compare logits bit for bit require a CPU backend that was compiled for the
+instruction sets of the installed llama-cpp-python: dense products with other sets round differently.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from support.rpc_clients import ALL, NO_GPU, TOKENS, Raw, Relay, addresses, rpc_
 
 @pytest.fixture(scope="module", autouse=True)
 def no_gpu():
-    """Clients and servers, which are processes of their own, have the CPU only; test_rpc_gpu.py has the rest."""
-    devices.gpus()  # this process has looked for its own by now
+    """Clients and servers, which are separate processes, use the CPU only; test_rpc_gpu.py tests GPUs."""
+    devices.gpus()  # this process reads the list of GPUs before the change
     with pytest.MonkeyPatch.context() as patch:
         for name, value in NO_GPU.items():
             patch.setenv(name, value)
@@ -66,7 +66,7 @@ def test_text_is_that_of_one_machine(folder, sparse, want, tmp_path, n):
         assert programs.completion(folder, sparse, *rpc) == want
         log = logged(folder, sparse, *rpc)[1]
         found = re.findall(r"RPC\d+\[127.0.0.1:\d+\]: (\d+) sparse tensors", log)
-        assert len(found) >= min(n, 2) and sum(map(int, found)) == 28  # the third may have the dense head only
+        assert len(found) >= min(n, 2) and sum(map(int, found)) == 28  # the third server may have the dense head only
         assert "became dense" not in log
         # a second model, and a dense one, on the same servers
         assert programs.completion(folder, generators.DEMO, *rpc) == want
@@ -101,7 +101,7 @@ def test_experts_are_bit_identical(folder, macko, tmp_path):
 
 
 def test_server_caches_chunks_by_hash(folder, tmp_path):
-    """A model whose matrices are larger than llama.cpp's threshold of 10 MiB is sent once."""
+    """A server stores a model whose matrices exceed llama.cpp's threshold of 10 MiB, so it is sent only once."""
     dense, model = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"
     make_random(dense, "--layers", "1", "--ff", "16384", "--vocab", "512", "--density", "0.4")
     from ggml_macko import convert
@@ -123,7 +123,7 @@ def make_random(path, *args):
 
 def test_server_outlives_a_killed_client(folder, sparse, want, tmp_path):
     with servers(folder, tmp_path, 1) as (server,):
-        for delay in (0.35, 0.5, 0.7, 1.5):  # while it loads, and while it computes
+        for delay in (0.35, 0.5, 0.7, 1.5):  # while it loads or computes
             client = start(folder, sparse, server)
             time.sleep(delay)
             client.kill()
@@ -155,7 +155,7 @@ def test_client_ends_as_ever_when_nobody_reads_its_output(folder, sparse, tmp_pa
 
 
 def load_through(folder, model, relay):
-    """A client of the relay's server."""
+    """Starts a client of the relay's server."""
     command = programs.command(
         folder / "llama-completion", "-m", model, "-p", "x", "-n", 4, "-no-cnv", "--rpc", relay.address, *ALL
     )
@@ -192,7 +192,7 @@ def test_payload_that_changes_on_the_way_is_refused(folder, sparse, tmp_path):
 
 
 def test_connection_that_ends_in_a_payload_ends_the_client_only(folder, sparse, want, tmp_path):
-    """With one line, whether the client was sending or waiting."""
+    """It exits with one line, both while it sends and while it waits."""
     passed = 0
 
     def some(data):
@@ -237,7 +237,7 @@ def test_hostile_payloads_are_refused_and_the_server_goes_on(folder, sparse, wan
                 changed[rng.randrange(len(changed))] = rng.randrange(256)
             refused += client.send(buffer, address, bytes(changed))[0] != 0
         assert refused > 20
-        client.tell(client.SET, client.tensor(buffer, address, 8, rpc.message(rpc.CHUNK, total=99))[:50])  # cut off
+        client.tell(client.SET, client.tensor(buffer, address, 8, rpc.message(rpc.CHUNK, total=99))[:50])  # truncated
         client.close()
         assert programs.completion(folder, sparse, "--rpc", server.address, *ALL) == want
         assert server.process.poll() is None
@@ -246,7 +246,7 @@ def test_hostile_payloads_are_refused_and_the_server_goes_on(folder, sparse, wan
 
 
 def test_memory_is_that_of_the_compressed_weights(folder, tmp_path):
-    """At most 1.1 of the server's share of the file, of which the embeddings stay with the client."""
+    """At most 1.1 times the server's share of the file; the embeddings stay with the client."""
     dense, model = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"
     make_random(dense, "--layers", "2", "--ff", "8192", "--vocab", "512", "--density", "0.3", "--smallest")
     from ggml_macko import convert

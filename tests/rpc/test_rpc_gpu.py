@@ -1,5 +1,5 @@
 """Sparse weights on the GPU of a server of llama.cpp's RPC backend. Skipped where there is no GPU, or where
-LLAMA_CPP_BIN names no folder that tools/build_llama_cpp.py made. test_rpc_messages.py has what one client sends.
+LLAMA_CPP_BIN names no folder that tools/build_llama_cpp.py made. test_rpc_messages.py tests single messages.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def want(folder, sparse):
 
 
 def on(all_servers):
-    """Options that place all layers on the servers, and none on the GPU of the client."""
+    """Options that place all layers on the servers and none on the client's GPU."""
     names = ",".join(f"RPC{i}" for i in range(len(all_servers)))
     return ("--rpc", addresses(all_servers), "-dev", names, *ALL)
 
@@ -68,8 +68,8 @@ def test_text_is_that_of_the_local_gpu(folder, sparse, want, tmp_path, n):
 @pytest.mark.parametrize("how", [logits, logits_one_by_one])
 @pytest.mark.parametrize("kind", ["llama", "llama-moe", "demo"])
 def test_logits_are_those_of_the_local_gpu(folder, sparse, macko, tmp_path, kind, how):
-    """Bit for bit those of a batch. Token by token, what is one launch on a local GPU can be several on a server, whose
-    graphs nobody asks the backend to prepare, and a rounding differs here and there.
+    """A batch has the same logits bit for bit. Token by token, one launch on a local GPU can be several launches on a
+    server, which never calls the backend's graph optimization, so some roundings differ.
     """
     model = sparse
     if kind != "demo":
@@ -116,7 +116,7 @@ def test_hostile_clients_cost_a_line_each(folder, sparse, want, tmp_path):
             passed += len(piece)
             return piece if passed < MIB else None
 
-        relay = Relay(server, to_server=some)  # ends in the middle of a payload
+        relay = Relay(server, to_server=some)  # ends within a payload
         command = programs.command(
             folder / "llama-completion", "-m", sparse, "-n", 4, "-no-cnv", "--rpc", relay.address, "-dev", "RPC0", *ALL
         )
@@ -127,13 +127,13 @@ def test_hostile_clients_cost_a_line_each(folder, sparse, want, tmp_path):
 
 
 def wait_for_text(client):
-    """Until a client of start() generates."""
+    """Waits until a client of start() generates."""
     client.stdout.read(len(programs.PROMPT) + 8)
 
 
 def test_memory_is_that_of_the_compressed_weights(folder, tmp_path):
-    """1.4 times the server's share of the file was measured, with granules for each buffer and norm, of which a model
-    of two layers has many; its dense weights would take 3 times as much.
+    """The bound includes the measured 1.4 times the server's share of the file. Each buffer and norm takes a granule,
+    and a model of two layers has many of them. Dense weights would take 3 times as much.
     """
     from ggml_macko import convert
 
@@ -149,13 +149,13 @@ def test_memory_is_that_of_the_compressed_weights(folder, tmp_path):
 
     with servers(folder, tmp_path, 1) as (server,):
         taken = []
-        for _ in range(2):  # the first loads kernels, and makes the memory in which weights become dense
+        for _ in range(2):  # the first client loads kernels and allocates the memory for dense copies of weights
             before = free()
             client = start(folder, model, server, "-dev", "RPC0", "-ub", "64")
             wait_for_text(client)
             taken.append(before - free())
             client.kill()
             client.communicate()
-            time.sleep(0.5)  # the server gives its buffers back
+            time.sleep(0.5)  # the server frees its buffers
     print(f"GPU memory of the server: {taken[1] / MIB:.1f} MiB for {share / MIB:.1f} MiB of the file")
     assert taken[1] <= 1.5 * share, taken

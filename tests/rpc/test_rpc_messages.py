@@ -1,5 +1,5 @@
-"""What the plugin's device on an RPC server does with the messages of clients, good and bad (docs/design/rpc.md). No
-network: test_rpc.py has servers.
+"""The RPC server's device handles valid and invalid messages of clients (docs/design/rpc.md), without a network;
+test_rpc.py uses servers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ X_AT, Y_AT = 512 << 10, 768 << 10
 
 
 def product(device, offset, x, rows=ROWS, cols=COLS, x_at=X_AT, y_at=Y_AT, change=None):
-    """The product of the weight at an offset with columns x, computed by the device; x and y lie behind the weight.
+    """The device's product of the weight at an offset and columns x; x and y are stored behind the weight.
 
     change: called with the graph and the product before it is computed.
     """
@@ -85,7 +85,7 @@ def product(device, offset, x, rows=ROWS, cols=COLS, x_at=X_AT, y_at=Y_AT, chang
 
 
 class InitParams(ctypes.Structure):
-    """ggml_init_params"""
+    """The struct ggml_init_params of ggml.h."""
 
     _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
 
@@ -119,7 +119,7 @@ def test_matrix_is_kept_and_multiplied(device, dense, kind, tmp_path):
     assert device.get(device.at(0, (COLS, ROWS), rpc.F16), len(dense_bytes)) == dense_bytes
     assert device.get(device.at(0, (COLS, ROWS), rpc.F16), 77, offset=333) == dense_bytes[333:410]
     for n in (1, 3, 17):
-        # quantized: x has 8 bits, as for ggml's Q8_0
+        # quantized formats: x has 8 bits, as for ggml's Q8_0
         error = 1e-2 if kind == "sparse-q8_0" else 1e-3
         assert_close(product(device, 0, columns(n)), dense_bytes, columns(n), error)
 
@@ -133,7 +133,7 @@ def test_bytes_of_data_are_no_message(device):
 
 def test_pages_of_a_weight_take_no_memory(matrix):
     file, _ = matrix
-    big = rpc.Device(1 << 40)  # more than the machine has
+    big = rpc.Device(1 << 40)  # more than the machine's memory
     try:
         before = resident()
         assert big.send(1 << 39, gb.write(file))[0] == 0
@@ -229,7 +229,7 @@ def test_product_of_another_shape_is_not_computed(device, matrix):
     assert device.send(0, gb.write(matrix[0]))[0] == 0
     assert np.all(np.isnan(product(device, 0, columns(2), rows=ROWS - 1)))
     assert np.all(np.isnan(product(device, 64, columns(2), rows=8)))
-    assert np.all(np.isnan(product(device, 64, columns(2))))  # the right shape, but not its place
+    assert np.all(np.isnan(product(device, 64, columns(2))))  # the right shape at the wrong offset
 
 
 def test_other_operands_of_a_product_are_no_weights(device, matrix):
@@ -242,7 +242,7 @@ def test_other_operands_of_a_product_are_no_weights(device, matrix):
 
 
 def test_operation_without_kernel_is_computed(device):
-    """NORM, which ggml's CPU computes for a GPU, between two that a GPU computes itself."""
+    """NORM, which ggml's CPU backend computes for a GPU, between two operations that a GPU computes itself."""
     base = device.base
     x = np.random.default_rng(5).standard_normal((64, 512)).astype(np.float32)
     context = device.call(base.ggml_init, InitParams(1 << 20, None, True))
@@ -286,7 +286,7 @@ def test_node_that_is_left_out_is_passed_over(device, matrix):
 # llama_cpp's callback fails on a line that is no UTF-8
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_random_changes_of_a_matrix_never_crash(device, matrix):
-    """What is accepted has the change in no byte that counts, or is a valid matrix; either way products are finite."""
+    """Each accepted change affects only unused bytes or makes another valid matrix; all products are finite."""
     data = gb.write(matrix[0])
     rng = random.Random(4)
     x = columns(1)

@@ -1,8 +1,8 @@
 """Random models of a few hundred kilobytes of every architecture that the installed llama.cpp knows.
 
-The metadata are written here, after what llama.cpp's test-llama-archs needs to build one; the tensors with their shapes
-are those that llama.cpp asks for when it builds a model from metadata alone (llama_model_init_from_user), so there is
-no list of tensors that could fall behind. Multiplied matrices are F16, all else is F32.
+The metadata follow llama.cpp's test-llama-archs. The tensors and their shapes are those that llama.cpp requests when
+it builds a model from metadata alone (llama_model_init_from_user), so this file has no list of tensors that could
+become outdated. Multiplied matrices are F16, all other tensors are F32.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ EMBEDDING = ("bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "neo-bert", 
              "eurobert", "gemma-embedding", "llama-embed", "t5encoder")  # fmt: skip
 MLA = ("deepseek2", "deepseek32", "glm-dsa", "dots3note", "kimi-linear", "bailingmoe3", "kimi-k3",
        "glm5-next", "mistral4", "hy_v4", "plm", "minicpm3")  # fmt: skip
-# which have no attention, or no keys and values, in their second layer
+# architectures whose second layer has no attention, or no keys and values
 HYBRID = ("plamo2", "jamba", "nemotron_h", "nemotron_h_moe", "granitehybrid", "lfm2", "lfm2moe", "kimi-linear",
           "bailingmoe3", "kimi-k3", "glm5-next")  # fmt: skip
-# which have a list of layers with a window instead of every n-th without one
+# architectures with a list of the layers that have a window; in the others, every n-th layer has none
 WINDOW_LISTS = ("cohere2moe", "mimo2", "step35", "spark2_5", "muse-glimmer", "granite_swa", "dots3note", "maple")
-# which llama.cpp loads with experts only
+# architectures that llama.cpp loads with experts only
 EXPERTS = ("llama4", "cohere2moe", "grok", "qwen2moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "qwen35moe", "qwen4exp",
            "phimoe", "dbrx", "olmoe", "arctic", "deepseek", "deepseek2", "deepseek2-ocr", "deepseek32", "dots3note",
            "deepseek4", "glm4moe", "glm-dsa", "exaone-moe", "bailingmoe", "bailingmoe2", "bailingmoe3", "dots1",
@@ -41,7 +41,7 @@ EXPERTS = ("llama4", "cohere2moe", "grok", "qwen2moe", "qwen3moe", "qwen3next", 
 
 
 class Shape(NamedTuple):
-    """What differs between architectures, as their graphs need it."""
+    """The dimensions of a small model; SHAPES has those that the graph of an architecture requires."""
 
     n_vocab: int = 128
     n_embd: int = 256
@@ -106,7 +106,7 @@ def _vocabulary(f: GGUF, arch: str, n: int) -> None:
 
 
 def _typed(value: Any) -> tuple[int, Any, int]:
-    """GGUF's type of a Python value, the value, and the type of its elements; numpy scalars say which integer."""
+    """The GGUF type of a Python value, the value, and the type of its elements; the dtype decides for numpy scalars."""
     if isinstance(value, list):
         return ARRAY, [_typed(v)[1] for v in value], _typed(value[0])[0]
     if isinstance(value, str):
@@ -227,7 +227,7 @@ def _recurrent(arch: str, s: Shape) -> dict[str, Any]:
 
 
 def _special(arch: str, s: Shape) -> dict[str, Any]:
-    """What single architectures need."""
+    """The keys that only one or a few architectures need."""
     if arch in ("qwen4exp", "glm5-next"):
         n_heads = 4
         return {
@@ -265,7 +265,7 @@ def _special(arch: str, s: Shape) -> dict[str, Any]:
 
 
 def metadata(arch: str, experts: bool) -> GGUF:
-    """A file without tensors."""
+    """A GGUF file that has metadata and no tensors."""
     s = SHAPES.get(arch, Shape())
     f = GGUF()
     f.set("general.architecture", STRING, arch.encode())
@@ -309,13 +309,13 @@ class _InitParams(ctypes.Structure):
 
 
 class _TensorHead(ctypes.Structure):
-    """The first members of struct ggml_tensor, in every version that the plugin is for."""
+    """The first members of struct ggml_tensor, the same in every supported version."""
 
     _fields_ = [("type", ctypes.c_int), ("buffer", ctypes.c_void_p), ("ne", ctypes.c_int64 * 4)]
 
 
 def names() -> list[str]:
-    """The architectures of the installed llama.cpp, as its files name them."""
+    """The names of all architectures of the installed llama.cpp, as model files contain them."""
     import llama_cpp.llama_cpp as api
 
     name_of = api._lib["_Z13llm_arch_name8llm_arch"]
@@ -327,15 +327,15 @@ def names() -> list[str]:
 
 
 def _convolutions(f: GGUF, n_layer: int) -> GGUF:
-    """With tensors of no data that tell llama.cpp that the kernels of convolutions are F16."""
+    """A copy of f with dummy tensors, from which llama.cpp reads that the kernels of convolutions are F16."""
     names = [f"{x}.weight" for i in range(n_layer)
              for x in (f"conv{i}d", f"posnet.{i}.conv1", f"posnet.{i}.conv2", f"convnext.{i}.dw")]  # fmt: skip
     return GGUF(list(f.keys), [Tensor(name.encode(), [1], TYPE_F16, b"\0\0") for name in names])
 
 
 def tensors(f: GGUF, n_layer: int) -> dict[str, tuple[int, list[int]]]:
-    """The type and shape (columns first) of each tensor that llama.cpp asks for. It ends the process if it fails an
-    assertion. Raises RuntimeError if it refuses the metadata.
+    """The type and shape (columns first) of each tensor that llama.cpp requests. A failed assertion of llama.cpp ends
+    the process. Raises RuntimeError if llama.cpp refuses the metadata.
     """
     import llama_cpp.llama_cpp as api
 
@@ -367,13 +367,13 @@ def _values(name: str, ne: list[int]) -> np.ndarray:
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     x = rng.standard_normal(ne[::-1], dtype=np.float32)
     if "ssm_a" in name:
-        return -np.abs(x)  # of a state that decays
+        return -np.abs(x)  # the state must decay
     if name.endswith(("_q_norm.weight", "_k_norm.weight")):
-        return np.float32(0.3) + x * np.float32(0.1)  # so that attention does not amplify what F16 rounds off
+        return np.float32(0.3) + x * np.float32(0.1)  # attention must not amplify rounding errors of F16
     if ("norm" in name and name.endswith(".weight")) or name.endswith(("ssm_d", "scale")):
         return 1 + x * np.float32(0.1)
     if "conv1d" in name:
-        return x  # of the few columns that a convolution has
+        return x  # the few columns of a convolution
     return x * np.float32(max(ne[0], 16) ** -0.5 if name.endswith("weight") and ne[1] > 1 else 0.1)
 
 
@@ -384,7 +384,7 @@ def make(arch: str, experts: bool) -> GGUF:
     f = metadata(arch, experts)
     for name, (type_id, ne) in tensors(f, SHAPES.get(arch, Shape()).n_layer).items():
         if arch == "rwkv6qwen2" and "time_mix_first" in name:
-            continue  # by which llama.cpp would take it for RWKV-6
+            continue  # with this tensor, llama.cpp would load the model as RWKV-6
         n_dims = max([d + 1 for d in range(4) if ne[d] > 1] or [1])
         if type_id == TYPE_I32:
             data = np.zeros(ne[::-1], dtype=np.int32).tobytes()

@@ -1,4 +1,4 @@
-"""Inputs that each command that evaluates a text must refuse, and the messages."""
+"""Inputs that each command that evaluates a text must refuse, with the error messages."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def one_line(done, *parts, code=1):
         assert str(part) in last[-1], last[-1]
 
 
-FILES = ["empty.txt", "latin.txt", "short.txt", "torn.gguf"]  # what texts_and_models writes
+FILES = ["empty.txt", "latin.txt", "short.txt", "torn.gguf"]  # the files that texts_and_models writes
 
 
 def texts_and_models(folder: Path) -> list:
-    """(arguments, parts of the message)"""
+    """Writes the files; returns pairs (arguments, parts of the message)."""
     model = generators.DEMO
     empty, short, latin, torn = (folder / name for name in ("empty.txt", "short.txt", "latin.txt", "torn.gguf"))
     missing = folder / "missing"
     empty.write_text("")
     short.write_text("The function returns a value. " * 30)
-    latin.write_bytes(SAMPLE.read_bytes() + b"caf\xe9\xff\xfe")  # some of llama.cpp's tokenizers abort on such bytes
+    latin.write_bytes(SAMPLE.read_bytes() + b"caf\xe9\xff\xfe")  # some tokenizers of llama.cpp abort on such bytes
     torn.write_bytes(model.read_bytes()[:-1000])
     return [
         (["-m", model, "-f", empty], [empty, "is empty"]),

@@ -1,4 +1,4 @@
-"""The C library's codecs on the matrices of the reference, so that tests can compare the two."""
+"""The C library's codecs for matrices of the reference, so that tests can compare the two."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Matrix = Union[MackoMatrix, EcCsrMatrix, PackedMatrix]
 
 
 def macko(dense: np.ndarray, type_id: int, delta_bits: int, n_threads: int = 0) -> MackoMatrix:
-    """dense: bit patterns (rows, cols)."""
+    """Encodes a matrix. dense: bit patterns (rows, cols)."""
     m = native_codec.encode("macko", dense, type_id, {"index_bits": delta_bits}, n_threads)
     return MackoMatrix.from_encoded(m)
 
@@ -38,7 +38,7 @@ def packed(dense: np.ndarray, type_id: int, value_type: int, index_bits: int = -
 def quantized(
     dense: np.ndarray, type_id: int, value_type: int, weights: np.ndarray | None, n_threads: int = 0
 ) -> PackedMatrix:
-    """With the scales that convert searches."""
+    """Encodes a matrix with the scales that `convert` finds."""
     return PackedMatrix.from_encoded(packed_codec.quantize_non_zeros(dense, type_id, value_type, weights, n_threads))
 
 
@@ -47,7 +47,7 @@ def validate(m: Matrix, n_threads: int = 0) -> None:
 
 
 def decode(m: Matrix, n_threads: int = 0) -> np.ndarray:
-    """Bit patterns (rows, cols)."""
+    """Returns bit patterns (rows, cols)."""
     return native_codec.decode(m.encoded(), n_threads)
 
 

@@ -7,7 +7,7 @@ import sys
 
 
 def run_macko(*args, **kwargs):
-    """Raises CalledProcessError unless it exits with 0. kwargs: those of subprocess.run."""
+    """Raises CalledProcessError unless the exit code is 0. kwargs: passed to subprocess.run."""
     return subprocess.run(
         [sys.executable, "-m", "ggml_macko.commands.cli", *map(str, args)],
         check=True,

@@ -65,7 +65,7 @@ public:
         for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
             if (!t->view_src) {
                 t->data = reinterpret_cast<void *>(next_address);
-                next_address += GGML_PAD(ggml_nbytes(t), 256) + (size_t(1) << 20); // and scratch memory
+                next_address += GGML_PAD(ggml_nbytes(t), 256) + (size_t(1) << 20); // space between the tensors
             }
             t->buffer = t->buffer ? t->buffer : &activations;
         }
@@ -94,7 +94,7 @@ inline void keep_in_blocks(ggml_tensor * weight) {
 
 struct model_shape {
     int64_t   n_embd = 256, n_ff = 512, head_dim = 64, n_head = 4, n_head_kv = 2, n_tokens = 1, n_ctx = 256;
-    ggml_type cache = GGML_TYPE_F16; // if quantized: Hadamard matrices multiply q, k and v; the one of v has 64 rows
+    ggml_type cache = GGML_TYPE_F16; // if quantized: Hadamard matrices multiply q, k and v; the one for v has 64 rows
     bool      norms = false;         // of each head of q and k
 };
 

@@ -88,7 +88,7 @@ EXPORT void fail_nth_arm(int kind, long n, bool from_there_on, char * where, siz
     atomic_store(&armed_kind, kind);
 }
 
-// Returns how many calls of the kind were made.
+// Returns the number of calls of the kind.
 EXPORT long fail_nth_disarm(void) {
     atomic_store(&armed_kind, NONE);
     return atomic_load(&n_calls);
@@ -185,7 +185,7 @@ __attribute__((constructor)) static void find_next(void) {
     FIND(pthread_create);
 }
 
-// What a function returns if its call is the one that fails.
+// The value that a function returns if its call is the one that fails.
 #define FAIL_AS(kind, code, result) \
     if (fails(kind)) {              \
         errno = (code);             \
@@ -197,7 +197,7 @@ EXPORT void * mmap(void * at, size_t n, int protection, int flags, int fd, off_t
     return next_mmap(at, n, protection, flags, fd, offset);
 }
 
-// Of standard streams nothing fails: what is tested is how files are treated.
+// Calls on standard streams never fail: the tests are about files.
 static bool is_standard(int fd) { return fd <= 2; }
 
 static size_t shorter(enum kind kind, size_t n) { return n > 1 && fails(kind) ? n / 2 : n; }

@@ -80,7 +80,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     return fake::add("wait", static_cast<const void *>(event), static_cast<const void *>(stream));
 }
 cudaError_t cudaFree(void *) { return cudaSuccess; }
-// The only copies are those of the numbers of tokens by expert.
+// The plugin copies only the numbers of tokens per expert.
 cudaError_t cudaMemcpyAsync(void * to, const void *, size_t nbytes, cudaMemcpyKind, cudaStream_t) {
     memcpy(to, fake::expert_begin.data(), nbytes);
     return fake::add("read", static_cast<int64_t>(nbytes));

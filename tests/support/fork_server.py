@@ -48,7 +48,7 @@ def child(request: dict) -> None:
 
 def main() -> None:
     cli.make_parser()
-    library.version()  # loads everything before the forks, and starts no threads
+    library.version()  # loads all libraries before the forks, and starts no threads
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork()

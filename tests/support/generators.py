@@ -1,4 +1,4 @@
-"""Matrices and small model files for the Python tests: the one place for "which data"."""
+"""Matrices and small model files for the Python tests. All test data are defined here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUANTIZATION = {
     TYPE_BF16: gguf.GGMLQuantizationType.BF16,
     TYPE_F32: gguf.GGMLQuantizationType.F32,
 }
-# bit patterns that careless code loses: -0.0, smallest and largest subnormal, largest normal, one, minus one
+# bit patterns that are easily lost: -0.0, smallest and largest subnormal, largest normal, one, minus one
 SPECIAL = {
     TYPE_F16: [0x8000, 0x0001, 0x83FF, 0x7BFF, 0xFBFF, 0x3C00, 0xBC00],
     TYPE_BF16: [0x8000, 0x0001, 0x807F, 0x7F7F, 0xFF7F, 0x3F80, 0xBF80],
@@ -43,7 +43,7 @@ def random_bits(rng: np.random.Generator, rows: int, cols: int, density: float, 
 
 
 def from_float32(values: np.ndarray, type_id: int) -> np.ndarray:
-    """Bit patterns of float32 values (BF16: cut off)."""
+    """Bit patterns of float32 values (BF16: truncated)."""
     if type_id == TYPE_F16:
         return values.astype(np.float16).view(np.uint16)
     if type_id == TYPE_BF16:
@@ -60,8 +60,8 @@ def to_float64(bits: np.ndarray, type_id: int) -> np.ndarray:
 
 
 def write_gguf(path: Path, tensors: dict, keys: dict | None = None) -> Path:
-    """tensors: name -> (bit patterns or quantized bytes, ggml type); the shape is the array's. A valid GGUF, but not a
-    model.
+    """Writes a valid GGUF file that is not a model. tensors: name -> (bit patterns or quantized bytes, ggml type); the
+    shape is that of the array.
     """
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("a test")
@@ -83,7 +83,7 @@ def write_gguf(path: Path, tensors: dict, keys: dict | None = None) -> Path:
 
 
 def tiny_tensors(seed: int = 0, density: float = 0.4) -> dict:
-    """Something of everything that a tool must treat in its own way."""
+    """One tensor of each kind that the tools treat differently."""
     rng = np.random.default_rng(seed)
 
     def f(*shape: int, density: float = density, type_id: int = TYPE_F16) -> tuple:
@@ -105,13 +105,13 @@ def tiny_tensors(seed: int = 0, density: float = 0.4) -> dict:
 
 
 def write_split(folder: Path, parts: list, name: str = "model") -> list:
-    """parts: tensor dicts. Files as llama-gguf-split writes them; returns their paths."""
+    """Writes parts as llama-gguf-split does; returns their paths. parts: tensor dicts."""
     total = sum(len(p) for p in parts)
     paths = []
     for i, tensors in enumerate(parts):
         path = folder / f"{name}-{i + 1:05d}-of-{len(parts):05d}.gguf"
         write_gguf(path, tensors, {"split.no": i, "split.count": len(parts)})
-        # split.tensors.count is i32, which write_gguf's helper does not make
+        # split.tensors.count is i32, a type that write_gguf does not write
         data = path.read_bytes()
         key = b"split.tensors.count"
         record = struct.pack("<Q", len(key)) + key + struct.pack("<Ii", 5, total)
@@ -120,7 +120,7 @@ def write_split(folder: Path, parts: list, name: str = "model") -> list:
 
 
 def _insert_key(path: Path, data: bytes, record: bytes) -> Path:
-    """Puts a metadata record in front of the others and moves the data section to its new aligned place."""
+    """Inserts a metadata record before the others and moves the data section to its new aligned offset."""
     reader = gguf.GGUFReader(path)
     end = max(t.field.offset + sum(p.nbytes for p in t.field.parts) for t in reader.tensors)
     data_offset = reader.data_offset
@@ -131,12 +131,12 @@ def _insert_key(path: Path, data: bytes, record: bytes) -> Path:
 
 
 def dense_bytes(path: Path) -> dict:
-    """name -> (type, shape, bytes) of a dense GGUF, read by gguf-py: independent of the code under test."""
+    """name -> (type, shape, bytes) of a dense GGUF, as gguf-py reads it, independent of the code under test."""
     return {t.name: (int(t.tensor_type), t.shape.tolist(), t.data.tobytes()) for t in gguf.GGUFReader(path).tensors}
 
 
 def matrix_cases() -> list:
-    """(label, bits, type): the shapes and places where codecs go wrong."""
+    """(label, bits, type) of matrices whose shapes and positions of non-zeros are edge cases for codecs."""
     cases = []
     rng = np.random.default_rng(7)
     for type_id in TYPES:
@@ -160,7 +160,7 @@ def matrix_cases() -> list:
 
 
 def assert_same(a: object, b: object, label: str = "") -> None:
-    """Two matrices of one dataclass, byte for byte."""
+    """Asserts that two matrices of one dataclass are equal byte for byte."""
     for field in dataclasses.fields(a):
         x, y = getattr(a, field.name), getattr(b, field.name)
         if isinstance(x, np.ndarray):
@@ -170,7 +170,7 @@ def assert_same(a: object, b: object, label: str = "") -> None:
 
 
 def safe_bits(rng: np.random.Generator, rows: int, cols: int, density: float, type_id: int) -> np.ndarray:
-    """Without the largest values of a type: their products are not the point here, and overflow float32."""
+    """Bit patterns without the largest values of the type, whose products would overflow float32."""
     values = rng.standard_normal((rows, cols)).astype(np.float32) * np.where(
         rng.random((rows, cols)) < 0.02, 100, 1
     ).astype(np.float32)

@@ -1,6 +1,6 @@
-// Writes valid and invalid GGUF files for the tests, with slow encoders of its own: no code in this file calls the
-// library under test. A file is a struct that a test may change before it is serialized; the serialized bytes may be
-// changed, too.
+// Writes valid and invalid GGUF files for the tests, with slow encoders of its own: this file never calls the library
+// under test. A file is a struct that a test may change before it is serialized; the serialized bytes may be changed,
+// too.
 #pragma once
 
 #include "values.h"
@@ -57,7 +57,7 @@ struct tensor {
     std::vector<uint64_t> ne;
     uint32_t              type;
     bytes                 data;
-    uint64_t              hole = 0; // number of zeros after data; serialize_header counts them without writing them
+    uint64_t              hole = 0; // number of zeros after data; serialize_header counts them but does not write them
 };
 
 template <typename T> key scalar(const std::string & name, value_type type, T value) {
@@ -261,7 +261,7 @@ inline components encode(const dense_matrix & m, uint32_t bits) {
     return c;
 }
 
-// The inverse of encode, for arrays that the library has accepted. It throws if an entry is outside of the matrix.
+// The inverse of encode, for arrays that the library has accepted. Throws if an entry is outside of the matrix.
 inline bytes decode(const bytes & values, const bytes & deltas, const bytes & row_ptr, uint64_t nb, uint64_t rows,
                     uint64_t cols, uint32_t bits) {
     bytes   out(rows * cols * nb);
@@ -339,7 +339,7 @@ inline ec_components encode_ec(const dense_matrix & m, uint32_t bits) {
                      [](const block & a, const block & b) { return a.entries.size() > b.entries.size(); });
     int32_t n_cols = 0;
     put<int32_t>(&c.blk_ptr, 0);
-    // Lane l has the n / 32 entries from l * n / 32 on; entry k of lane l is stored at k * 32 + l.
+    // Lane l has n / 32 entries, starting with entry l * n / 32; entry k of lane l is stored at k * 32 + l.
     for (const block & b : blocks) {
         const size_t per_lane = b.entries.size() / 32;
         const size_t first    = static_cast<size_t>(n_cols);

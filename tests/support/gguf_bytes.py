@@ -1,4 +1,4 @@
-"""GGUF files as Python lists that a test may change into anything, valid or not. For small files."""
+"""GGUF files as Python objects that a test may change in any way, valid or not. For small files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Key:
     name: bytes
     type: int
     value: object  # a number, bytes, or a list of them
-    element_type: int = -1  # of arrays
+    element_type: int = -1  # for arrays
 
 
 @dataclass
@@ -66,7 +66,7 @@ class GGUF:
 
 
 def _pack(type_: int, value) -> bytes:
-    """The bytes of a value; of a number that does not fit, the low bytes."""
+    """The bytes of a value; the low bytes of a number that does not fit."""
     if type_ == STRING:
         return struct.pack("<Q", len(value)) + value
     code = PACK.get(type_, "B")  # an unknown type: one byte
@@ -140,8 +140,8 @@ def read(data: bytes) -> GGUF:
 
 
 def split(path: pathlib.Path, folder: pathlib.Path, counts: list, change=lambda parts: None) -> list:
-    """Parts with so many tensors each, as llama-gguf-split writes them: metadata in the first, three split.* keys in
-    all.
+    """Splits a file as llama-gguf-split does, with the given numbers of tensors. The first part gets the metadata, each
+    part three split.* keys.
     """
     whole = read(path.read_bytes())
     parts, at = [], 0

@@ -1,4 +1,4 @@
-"""Models on a GPU, and a GPU without free memory."""
+"""Models on a GPU, and a GPU that has no free memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Memory that ends at a page without access, for tests of code that could read or write past its arrays.
+// Memory that ends at an inaccessible page, for tests of code that could read or write past its arrays.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-// n bytes that end at a page without access, filled with ones (NaN in each float type). intact() checks the 256 bytes
+// n bytes that end at an inaccessible page, filled with ones (NaN in each float type). intact() checks the 256 bytes
 // before them.
 struct guarded {
     static constexpr uint8_t CANARY   = 0xA7;

@@ -1,8 +1,7 @@
-"""A tiny Llama as a Hugging Face checkpoint, stored as compressed-tensors does, and what makes a GGUF of it again.
+"""A tiny Llama as a Hugging Face checkpoint in the format of compressed-tensors, and a converter back to GGUF.
 
-`main` stands in for llama.cpp's convert_hf_to_gguf.py, which needs PyTorch: it has the same command line, reads what
-that reads (config.json, safetensors), refuses what that refuses, and writes the same names. Its vocabulary is that of
-tiny_models.py.
+`main` replaces llama.cpp's convert_hf_to_gguf.py, which needs PyTorch: it has the same command line, reads and refuses
+the same files (config.json, safetensors), and writes the same names. Its vocabulary is that of tiny_models.py.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ hf_checkpoint.main()
 
 
 def hf_name(name: str) -> str:
-    """Of a tensor of a GGUF."""
+    """The name in the checkpoint of a tensor of a GGUF file."""
     *block, role, _ = name.split(".")
     return (f"model.layers.{block[1]}." if block else "") + NAMES[role] + ".weight"
 
 
 def pack(w: np.ndarray) -> dict[str, np.ndarray]:
-    """The tensors of sparse-bitmask."""
+    """The tensors of the sparse-bitmask format for one matrix."""
     mask = w != 0
     counts = mask.sum(axis=-1)
     return {
@@ -50,7 +49,7 @@ def pack(w: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def write(folder: Path) -> None:
-    """Matrices of blocks as sparse-bitmask, all else dense; 70 % zeros."""
+    """Writes the checkpoint: matrices of blocks as sparse-bitmask with 70 % zeros, all other tensors dense."""
     from safetensors.numpy import save_file
 
     tensors = {}

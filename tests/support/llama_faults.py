@@ -1,4 +1,4 @@
-"""Faults and other words of older versions of the range, with dense models, too: what is skipped there, and why."""
+"""Marks for tests that older versions of llama.cpp in the range fail with dense models, too, with the reasons."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OTHER_WORDS = pytest.mark.skipif(VERSION < (0, 3, 36), reason="an older version 
 
 
 def running(names: tuple[str, ...]) -> list:
-    """Of tiny_models.ARCHITECTURES, as parameters of a test that runs these models. gemma3 has windows in both of its
-    layers.
+    """The names as parameters of a test that runs models of these architectures. Both layers of the gemma3 model have
+    windows.
     """
     return [pytest.param(name, marks=WINDOWS_ONLY if name == "gemma3" else ()) for name in names]

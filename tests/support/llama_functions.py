@@ -1,4 +1,4 @@
-"""Functions of Python in the place of llama.cpp's, for tests of what happens while a model loads."""
+"""Python functions that replace llama.cpp's, for tests of the steps while a model loads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ggml_macko.native import load_model
 
 
 def as_c(function: Callable[[int, api.llama_model_params], int | None]) -> ctypes._CFuncPtr:
-    """function(stream or path, params) -> address of a model, as a C function: what llama_model_load_from_file_ptr is.
+    """A C function like llama_model_load_from_file_ptr that calls a function (stream or path, params) -> model address.
 
     Keep the result alive as long as C may call it.
     """
@@ -20,7 +20,7 @@ def as_c(function: Callable[[int, api.llama_model_params], int | None]) -> ctype
 
 
 def compress_log(path, **options):
-    """What the plugin says of a dense file that is to be compressed; llama.cpp does not load it."""
+    """The plugin's log for a dense file that it compresses; llama.cpp does not load the file."""
     import llama_cpp
 
     log = []

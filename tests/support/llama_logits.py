@@ -1,4 +1,4 @@
-"""A llama_cpp.Llama as the tests open it, its text and its logits."""
+"""A llama_cpp.Llama with the settings of the tests, a text, and its logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT = "The function returns"
 
 
 def open_model(path: Any, n_ctx: int = 512, **kwargs: Any) -> Any:
-    """ggml_macko.Llama with two threads and a batch as long as the context, unless kwargs say otherwise."""
+    """A ggml_macko.Llama with two threads and a batch as long as the context, unless kwargs override them."""
     from ggml_macko import Llama
 
     usual = {"n_ctx": n_ctx, "n_batch": n_ctx, "n_threads": 2, "n_threads_batch": 2, "verbose": False, "seed": 1}
@@ -24,8 +24,8 @@ def open_model(path: Any, n_ctx: int = 512, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def plain_dense_weights() -> Iterator[None]:
-    """Inside, models are loaded without the CPU backend's buffer types for weights. On a CPU with AMX one of them
-    multiplies F16 weights with x in float32, where llama.cpp's other kernels, and ours, round x to F16.
+    """Within the context, models are loaded without the CPU backend's buffer types for weights. On a CPU with AMX, one
+    of them multiplies F16 weights with x in float32; llama.cpp's other kernels and the plugin's round x to F16.
     """
     import llama_cpp.llama_cpp as api
 
@@ -49,7 +49,7 @@ def clear(llama: Any) -> None:
 
 
 def logits_one_by_one(llama: Any, tokens: list) -> np.ndarray:
-    """Like logits(), but token by token, with the graphs of decoding."""
+    """Like logits(), but token by token, with the graphs for decoding."""
     clear(llama)
     rows = []
     for token in tokens:
@@ -77,12 +77,12 @@ def greedy(llama: Any, n: int = 128, prompt: str = PROMPT) -> str:
 
 
 def prompt_logits(llama: Any, n: int = 256) -> tuple[list, np.ndarray]:
-    """The first n tokens of the bundled text, and their logits."""
+    """The first n tokens of the bundled text and their logits."""
     tokens = llama.tokenize(generators.SAMPLE.read_bytes(), add_bos=False)[:n]
     return tokens, logits(llama, tokens)
 
 
 def nmse(got, want):
-    """Squared error over the squares of the expected numbers."""
+    """The sum of squared errors divided by the sum of squares of the expected values."""
     assert np.isfinite(got).all()
     return float(((got - want) ** 2).sum() / (want.astype(np.float64) ** 2).sum())

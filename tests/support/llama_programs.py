@@ -1,4 +1,4 @@
-"""Runs llama.cpp's programs with the plugin, for check_llama_cpp.py and the tests: texts, figures, and a server."""
+"""Runs llama.cpp's programs with the plugin, for check_llama_cpp.py and the tests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(
 
 
 class Logged(NamedTuple):
-    """A run, and the match of a pattern in what it logged."""
+    """A finished run, and the match of a pattern in its log."""
 
     done: subprocess.CompletedProcess[str]
     match: re.Match[str]
@@ -46,8 +46,8 @@ class Logged(NamedTuple):
 def run_logged(program: pathlib.Path, pattern: str, *args: object, **kwargs: Any) -> Logged:
     """Runs a program until it has logged a line with the pattern.
 
-    A program that prints through llama.cpp's logger may lose the end of its output when it exits, with a dense model,
-    too: the logger is a thread that nobody joins.
+    A program that prints through llama.cpp's logger may lose the end of its output when it exits, even with a dense
+    model: no code joins the logger's thread.
     """
     for _ in range(20):
         done = run(program, *args, **kwargs)
@@ -58,14 +58,14 @@ def run_logged(program: pathlib.Path, pattern: str, *args: object, **kwargs: Any
 
 
 def whole_output(program: pathlib.Path, last: str, *args: object, **kwargs: Any) -> str:
-    """What a program prints, without empty lines at the end. last: a pattern that it logs after the text."""
+    """The output of a program without empty lines at the end. last: a pattern that the program logs after the text."""
     return run_logged(program, last, *args, **kwargs).done.stdout.rstrip()
 
 
 def completion_logged(
     folder: pathlib.Path, model: pathlib.Path, *args: object, n: int = 48, **kwargs: Any
 ) -> subprocess.CompletedProcess[str]:
-    """A run of llama-completion that generates greedily, with all of its output."""
+    """A run of llama-completion with greedy sampling and its complete output."""
     options = ("-m", model, "-p", PROMPT, "-n", n, "--temp", 0, "-no-cnv", "-t", 1, *args)
     return run_logged(folder / "llama-completion", "graphs reused", *options, **kwargs).done
 
@@ -81,20 +81,20 @@ def simple(folder: pathlib.Path, model: pathlib.Path, n: int = 48) -> str:
 
 
 def perplexity(folder: pathlib.Path, model: pathlib.Path, text: pathlib.Path, *args: object) -> float:
-    """The figure of llama-perplexity."""
+    """The perplexity that llama-perplexity prints."""
     pattern = r"PPL = ([0-9.]+)"
     found = run_logged(folder / "llama-perplexity", pattern, "-m", model, "-f", text, "-c", 256, *args)
     return float(found.match[1])
 
 
 def bench(folder: pathlib.Path, model: pathlib.Path, *args: object) -> dict[str, float]:
-    """Test of llama-bench -> tokens per second."""
+    """Name of each test of llama-bench -> tokens per second."""
     done = run(folder / "llama-bench", "-m", model, "-o", "json", *args)
     return {f"pp{x['n_prompt']}" if x["n_prompt"] else f"tg{x['n_gen']}": x["avg_ts"] for x in json.loads(done.stdout)}
 
 
 def host_memory(folder: pathlib.Path, model: pathlib.Path, *args: object, **kwargs: Any) -> int:
-    """MiB of weights that llama-fit-params expects in host memory."""
+    """MiB of weights that llama-fit-params predicts for host memory."""
     pattern = r"Host +\| +\d+ = +(\d+) \+"
     program = folder / "llama-fit-params"
     found = run_logged(program, pattern, "-m", model, "-c", 512, "--verbose", *args, **kwargs)
@@ -102,7 +102,7 @@ def host_memory(folder: pathlib.Path, model: pathlib.Path, *args: object, **kwar
 
 
 class Server:
-    """llama-server with a model, within a `with` block; at its end the server gets SIGTERM."""
+    """A running llama-server with a model, as a context manager; the exit sends SIGTERM."""
 
     def __init__(self, folder: pathlib.Path, model: pathlib.Path, *args: object, compress: bool = False):
         with socket.socket() as s:
@@ -165,8 +165,8 @@ class Server:
         ]
 
     def tie(self, prompt: str, got: str, n: int = 24) -> float:
-        """How near to a tie the token was where `got` leaves the greedy text: the difference of the log-probabilities
-        of the best two tokens there, or 0 if `got` is the greedy text.
+        """The difference of the log-probabilities of the top two tokens where `got` first differs from the greedy text;
+        0 if `got` is the greedy text.
         """
         answer = self.post("/completion", prompt=prompt, n_predict=n, temperature=0, cache_prompt=False, n_probs=2)
         text = ""
@@ -178,7 +178,7 @@ class Server:
         return 0.0
 
     def rss(self) -> int:
-        """Resident memory in bytes. `macko run` becomes the program, so the process is llama-server's own."""
+        """Resident memory of llama-server in bytes; `macko run` replaces its own process with llama-server."""
         status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
         found = re.search(r"VmRSS:\s+(\d+)", status)
         assert found is not None
@@ -186,7 +186,7 @@ class Server:
 
 
 class Difference(NamedTuple):
-    """An answer that differs from the one that a single client got."""
+    """An answer that differs from the answer for a single client."""
 
     prompt: str
     alone: str
@@ -195,20 +195,20 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Soaked:
-    """What `soak` found."""
+    """The results of `soak`."""
 
     answers: int
-    ties: list[float]  # how near to a tie each answer was that differs (Server.tie)
+    ties: list[float]  # for each answer that differs: result of Server.tie
     errors: list[str]
     rss: list[int]  # of the server, in bytes, about once per second
 
 
 def soak(server: Server, prompts: Sequence[str], clients: int, seconds: float, n: int = 24) -> Soaked:
-    """Asks for each prompt once; then `clients` at once ask for them again and again.
+    """Sends each prompt once; then `clients` clients send the prompts at the same time, again and again.
 
     With several slots, llama.cpp computes prompts and tokens of several clients in one batch. Products then round in
-    another order, with dense and sparse models, and that may decide between two tokens that are nearly tied. With one
-    slot (-np 1) the clients wait for each other, and all answers must be those of a single client.
+    another order, with dense and sparse models, which may change the choice between two nearly tied tokens. With one
+    slot (-np 1) the clients wait for each other, and every answer must equal that for a single client.
     """
     alone = {p: server.complete(p, n) for p in prompts}
     deadline = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""A random LoRA adapter for a model, as convert_lora_to_gguf.py of llama.cpp would write it."""
+"""A random LoRA adapter for a model, in the format of llama.cpp's convert_lora_to_gguf.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A buffer type that is not the plugin's, in place of another GPU backend: ggml's own of the CPU under another address.
+"""A buffer type that replaces another GPU backend: ggml's CPU buffer type under a different address.
 
-`place` sends tensors there, as `-ot` and `-dev` do in llama.cpp's programs.
+`place` puts tensors there, as `-ot` and `-dev` do in llama.cpp's programs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Override(ctypes.Structure):
 
 @contextlib.contextmanager
 def place(pattern: str, host: bool = True) -> Iterator[None]:
-    """Inside, models get their tensors whose names match in the other buffer type. host: llama.cpp reads into its
-    memory; else it passes it what it read. The buffer type stays in memory as long as the process.
+    """Within the context, models put tensors with matching names into the other buffer type. host: llama.cpp reads
+    directly into its memory; otherwise it copies. The buffer type is never freed.
     """
     base = ctypes.CDLL("libggml-base.so.0")
     base.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
@@ -55,4 +55,4 @@ def place(pattern: str, host: bool = True) -> Iterator[None]:
         host = True  # the CPU backend computes with host memory only
 
 
-kept: list[object] = []  # what models point to
+kept: list[object] = []  # objects that loaded models point to

@@ -1,4 +1,4 @@
-"""What the tests of pruning share: inputs of layers, small models, runs that are killed."""
+"""Shared by the tests of pruning: inputs of layers, small models, interrupted runs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def tiny_model(folder, architecture="llama"):
 
 
 def interrupted(*args, when):
-    """Runs `macko prune` and kills it (-9) as soon as when() says so; returns whether it was still running."""
+    """Runs `macko prune` and kills it (-9) when when() returns true; returns whether it was still running."""
     command = [sys.executable, "-m", "ggml_macko.commands.cli", "prune", *map(str, args)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None and not when():

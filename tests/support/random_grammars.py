@@ -1,4 +1,4 @@
-"""Random grammars for the process that follows them: mutants of valid ones, and those that end llama.cpp's process."""
+"""Random grammars for grammar.Worker: variants of valid grammars, and grammars that end llama.cpp's process."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _with_a_worker(model: pathlib.Path, count: int, seed: int) -> Counter:
 
 @contextlib.contextmanager
 def _without_stderr():
-    """llama.cpp prints every grammar that it refuses."""
+    """Hides stderr, because llama.cpp prints every grammar that it refuses."""
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:
@@ -98,7 +98,7 @@ def _without_stderr():
 
 
 def run(model: pathlib.Path, count: int, seed: int, n_workers: int = 1) -> Counter:
-    """Follows each grammar for up to two tokens. Returns how often each answer came; any other exception is a fault."""
+    """Follows each grammar for up to two tokens. Returns the count of each result; any other exception is a fault."""
     limits = mock.patch.multiple(grammar, MAX_SECONDS=1, MAX_NBYTES=1 << 24)
     with limits, _without_stderr(), ThreadPoolExecutor(n_workers) as pool:
         parts = pool.map(lambda i: _with_a_worker(model, count // n_workers, seed + i), range(n_workers))

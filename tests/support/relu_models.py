@@ -1,4 +1,4 @@
-"""Models with a ReLU in their feed-forward part."""
+"""Models with a ReLU in their feed-forward blocks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ TOKENS = [int(t) for t in np.random.default_rng(3).integers(3, 120, 16)]
 
 
 def relu_model(arch, path, shift):
-    """A model half of whose weights are zero. The embeddings have a mean, and the weights in front of the ReLU another
-    one with `shift` subtracted, so that it decides how much is zero behind it. Down's weights are large: what little is
-    left then matters beside the rest of the model.
+    """A model with 50 % zeros. The embeddings have a mean, and the weights before the ReLU have that mean minus
+    `shift`, which therefore sets the share of zeros after the ReLU. The weights of ffn_down are large, so that the
+    remaining non-zeros still affect the output.
     """
     f = architectures.make(arch, arch == "smallthinker")
     rng = np.random.default_rng(5)

@@ -1,4 +1,4 @@
-"""Clients of RPC servers: programs, raw sockets, and a relay that changes what passes."""
+"""Clients of RPC servers: programs, raw sockets, and a relay that can change the data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = list(range(3, 60))
 
 ALL = ("-ngl", 99, "-fit", "off")
 
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # an environment
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # environment variables
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def addresses(all_servers):
 
 
 def rpc_logits(folder, server_addresses, model, how="logits"):
-    """In a process of its own, whose llama_cpp gets the RPC backend of the programs. how: function of llama_logits."""
+    """Logits computed in a process of its own whose llama_cpp has the RPC backend. how: a function of llama_logits."""
     script = f"""
 import ctypes, sys, numpy as np
 sys.path.insert(0, {str(generators.ROOT / "tests")!r})
@@ -65,8 +65,8 @@ def start(folder, model, server, *args):
 
 
 class Relay:
-    """A port whose connections go on to a server. change: called with what the client sends, and with what the server
-    answers, chunk by chunk; it returns what goes on, or None to end the connection.
+    """A port that forwards connections to a server. change: called with each chunk from the client and each chunk from
+    the server; it returns the bytes to forward, or None to end the connection.
     """
 
     def __init__(self, server, to_server=None, to_client=None):
@@ -98,7 +98,7 @@ class Relay:
 
 
 class Raw:
-    """A client that speaks the protocol of llama.cpp's RPC backend itself."""
+    """A client that implements the protocol of llama.cpp's RPC backend itself."""
 
     ALLOC, BASE, SET, GET, HELLO = 0, 3, 6, 8, 14
 
@@ -125,7 +125,7 @@ class Raw:
         return out
 
     def alloc(self, nbytes):
-        """The buffer and its address."""
+        """Allocates a buffer and returns it with its address."""
         buffer, _ = struct.unpack("<QQ", self.ask(self.ALLOC, struct.pack("<IQ", 0, nbytes), 16))
         (base,) = struct.unpack("<Q", self.ask(self.BASE, struct.pack("<Q", buffer), 8))
         return buffer, base
@@ -138,7 +138,7 @@ class Raw:
         return head + op_params.ljust(64, b"\0") + tail
 
     def send(self, buffer, address, data, step=4096):
-        """Sends a matrix file in chunks, and returns the status and text of the answer."""
+        """Sends a matrix file in chunks; returns the status and the text of the reply."""
         for at in range(0, len(data), step):
             part = data[at : at + step]
             message = rpc.message(rpc.CHUNK, offset=at, total=len(data))

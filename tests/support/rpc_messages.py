@@ -1,5 +1,5 @@
-"""The plugin's device for RPC servers, and the messages of its clients (docs/design/rpc.md), through ctypes: what
-reaches a server, without a network.
+"""The plugin's device for RPC servers and its clients' messages (docs/design/rpc.md), called through ctypes without a
+network.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def tensor(
 
 
 def matrix_file(sparse: gb.GGUF, name: str) -> gb.GGUF:
-    """A sparse GGUF with one matrix of another one, as a client sends it."""
+    """A sparse GGUF with one matrix of another file, as a client sends it."""
     i = sparse.key("macko.tensor.name").value.index(name.encode())
     out = gb.GGUF(tensors=[t for t in sparse.tensors if t.name.startswith(name.encode() + b".")])
     for key in sparse.keys:
@@ -49,13 +49,13 @@ def matrix_file(sparse: gb.GGUF, name: str) -> gb.GGUF:
             out.set(key.name.decode(), key.type, key.value[n * i : n * (i + 1)], key.element_type)
         elif key.name == b"macko.version":
             out.set(key.name.decode(), key.type, key.value)
-    # the components of a tensor whose name goes on behind a dot have its name, too
+    # drops components of tensors whose longer names begin with this name and a dot
     out.tensors = [t for t in out.tensors if t.name.count(b".") == name.count(".") + 1]
     return out
 
 
 class Device:
-    """A device that a server offers, a backend of it, and a buffer."""
+    """A device that a server offers, its backend, and a buffer."""
 
     def __init__(self, nbytes: int, name: str = "MACKO_CPU") -> None:
         from ggml_macko.native import llama_hook
@@ -107,7 +107,7 @@ class Device:
         return self.get(self.at(0, (64,), I8, message(HELLO, challenge)), 64)
 
     def send(self, offset: int, data: bytes, step: int = 1 << 20) -> tuple[int, str]:
-        """Sends a matrix file in chunks, and returns the status and text of the answer."""
+        """Sends a matrix file in chunks; returns the status and the text of the reply."""
         for at in range(0, len(data), step):
             part = data[at : at + step]
             self.set(self.at(offset, (len(part),), I8, message(CHUNK, offset=at, total=len(data))), part)

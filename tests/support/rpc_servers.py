@@ -1,5 +1,5 @@
-"""Servers of llama.cpp's RPC backend, with and without the plugin, for bench_rpc.py and the tests: on this machine, or
-in network namespaces, as if each were a host.
+"""Servers of llama.cpp's RPC backend, with and without the plugin, for bench_rpc.py and the tests. They run on this
+machine or in network namespaces, each of which acts as a host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PROGRAM = "ggml-rpc-server"
 
 
 class Host:
-    """Where a server runs: this machine, or a network namespace."""
+    """The place of a server: this machine or a network namespace."""
 
     def __init__(self, address: str = "127.0.0.1", namespace: str = "", link: str = "") -> None:
         self.address, self.namespace, self._link = address, namespace, link
@@ -27,14 +27,14 @@ class Host:
         return ["ip", "netns", "exec", self.namespace] if self.namespace else []
 
     def traffic(self) -> int:
-        """Bytes that went over the link to a namespace so far, both ways."""
+        """Bytes that have passed the link of a namespace so far, in both directions."""
         folder = pathlib.Path("/sys/class/net") / self._link / "statistics"
         return sum(int((folder / name).read_text()) for name in ("rx_bytes", "tx_bytes"))
 
 
 @contextlib.contextmanager
 def hosts(n: int) -> Iterator[list[Host]]:
-    """n network namespaces, each with a link to this one. Needs the right to make them."""
+    """n network namespaces, each with a link to this one. Requires the permission to create them."""
 
     def ip(*args: str) -> None:
         subprocess.run(["ip", *args], check=True, capture_output=True, text=True)
@@ -53,13 +53,13 @@ def hosts(n: int) -> Iterator[list[Host]]:
         yield made
     finally:
         for i, host in enumerate(made):
-            with contextlib.suppress(subprocess.CalledProcessError):  # it was not made
-                ip("link", "del", f"mkhost{i}")  # the namespace would take it along some time later
+            with contextlib.suppress(subprocess.CalledProcessError):  # it does not exist
+                ip("link", "del", f"mkhost{i}")  # otherwise the kernel deletes it some time after the namespace
             ip("netns", "del", host.namespace)
 
 
 class Server:
-    """A server, its address, and what it has printed."""
+    """A server process with its address and log."""
 
     def __init__(self, process: subprocess.Popen[bytes], host: Host, port: int, log: pathlib.Path) -> None:
         self.process, self.host, self.port, self._log = process, host, port, log
@@ -70,7 +70,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the server: `macko run` has become it."""
+        """The server's process id; `macko run` replaces its own process with the server."""
         return self.process.pid
 
     def log(self) -> str:
@@ -106,7 +106,7 @@ def running(
     host: Host = THIS_MACHINE,
     **environment: str,
 ) -> Iterator[Server]:
-    """A server that listens; it is killed at the end."""
+    """A listening server; the exit of the context kills it."""
     port = free_port()
     command = [str(folder / PROGRAM), "-H", host.address, "-p", str(port), "-t", str(threads), *args]
     if plugin:
@@ -123,12 +123,12 @@ def running(
 
 
 def wait_until_it_listens(process: subprocess.Popen[bytes], port: int, log: pathlib.Path) -> None:
-    """It asks the kernel, because a connection would be the server's client."""
+    """Reads the kernel's table, because a connection would be the server's only client."""
     listens = re.compile(rf"^ *\d+: \w+:{port:04X} 00000000:0000 0A ", re.MULTILINE)
     for _ in range(600):
         if process.poll() is not None:
             break
-        if listens.search(pathlib.Path(f"/proc/{process.pid}/net/tcp").read_text()):  # of its namespace
+        if listens.search(pathlib.Path(f"/proc/{process.pid}/net/tcp").read_text()):  # in its namespace
             return
         time.sleep(0.05)
     raise RuntimeError(f"the server does not listen: {log.read_text(errors='replace')[-800:]}")

@@ -1,4 +1,4 @@
-// Greedy text from a model, using only llama.h, to test `macko run` with a program that has no code for ggml-macko.
+// Prints greedy text of a model, using only llama.h, to test `macko run` with a program without code for ggml-macko.
 // usage: run-llama MODEL N_TOKENS PROMPT
 #include "llama.h"
 

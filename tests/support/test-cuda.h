@@ -35,7 +35,7 @@ using namespace macko::cuda;
         }                                                                                           \
     } while (0)
 
-// Prints the architecture of the running code, which tools/checks/check_gpu_architectures.py compares with its request.
+// Prints the compute capability of the running code; tools/checks/check_gpu_architectures.py reads it.
 inline void print_code_path(const char * name) {
     int cc = 0;
     CUDA_CHECK(op_compute_capability(&cc));
@@ -66,7 +66,7 @@ inline int gpu_test_main(const char * program, int argc, char ** argv) {
     return test_summary(program);
 }
 
-// Programmatic dependent launches need a kernel that waits; code for older GPUs does not wait.
+// Programmatic dependent launches need kernels with a wait instruction; code for older GPUs has none.
 inline bool has_programmatic_launch() {
     int cc = 0;
     CUDA_CHECK(op_compute_capability(&cc));
@@ -79,7 +79,7 @@ static constexpr double  MAX_ERROR = 3e-6;
 static constexpr float   POISON    = -1.2345e30f;
 static constexpr int64_t GUARD     = 64; // floats before and after each output
 
-// Numbers of a layout that tests check; 0 if the layout has none.
+// Parameters of a layout that tests check; 0 if the layout has no such parameter.
 struct layout_numbers {
     std::string layout;
     int32_t     delta_bits = 0, lanes = 0, bank_width = 0;
@@ -171,7 +171,7 @@ inline options random_options(rng & random) {
     return o;
 }
 
-// All rows of W times n columns, which are adjacent in x and in y.
+// Parameters of the product of all rows of W with n columns, which are adjacent in x and in y.
 inline cuda_sparse_mul_mat_params plain_product(const gpu_layout & w, guarded & x, guarded & y, int64_t n) {
     cuda_sparse_mul_mat_params p = {};
     p.n_matrices                 = 1;
@@ -222,7 +222,7 @@ struct outputs {
     }
     outputs(const outputs &) = delete;
 
-    size_t  count() const { return o.silu ? 1 : y.size(); } // outputs that are written
+    size_t  count() const { return o.silu ? 1 : y.size(); } // number of written outputs
     int64_t rows(size_t i) const { return p.row_end[i] - p.row_begin[i]; }
     float   at(size_t i, int64_t row, int64_t column) const { return y[i]->at(column * p.ldy[i] + row); }
     double  added(size_t i, int64_t row, int64_t column) const {
@@ -297,14 +297,14 @@ template <typename ROW> void check_densified(const gpu_layout & w, int64_t ld, c
     CHECK(same, "%s: dense bits differ", name.c_str());
     CHECK(kept, "%s: something was written between rows", name.c_str());
 }
-// Checks rows at any address, and aligned rows.
+// Checks rows at unaligned addresses, and aligned rows.
 template <typename ROW> void check_densified(const gpu_layout & w, const std::string & name, ROW && row) {
     check_densified(w, base_of(w).cols + 2, name, row);
     check_densified(w, (base_of(w).cols + 15) & ~int64_t(7), name + ", aligned rows", row);
 }
 
-// Experts: seven columns, each multiplied by the rows of the expert whose id is on the device. Ids are 2 apart there,
-// and two of them belong to no expert.
+// Experts: seven columns, each multiplied by the rows of the expert whose id is on the device. Ids are 2 elements
+// apart, and two of them are not ids of experts.
 constexpr int64_t N_EXPERTS = 5, N_EXPERT_COLUMNS = 7;
 constexpr int32_t EXPERT_IDS[2 * N_EXPERT_COLUMNS] = { 4, -7, 0, -7, 2, -7, 5, -7, 1, -7, -1, -7, 3, -7 };
 // The first row of column j's expert, or -1.

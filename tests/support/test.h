@@ -117,7 +117,7 @@ inline void run_tests(bool has_gpu = true) {
     }
 }
 
-// Prints the counts. Returns the exit code of the program: 1 also if nothing was checked, and 77 if tests were skipped.
+// Prints the counts. Returns the exit code: 1 also if no check ran, and 77 if tests were skipped.
 inline int test_summary(const char * program) {
     printf("%s: %d passed, %d failed\n", program, n_passed, n_failed);
     if (n_skipped) {

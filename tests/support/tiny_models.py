@@ -1,5 +1,5 @@
-"""Random models of a few kilobytes, one for each supported architecture, that llama.cpp loads and runs; arcee, too,
-whose feed-forward parts have no gate.
+"""Random models of a few kilobytes, one for each supported architecture, that llama.cpp loads and runs; also arcee,
+whose feed-forward blocks have no gate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _spm(f: GGUF) -> int:
 
 
 def _bpe(f: GGUF) -> int:
-    # GPT-2's printable characters for bytes; some bytes have none here, as in a vocabulary that has been cut down
+    # GPT-2's printable characters for bytes; some bytes have none, as in a reduced vocabulary
     tokens = [bytes([b]) for b in range(33, 127)] + [
         "Ġ".encode(),
         "Ċ".encode(),
@@ -76,7 +76,7 @@ def _metadata(f: GGUF, arch: str, moe: bool) -> None:
 
 
 class _Tensors:
-    """Appends tensors of random values to a file; ``ne`` and ``n`` are in GGUF's order, columns first."""
+    """Appends tensors with random values to a file; ``ne`` and ``n`` are in GGUF's order, columns first."""
 
     def __init__(self, f: GGUF, seed: int) -> None:
         self.f = f
@@ -148,7 +148,7 @@ def _feed_forward(t: _Tensors, arch: str, moe: bool, blk: str) -> None:
 
 
 def make(name: str, seed: int = 1) -> GGUF:
-    """The dense file. Matrices are F16 with 70 % zeros; norms and biases F32."""
+    """A dense file. Matrices are F16 with 70 % zeros; norms and biases are F32."""
     arch = "llama" if name == "llama-moe" else name
     moe = name in ("llama-moe", "qwen3moe", "gpt-oss")
     f = GGUF()

@@ -1,8 +1,8 @@
-"""llama.cpp's own programs, to compare figures with, and its headers, to build one.
+"""llama.cpp's own programs, as a reference for figures, and its headers, to compile programs.
 
 LLAMA_CPP_BIN names the folder of llama-imatrix, llama-perplexity and llama-quantize. They must be of the llama.cpp in
-the source distribution of the pinned llama-cpp-python, and built for this machine (tools/build_llama_cpp.py): then
-figures are equal to the last printed digit.
+the source distribution of the pinned llama-cpp-python, and built for this machine (tools/build_llama_cpp.py): only
+then are figures equal to the last printed digit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
 
 def run(name: str, *args: object, cwd: pathlib.Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs a program, which must exit with 0. Skips the test if there is none."""
+    """Runs a program, which must exit with 0. Skips the test if the program is missing."""
     folder = os.environ.get("LLAMA_CPP_BIN", "")
     program = pathlib.Path(folder) / name
     if not folder or not program.exists():
@@ -28,8 +28,8 @@ def run(name: str, *args: object, cwd: pathlib.Path | None = None) -> subprocess
 
 
 def header_tree() -> pathlib.Path:
-    """The headers that the plugin is built with, in a llama.cpp tree: GGML_MACKO_LLAMA_CPP_DIR, or what the build got.
-    Skips the test if there are none.
+    """A llama.cpp tree with the headers that the plugin is built with: GGML_MACKO_LLAMA_CPP_DIR, or that of the build.
+    Skips the test if there is none.
     """
     given = os.environ.get("GGML_MACKO_LLAMA_CPP_DIR")
     headers = pathlib.Path(given) if given else next(iter(sorted((ROOT / "build").glob("*/llama-cpp-python-*"))), None)
@@ -39,7 +39,7 @@ def header_tree() -> pathlib.Path:
 
 
 def compile_program(source: pathlib.Path, out: pathlib.Path, library: pathlib.Path | None = None) -> pathlib.Path:
-    """A C program that knows only llama.h, linked to a libllama: that of the installed llama-cpp-python, or another."""
+    """Compiles a C program that uses llama.h only and links it to libllama: the installed one by default."""
     import llama_cpp
 
     headers = header_tree()

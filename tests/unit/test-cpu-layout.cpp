@@ -1,4 +1,4 @@
-// The choice of a CPU's layout: a table of headers and the layouts that different kernel sets get.
+// The choice of the CPU layout: a table of headers and the layouts that different kernel sets get.
 #include "cpu/layout/choose.h"
 #include "test.h"
 
@@ -10,7 +10,7 @@ using namespace macko::cpu;
 static const int F16 = GGML_MACKO_TYPE_F16, BF16 = GGML_MACKO_TYPE_BF16, F32 = GGML_MACKO_TYPE_F32;
 static const int Q8_0 = GGML_MACKO_TYPE_Q8_0, CODED = GGML_MACKO_TYPE_CODED;
 
-// like the sets of that name; ZEN4 is AVX-512 VBMI2 as dispatch.cpp changes it there
+// like the sets of the same name; ZEN4 is AVX-512 VBMI2 with dispatch.cpp's changes for it
 static const layout_traits PORTABLE = {}, AVX2 = { true, 0.55f }, VBMI2 = { false, 0.25f, 0.55f, true, 0.45f },
                            ZEN4 = { false, 0.55f, 0.55f, true, 1.0f };
 
@@ -18,7 +18,7 @@ static macko_desc desc_of(int64_t rows, int64_t cols, int type, int percent) {
     return { rows, cols, type, 4, rows * cols * percent / 100 };
 }
 
-// Bytes of coded values with m = 7 and e = 2, and so many words more for outliers.
+// Bytes of coded values with m = 7 and e = 2, and the given number of additional words for outliers.
 static int64_t coded_nbytes(const macko_desc & desc, int64_t more = 0) {
     return 4 * (2 + 10 * ((desc.nnz + 31) / 32) + more);
 }
@@ -29,9 +29,9 @@ TEST(layout_is_the_fastest_of_the_kernel_set) {
         macko_desc   desc;
         int          value_type;
         int64_t      more_words; // coded values: see coded_nbytes()
-        const char * want[4];    // of PORTABLE, AVX2, VBMI2, ZEN4
+        const char * want[4];    // for PORTABLE, AVX2, VBMI2, ZEN4
     } cases[] = {
-        // F16 and BF16 in bundles below the density of the set, which is higher for short rows
+        // F16 and BF16 in bundles below the density limit of the set, which is higher for short rows
         { desc_of(500, 2000, F16, 10), F16, 0, { B, S, S, S } },
         { desc_of(500, 2000, BF16, 24), BF16, 0, { B, S, S, S } },
         { desc_of(500, 2000, F16, 25), F16, 0, { B, S, B, S } },
@@ -40,16 +40,16 @@ TEST(layout_is_the_fastest_of_the_kernel_set) {
         { desc_of(500, 2000, F16, 1), F16, 0, { B, B, B, B } },   // too few for bundles
         { desc_of(500, 65537, F16, 10), F16, 0, { B, B, B, B } }, // too many columns
         { desc_of(500, 2000, F32, 10), F32, 0, { B, B, B, B } },
-        // quantized values, at any density that allows bundles
+        // quantized values in bundles, at any density that bundles allow
         { desc_of(500, 2000, F16, 90), Q8_0, 0, { Q, S, Q, Q } },
         { desc_of(500, 2000, F16, 4), Q8_0, 0, { Q, Q, Q, Q } },
-        // coded values where the set multiplies them faster
+        // coded values for sets that multiply them faster
         { desc_of(64, 2048, F16, 50), CODED, 0, { B, S, C, S } },
         { desc_of(64, 2048, F16, 40), CODED, 0, { B, S, B, S } },
         { desc_of(64, 2048, BF16, 90), CODED, 0, { B, B, C, B } },
         { desc_of(64, 2048, F32, 20), CODED, 0, { B, B, C, C } },
         { desc_of(64, 2048, F16, 50), CODED, 64 * 32 - 1, { B, S, C, S } }, // just few enough outliers
-        { desc_of(64, 2048, F16, 50), CODED, 64 * 32, { B, S, B, S } },     // a word more for each block
+        { desc_of(64, 2048, F16, 50), CODED, 64 * 32, { B, S, B, S } },     // one more word for each block
         { desc_of(64, 65537, F16, 50), CODED, 0, { B, B, B, B } },          // columns have 16 bits
         { desc_of(65536, 2, F16, 50), CODED, 0, { B, S, S, S } },           // short rows, which are aligned
     };

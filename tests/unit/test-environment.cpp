@@ -58,7 +58,7 @@ TEST(unknown_words_are_named) {
         }
     }
     const variable_set v(DISABLE, "nothing,fusion");
-    CHECK(is_disabled("fusion") && !is_disabled("graphs"), "known words beside an unknown one count");
+    CHECK(is_disabled("fusion") && !is_disabled("graphs"), "known words next to an unknown one have an effect");
 }
 
 TEST(unknown_variables_are_named) {

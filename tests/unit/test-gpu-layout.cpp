@@ -224,7 +224,7 @@ TEST(outliers_settle_quantized_plans) {
         found.of[1] = { survey_step::OUTLIERS, 0, 0, 0, 0, false, 0, 5 };
         return settle(plan, found);
     };
-    CHECK(with(most).candidate == 0 && with(most).nbytes == plan.nbytes, "as many as there is room for");
+    CHECK(with(most).candidate == 0 && with(most).nbytes == plan.nbytes, "as many outliers as fit");
     const layout_verdict v = with(most + 1);
     CHECK(v.candidate == 1 && std::get<quantized_shape>(v.shape).max_outliers == 5, "deltas of 8 bits");
     CHECK(v.nbytes == base_of(bind_layout(plan.matrix, v.shape, 0, nullptr)).nbytes, "its own bytes");
@@ -268,7 +268,7 @@ struct random_matrix {
 
 static uint32_t float_bits(uint16_t bits, int type) { return bits_of_float(float_of_value(bits, type)); }
 
-// Number of values that a group can hold with an exponent.
+// Number of values that a group can store with an exponent.
 template <typename M> static int64_t n_held(const random_matrix & m, M layout, int exponent) {
     layout.exponent = exponent;
     return std::count_if(m.dense.begin(), m.dense.end(),

@@ -1,4 +1,4 @@
-"""The Python package against the C header, from which cffi's declarations are made."""
+"""The Python package matches the C header, from which cffi's declarations are generated."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Which package may import which, and which room of the C++ sources may include which: a layer uses only those below
-it.
-"""
+"""The layers of the Python packages and of the C++ folders: a layer imports and includes only those below it."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from support import generators
 PACKAGE = generators.ROOT / "python" / "ggml_macko"
 SOURCES = generators.ROOT / "ggml-macko" / "src"
 
-# package -> what it may import, besides itself and what needs nothing of the package
+# package -> packages that it may import, besides itself and modules without dependencies
 BASE = {"errors", "console", "system", "values", "regular_files"}
 PYTHON = {
     "errors": set(),
@@ -40,9 +38,9 @@ PYTHON = {
     "benchmark": {"native", "codecs", "gguf", "llama", "sparse_matrix", "conversion", "evaluation", "pruning"},
     "server": {"guards", "native", "llama", "huggingface"},
 }
-ANYTHING = {"commands", "__init__", "__main__"}  # the top: imported by none but the entry points
+ANYTHING = {"commands", "__init__", "__main__"}  # the top layer: only the entry points import it
 
-# room -> rooms whose headers it may include, besides its own and platform's; a name covers the rooms inside
+# folder -> folders whose headers it may include, besides its own and platform's; a name covers the folders inside
 CPLUSPLUS = {
     "platform": set(),
     "codec": set(),
@@ -62,7 +60,7 @@ CPLUSPLUS = {
 
 
 def imported(path: Path) -> Iterator[str]:
-    """The top-level name of the package that each import statement of a module names, those in functions included."""
+    """The top-level name of the package for each import statement of a module, including those in functions."""
     package = ["ggml_macko", *path.relative_to(PACKAGE).parent.parts]
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
@@ -107,9 +105,9 @@ def test_architecture_page_lists_packages_above_those_that_they_import():
             assert PYTHON[package] - {"_ffi"} <= set().union(*rows[i + 1 :])
 
 
-@pytest.mark.parametrize("room", sorted(CPLUSPLUS))
-def test_room_includes_only_rooms_below_its_own(room):
-    for path in sorted((SOURCES / room).rglob("*")):
+@pytest.mark.parametrize("folder", sorted(CPLUSPLUS))
+def test_folder_includes_only_folders_below_it(folder):
+    for path in sorted((SOURCES / folder).rglob("*")):
         if path.suffix not in (".h", ".cpp", ".cu", ".cuh"):
             continue
         for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE):
@@ -117,21 +115,21 @@ def test_room_includes_only_rooms_below_its_own(room):
             if target is None:  # a header of ggml, or of the C API
                 continue
             other = target.resolve().relative_to(SOURCES.resolve())
-            allowed = {room, "platform", *CPLUSPLUS[room]}
+            allowed = {folder, "platform", *CPLUSPLUS[folder]}
             assert any(other.is_relative_to(r) for r in allowed), f"{path.relative_to(SOURCES)} includes {name}"
 
 
-def test_every_room_has_a_layer():
+def test_every_folder_has_a_layer():
     suffixes = {".c", ".h", ".cpp", ".cu", ".cuh"}
     files = [p.relative_to(SOURCES) for p in SOURCES.rglob("*.*") if p.suffix in suffixes]
     for path in files:
-        assert [room for room in CPLUSPLUS if path.is_relative_to(room)], f"{path} is in no room"
-    for room in CPLUSPLUS:
-        assert any(path.is_relative_to(room) for path in files), f"{room} is empty"
+        assert [folder for folder in CPLUSPLUS if path.is_relative_to(folder)], f"{path} belongs to no layer"
+    for folder in CPLUSPLUS:
+        assert any(path.is_relative_to(folder) for path in files), f"{folder} is empty"
 
 
 def test_only_the_graph_of_a_running_model_uses_openmp():
-    """OpenMP keeps its threads, which a forked child waits for, and ends the process where it gets none: team.h"""
+    """OpenMP blocks forked children, and ends the process if it cannot start a thread; see team.h."""
     known = {"cpu/device/graph-plan.cpp", "cpu/device/graph-plan.h", "cpu/kernels/dispatch.cpp", "codec/team.cpp"}
     used = {
         str(path.relative_to(SOURCES))
@@ -142,8 +140,8 @@ def test_only_the_graph_of_a_running_model_uses_openmp():
 
 
 def test_no_test_module_imports_another():
-    """Fixtures stand in a conftest.py, everything else that tests share in tests/support or tests/reference. Also in
-    the programs that tests write.
+    """Shared fixtures are in a conftest.py, other shared code in tests/support or tests/reference, also for the
+    programs that tests write.
     """
     modules = sorted((generators.ROOT / "tests").rglob("*.py"))
     assert len(modules) > 80

@@ -1,4 +1,4 @@
-"""The pinned versions of the formatters and linters, which stand in two files; and what git must not track."""
+"""The pinned versions of formatters and linters agree in two files; git tracks no builds and no local paths."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def test_pre_commit_uses_the_versions_of_pyproject():
     pinned = set(PIN.findall((generators.ROOT / "pyproject.toml").read_text()))
     hooks = set(PIN.findall((generators.ROOT / ".pre-commit-config.yaml").read_text()))
     assert hooks <= pinned
-    # mypy and its stubs run in .venv, where tools/dev.py installs what pyproject.toml says
+    # mypy and its stubs run in .venv, where tools/dev.py installs the requirements of pyproject.toml
     assert {name.split("==")[0] for name in pinned - hooks} == {"mypy", "types-tabulate", "types-tqdm"}
 
 
 def git(*args):
-    """The lines that git prints about this repository."""
+    """The output lines of a git command in this repository."""
     if not (generators.ROOT / ".git").exists():
         pytest.skip("not a clone of the repository")
     done = subprocess.run(["git", "-C", str(generators.ROOT), *args], capture_output=True, text=True)
@@ -43,7 +43,7 @@ def test_tracked_files_do_not_name_the_folder_of_the_clone():
     [("github-workflows", "workflows/*.yml"), ("github-issue-forms", "ISSUE_TEMPLATE/[!c]*.yml")],
 )
 def test_files_for_github_follow_their_schema(schema, pattern):
-    """They cannot run here; check-jsonschema brings the schemas with it."""
+    """The workflows cannot run here; check-jsonschema comes with the schemas."""
     files = sorted((generators.ROOT / ".github").glob(pattern))
     assert len(files) > 1
     done = subprocess.run(

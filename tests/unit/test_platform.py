@@ -18,7 +18,7 @@ from support import generators
 SOURCES = generators.ROOT / "ggml-macko" / "src"
 PACKAGE = generators.ROOT / "python" / "ggml_macko"
 
-# outside of POSIX
+# names that POSIX lacks
 HEADERS = """
     endian error execinfo features link malloc sched syscall ucontext linux/.* malloc/.* sys/auxv
     sys/epoll sys/eventfd sys/inotify sys/mman sys/prctl sys/random sys/sendfile sys/statfs sys/syscall sys/sysctl
@@ -49,7 +49,7 @@ OF_ONE_SYSTEM = re.compile(
 
 
 def of_one_system(path: Path) -> list[str]:
-    """What a source file has of it, besides comments."""
+    """Headers, names and paths of one system in a source file, except in comments."""
     return OF_ONE_SYSTEM.findall(re.sub(r"//.*|/\*(?s:.*?)\*/", "", path.read_text()))
 
 
@@ -60,7 +60,7 @@ def sources() -> list[Path]:
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(SOURCES)))
-def test_only_the_platform_room_names_what_one_system_has(path):
+def test_only_the_platform_folder_names_parts_of_one_system(path):
     found = of_one_system(path)
     if path == SOURCES / "platform" / "platform.cpp":
         assert {"getrandom", "fopencookie", "MADV_HUGEPAGE", "malloc_trim"} <= set(found)  # the search finds such names
@@ -79,7 +79,7 @@ PYTHON_TEXT = re.compile(r"\bproc/|/sys/|sys/fs/|\.so\b|\bLD_")
 
 
 def python_of_one_system(path: Path) -> Iterator[str]:
-    """Names and strings of a module, besides its docstrings and comments."""
+    """Names and strings of one system in a module, except in docstrings and comments."""
     tree = ast.parse(path.read_text(), str(path))
     prose = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):

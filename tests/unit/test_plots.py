@@ -1,4 +1,4 @@
-"""The plots: every label can be read, nothing lies on an axis, and no picture is overwritten by accident."""
+"""Plots: every label is readable, nothing overlaps an axis, and no picture is overwritten by accident."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is optional")
 from ggml_macko.benchmark import plot  # noqa: E402
 from ggml_macko.benchmark.forms import DENSE, QUANTIZED, SPARSE, SPARSE_QUANTIZED  # noqa: E402
 
-# a report on docs-23m with long names and forms that lie close together
+# a report on docs-23m with long names and with forms that are close together
 POINTS = [
     plot.Point("docs-23m-f16", DENSE, 16.0, 9.73),
     plot.Point("Q8_0", QUANTIZED, 8.5, 9.75),
@@ -60,7 +60,7 @@ def test_density_map_has_a_cell_for_each_matrix_of_each_layer():
 
 @pytest.mark.parametrize("name", ["$\\frac$", "100 $ or 200 $", "a$_$b"])
 def test_dollar_sign_in_a_name_begins_no_formula(name):
-    """draw_without_rendering() parses all texts."""
+    """draw_without_rendering() parses all texts, including formulas."""
     assert plot.draw([plot.Panel(name, [plot.Point(name, DENSE, 1, 2), *POINTS])], name).get_suptitle() == name
     plot.draw_density([plot.Cell(0, name, 0.5)], name).draw_without_rendering()
 

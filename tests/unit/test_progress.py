@@ -1,4 +1,4 @@
-"""How far a command is: a bar with the time left on a terminal, nothing of it elsewhere, and nothing with --quiet."""
+"""Progress: a bar with the remaining time on a terminal; no bar elsewhere or with --quiet."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def files(tmp_path_factory):
 
 
 def on_a_terminal(*args: object) -> str:
-    """What a command writes to a terminal of 120 columns."""
+    """The output of a command on a terminal of 120 columns."""
     command = [sys.executable, "-m", "ggml_macko.commands.cli", *map(str, args)]
     pid, master = pty.fork()
     if pid == 0:
@@ -41,7 +41,7 @@ def on_a_terminal(*args: object) -> str:
     try:
         while chunk := os.read(master, 65536):
             shown += chunk
-    except OSError:  # Linux says EIO when the other end is closed
+    except OSError:  # Linux returns EIO when the other end is closed
         pass
     os.close(master)
     assert os.waitpid(pid, 0)[1] == 0, shown.decode(errors="replace")
@@ -127,7 +127,7 @@ def test_json_of_verify_and_perplexity(files, tmp_path, macko):
 
 
 def test_child_of_fork_does_not_wait_for_a_bar(monkeypatch):
-    """tqdm's own lock belongs to all processes, and its watching thread does not survive fork()."""
+    """tqdm's own lock is shared by all processes, and its monitor thread does not survive fork()."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     with console.progress("outer", 2) as advance:
         advance(1)

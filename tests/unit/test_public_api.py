@@ -1,4 +1,4 @@
-"""The functions of the package that match the subcommands of `macko`."""
+"""The functions of the package match the subcommands of `macko`."""
 
 from __future__ import annotations
 

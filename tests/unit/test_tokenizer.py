@@ -44,7 +44,7 @@ def load(path):
 
 
 def spm(space_prefix):
-    """Its tokens have a letter before a space, a line end before a letter, and some are user-defined."""
+    """A vocabulary with a letter before a space, a line end before a letter, and user-defined tokens."""
     f = tiny_models.make("llama")
     more = [*"é。漢字\n1-.B", "\n\n", "\na", "▁▁", "b▁", "▁ab", "。漢", "</x>", "<t>", "a</x"]
     tokens = [*f.key("tokenizer.ggml.tokens").value, *(t.encode() for t in more)]
@@ -57,7 +57,7 @@ def spm(space_prefix):
 
 
 def bpe(pre):
-    """One of its merges joins a letter and a space."""
+    """A vocabulary with a merge of a letter and a space."""
     f = tiny_models.make("qwen2")
     merges = ["a b", "b a", "Ġ a", "Ġ Ġ", "b Ġ", "Ġa b", "ab a", "Ċ Ċ", "Ċ a"]
     more = ["".join(m.split()) for m in merges]
@@ -86,7 +86,7 @@ def models(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["demo", "spm-False", "spm-True", *PRE])
 def test_tokens_of_pieces_are_those_of_the_whole_text(name, models, monkeypatch):
-    monkeypatch.setattr(tokenizer, "PIECE", 1)  # cuts wherever it may
+    monkeypatch.setattr(tokenizer, "PIECE", 1)  # cuts at every allowed position
     of = tokenizer.Tokenizer(api, models[name])
     n_cuts = 0
 

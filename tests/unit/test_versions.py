@@ -1,6 +1,6 @@
-"""One build for a range of versions: tests/data/llama-cpp-versions.json is what the headers of every version say of
-the structs, enums and functions that the plugin uses (check_versions.py makes it), and the plugin must rely on
-nothing that differs. A ggml that is not what it claims to be is refused before a device of ours is used.
+"""One build supports a range of versions: tests/data/llama-cpp-versions.json lists the structs, enums and functions
+that the plugin uses in the headers of every version (made by check_versions.py), and the plugin must not depend on
+a difference. A ggml whose structs differ from its version is refused before a device of the plugin is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from support import generators, upstream
 
 RECORD = json.loads(check_versions.RECORD.read_text())
 VERSIONS = RECORD["versions"]
-# What differs inside the range, and what makes that harmless.
+# The differences inside the range, with the reason why each is harmless.
 HANDLED = {
     "numbers of ops: resolved by name (abi/op-numbers.cpp)": r"GGML_OP_\w+",
     "llama_model_params: the caller says where its members are (capi/load-api.cpp)": r"(sizeof )?llama_model_params.*",
@@ -51,12 +51,12 @@ def test_what_differs_between_versions_is_handled():
     assert not unhandled
     for what, pattern in HANDLED.items():
         assert any(re.fullmatch(pattern, name) for name in differing), f"not needed any more: {what}"
-    # all that is used of graph_optimize in older versions is its place
+    # in older versions the plugin uses only the offset of graph_optimize
     assert {v["differs"].get("ggml_backend_i.graph_optimize", "120 ").split()[0] for v in VERSIONS.values()} == {"120"}
 
 
 def test_every_op_that_the_devices_compare_with_is_resolved():
-    # the last is an environment variable of ggml's
+    # the last one is part of the name of an environment variable
     used = check_versions.names_in_sources(r"\bGGML_OP_([A-Z0-9_]+)\b") - {"COUNT", "", "OFFLOAD_MIN_BATCH"}
     resolved = re.findall(r"USED\((\w+)\)", (check_versions.SOURCES / "abi" / "op-numbers.cpp").read_text())
     assert used == set(resolved) - {"name"}
@@ -93,13 +93,13 @@ def test_versions_inside_the_range_fit(monkeypatch):
     library.check_ggml("0.26.0")
 
 
-# ---- a libggml-base that is not what it claims to be ----
+# ---- a libggml-base whose structs differ from its version ----
 
 GENERATE = "import sys; from ggml_macko import Llama; Llama(sys.argv[1], n_ctx=64, verbose=False)('The', max_tokens=1)"
 
-# Each replaces a function of the running library by one of a library with another struct layout, as seen through it.
+# Each one replaces a function of the running library by that of a library with another struct layout.
 DOCTORED = {
-    # set_tensor_2d and get_tensor_2d are not there, as before ggml 0.10: clear is two words earlier
+    # without set_tensor_2d and get_tensor_2d, as before ggml 0.10: clear is two words earlier
     "ggml_backend_buffer.iface.clear": """
         void ggml_backend_buffer_clear(void ** buffer, unsigned char value) {
             ((void (*)(void **, unsigned char))buffer[7])(buffer, value);
@@ -121,7 +121,7 @@ DOCTORED = {
 
 
 def run_with(tmp_path: pathlib.Path, source: str, *args: object, **environment: str) -> subprocess.CompletedProcess:
-    """Python with functions of the running ggml replaced by those of a C source."""
+    """Runs Python with functions of the running ggml replaced by those of a C source."""
     (tmp_path / "doctored.c").write_text(source)
     library = tmp_path / "doctored.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", library, tmp_path / "doctored.c"], check=True)
@@ -173,7 +173,7 @@ def test_version_that_nobody_tested_is_refused_unless_asked_for(sparse, tmp_path
 
 
 def test_layout_of_parameters_is_found_without_ctypes():
-    """What programs under `macko run` use: the layout that the size of the running llama.cpp's struct tells."""
+    """Programs under `macko run` use the layout that follows from the size of the running llama.cpp's struct."""
     import ctypes
 
     import llama_cpp.llama_cpp as api
@@ -198,7 +198,7 @@ def test_layout_of_parameters_is_found_without_ctypes():
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_layout_of_parameters_is_known_for_every_version(version):
-    """The table in capi/load-api.cpp against the headers."""
+    """The table in capi/load-api.cpp matches the headers."""
     source = (check_versions.SOURCES / "capi" / "load-api.cpp").read_text()
     table = re.search(r"KNOWN_LAYOUTS\[\] = \{(.*?)\n\};", source, re.DOTALL)[1]
     known = [[int(n) for n in row.split(",")] for row in re.findall(r"\{ ([-\d, ]+) \}", table)]

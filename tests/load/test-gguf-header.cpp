@@ -7,7 +7,7 @@ TEST(valid_file_is_accepted) {
     lie("a dense file", S(OK), [](file & f) { f = base_model().dense; });
 }
 
-// All tests together have produced each status that a file can cause.
+// All tests together must produce each status that a file can cause.
 static void check_every_status_was_seen() {
     for (int code : { S(IO), S(NOT_A_FILE), S(TRUNCATED), S(FILE_CHANGED) }) {
         CHECK(seen.count(code), "no test file produced %s", ggml_macko_status_name(code));

@@ -22,7 +22,7 @@ static void * allocate(size_t n) {
     return malloc(n > 0 ? n : 1);
 }
 
-// not inline, or the compiler takes free() for the wrong partner of new
+// not inline, because the compiler would warn that free() does not match new
 [[gnu::noinline]] void * operator new(size_t n) {
     if (void * p = allocate(n)) {
         return p;

@@ -33,7 +33,7 @@ constexpr int N_TEAM    = 3; // threads per call
 
 struct models {
     std::string path = "/tmp/test-threads.XXXXXX";
-    // sparse with all formats, dense, and sparse in two parts; all of one model
+    // one model: sparse with all formats, dense, and sparse in two parts
     std::array<std::string, 3> files;
     builder::model             model = builder::tiny_llama(64, 2, 5, true);
 
@@ -71,7 +71,7 @@ struct models {
     }
 };
 
-// ---- what a load does ----
+// ---- the steps of a load ----
 
 struct decoder : macko::payload_consumer {
     bytes   dense;
@@ -115,7 +115,7 @@ static bytes load(const std::string & path, bool compress) {
     return all;
 }
 
-// ---- what a caller of the C API does ----
+// ---- calls of the C API ----
 
 // Encodes, validates, decodes and multiplies a matrix in each format. shared: a matrix of another thread, or nullptr.
 static std::vector<float> use_codecs(const bytes & dense, int64_t rows, int64_t cols,
@@ -169,7 +169,7 @@ TEST(concurrent_loads_give_what_one_gives) {
     }
     CHECK(!want[0].empty() && want[0] == want[2], "%zu and %zu bytes", want[0].size(), want[2].size());
     on_all_threads([&](int t) {
-        for (int i = 0; i < 6; i++) { // the same file on several threads, and others beside it
+        for (int i = 0; i < 6; i++) { // the same file on several threads, and other files at the same time
             const size_t file = static_cast<size_t>(t / 2 + i) % 3;
             expect(load(m.files[file], file == 1) == want[file], "a concurrent load gives the same weights");
         }

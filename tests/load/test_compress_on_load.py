@@ -1,5 +1,5 @@
-"""Compress on load: a dense model that is full of zeros runs as its converted file would, bit for bit, and nothing else
-changes.
+"""Compress on load: a dense model with many zeros has the same logits as its converted file, bit for bit, and its file
+is unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def tokens_of(llama):
 
 
 def save(llama, path):
-    """llama.cpp writes the model from the tensors that it holds."""
+    """The tensors of a loaded model, as llama.cpp writes them to a file."""
     import llama_cpp
 
     llama_cpp.llama_model_save_to_file(llama._model.model, str(path).encode())
@@ -56,7 +56,7 @@ def test_logits_are_those_of_the_converted_file(name, macko, tmp_path):
 
 @pytest.mark.parametrize("type_name", ["f16", "bf16", "f32"])
 def test_weights_in_memory_are_the_bits_on_file(type_name, macko, tmp_path):
-    """and the same tensors are sparse as in the converted file"""
+    """Weights in memory equal those on file, and the same tensors are sparse as in the converted file."""
     dense, sparse = make(tmp_path / "dense.gguf", "--density", "0.4", "--type", type_name), tmp_path / "sparse.gguf"
     assert macko("convert", dense, sparse).code == 0
     n = len(File(sparse).sparse())
@@ -68,7 +68,7 @@ def test_weights_in_memory_are_the_bits_on_file(type_name, macko, tmp_path):
 
 
 def test_model_of_many_blocks_is_put_together_in_order(macko, tmp_path):
-    """rows that are longer than a block of the reader, empty rows, one value in a row of zeros"""
+    """Includes rows longer than a block of the reader, empty rows, and one value in a row of zeros."""
     rng = np.random.default_rng(5)
     f = tiny_models.make("llama")
     for t in f.tensors:
@@ -87,7 +87,7 @@ def test_model_of_many_blocks_is_put_together_in_order(macko, tmp_path):
 
 
 def test_memory_is_bounded_by_the_compressed_size(tmp_path):
-    """124 MiB of weights with 95 % zeros: neither all of it at once, nor a second copy"""
+    """124 MiB of weights with 95 % zeros are never all in memory as dense weights, and are not stored twice."""
     dense = make(
         tmp_path / "dense.gguf",
         "--density",
@@ -143,7 +143,7 @@ def test_other_architecture_or_broken_file_is_a_clear_error(tmp_path):
     for name, content in (("short", data[:-5000]), ("magic", b"GGML" + data[4:]), ("header", data[:100])):
         (tmp_path / name).write_bytes(content)
         assert "not compressed" in compress_log(tmp_path / name)
-        with pytest.raises(ValueError, match="Failed to load model"):  # llama.cpp's own refusal, as without compress
+        with pytest.raises(ValueError, match="Failed to load model"):  # llama.cpp's own message, as without compress
             open_model(tmp_path / name, compress=True)
 
 
@@ -178,7 +178,7 @@ def test_environment_variable_or_argument_alone_compresses(tmp_path):
 
 
 def test_loading_sizes_only_reads_no_weights(macko, tmp_path):
-    """params.no_alloc, as llama.cpp's memory fit loads: sparse and compressed"""
+    """With params.no_alloc, as for llama.cpp's estimate of memory: sparse and compressed models."""
     import llama_cpp.llama_cpp as api
 
     from ggml_macko.native.llama_hook import register, run_with

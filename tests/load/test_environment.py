@@ -1,5 +1,5 @@
-"""Environment variables: one table in C++, which holds every variable that any source reads, and wrong ones are one
-line of an error.
+"""Environment variables: one table in C++ lists every variable that the sources read; an invalid value gives an error
+of one line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from support import generators
 from support.llama_logits import open_model
 
 SOURCES = [generators.ROOT / name for name in ("ggml-macko/src", "python/ggml_macko", "tools")]
-NO_VARIABLES = {"GGML_MACKO_CUDA"}  # of tools/dev.py, which passes it to CMake
+NO_VARIABLES = {"GGML_MACKO_CUDA"}  # read by tools/dev.py, which passes it to CMake
 
 WRONG = [
     ("GGML_MACKO_DISABLE", "graphs,fuson", "GGML_MACKO_DISABLE=graphs,fuson: unknown word 'fuson'; allowed: graphs, "),
@@ -49,7 +49,7 @@ def test_every_variable_of_the_sources_is_in_the_table():
 
 
 def test_only_the_table_reads_the_environment():
-    """And what finds folders of the user, another project's variable, and the preloaded library, which is in C."""
+    """The exceptions are the user's folders, a variable of ggml, and the preloaded library, which is in C."""
     readers = {
         "platform/environment.cpp": {"variable"},
         "platform/platform.cpp": {'"XDG_CACHE_HOME"', '"HOME"'},

@@ -1,5 +1,5 @@
-"""The N-th allocation, read, write and so on fails: the right result, or one line, and nothing else. A sample; all of
-them take tests/stress/inject_failures.py minutes on many cores (lab/robustness.md).
+"""If the N-th allocation, read, write and so on fails, a command still succeeds, or fails with one line and leaves no
+file. These tests take a sample; tests/stress/inject_failures.py tests all calls (lab/robustness.md).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TOOL = generators.ROOT / "tests" / "stress" / "inject_failures.py"
 
 
 def inject(tmp_path, only: str, sample: int, seed: int) -> list[dict]:
-    """What came of a sample of the calls of some operations."""
+    """The results for a sample of the calls of some operations."""
     found = tmp_path / "results"
     command = [sys.executable, TOOL, "-j", "2", "--only", only, "--sample", sample, "--seed", seed, "--json", found]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, env=dict(os.environ))
@@ -34,7 +34,7 @@ def test_failure_of_any_call_gives_one_line_and_no_file(tmp_path, only):
 
 
 def run_with_failing_allocations(tmp_path, script: str) -> None:
-    """A script that may call shim.fail_nth_arm; it must end as it should."""
+    """Runs a script that may call shim.fail_nth_arm; it must exit with 0."""
     shim = tmp_path / "fail-nth.so"
     source = generators.ROOT / "tests" / "support" / "fail-nth.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
@@ -51,7 +51,7 @@ def fail(n, from_there_on):
 
 
 def test_use_of_a_weight_is_known_without_memory(tmp_path):
-    """An answer of "no use" would leave the weight dense, without a word."""
+    """The result "no use" would leave the weight dense without a message."""
     run_with_failing_allocations(
         tmp_path,
         """

@@ -1,7 +1,7 @@
-"""Broken files through the Python package: the code is the one that the C++ tests demand, and the same from File and
-from Llama.
+"""Broken files in the Python package: File and Llama report the same status code as the C++ tests.
 
-test-gguf-header.cpp has the full table of cases; here stands one of each family, and what only a file system can do.
+test-gguf-header.cpp has the full table of cases; this file has one case of each family, and those that need a file
+system.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def base(sparse_path):
 
 
 def check(path) -> int:
-    """Code of the first check that fails, header and payload; 0 if none does."""
+    """The code of the first failed check of the header or the payload; 0 if all pass."""
     try:
         with File(path, require_model=True) as file:
             for i in range(len(file.sparse())):
@@ -63,7 +63,7 @@ def check(path) -> int:
 
 
 def load(path) -> int:
-    """The same through a full load, in a process of its own."""
+    """The code of a full load in a process of its own; 0 if the model loads."""
     program = (
         "import sys, ggml_macko\n"
         "try:\n"
@@ -194,7 +194,7 @@ def test_trailing_data_is_refused(sparse_path, tmp_path):
 
 @pytest.mark.parametrize("change", [lambda b: b + bytes(4096), lambda b: b[:4] + b"\2" + b[5:]], ids=["tail", "v2"])
 def test_dense_file_that_llama_cpp_reads_is_read(change, sparse_path, tmp_path, macko):
-    """Data behind the last tensor, and version 2, the same as 3; a sparse file has neither."""
+    """A dense file may have data after the last tensor, or version 2, which equals version 3; a sparse file may not."""
     dense, sparse = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"
     dense.write_bytes(change(generators.DEMO.read_bytes()))
     done = macko("convert", dense, sparse)
@@ -217,7 +217,7 @@ EVIL = "\x1b[2J\x07\x9b1m\u202ename"
 
 
 def test_names_of_files_reach_the_terminal_escaped(base, tmp_path, macko_process):
-    """in messages of C++ and Python, in the log, and in results"""
+    """Messages of C++ and Python, the log and the results contain escaped names."""
     folder = tmp_path / EVIL
     folder.mkdir()
     base.set("general.name", gb.STRING, EVIL.encode())
@@ -243,7 +243,7 @@ def test_names_of_files_reach_the_terminal_escaped(base, tmp_path, macko_process
 
 
 def test_type_table_is_that_of_ggml(tmp_path):
-    """Block sizes of all types of the installed ggml, and that we know no more and no fewer."""
+    """The library has the block sizes of exactly the types of the installed ggml."""
     import llama_cpp  # noqa: F401  loads libggml-base
 
     if library.running_ggml() != library.ggml_range()[1]:

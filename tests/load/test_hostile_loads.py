@@ -1,9 +1,9 @@
-"""A mutant of a loadable sparse model either fails with an error, or loads and computes finite logits. It never ends
+"""A variant of a loadable sparse model either fails with an error, or loads and computes finite logits. It never ends
 the process.
 
-Each mutant loads in a forked child of a warm parent, which itself runs no parallel region (OpenMP threads do not
-survive a fork). Set HOSTILE_LOADS for more than the default number of mutants, HOSTILE_SEED for other ones; a failing
-mutant's file is kept.
+Each variant loads in a forked child of a warm parent, which itself runs no parallel region (OpenMP threads do not
+survive a fork). HOSTILE_LOADS sets the number of variants, HOSTILE_SEED the seed; the file of a failing variant is
+kept.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ODD_TEXTS = (b"", b"none", b"linear", b"yarn", b"longrope", b"llama", b"gpt2", b
              b"adapter", b"default", b"llama-bpe", b"gemma4", b"sarvam-moe", b"whitespace", b"phi-3", b"a\0b",
              b"\xff\xfe", b"x" * 5000, b"{{",
              b"<0x0A>", b"<0x", "▁".encode(), b" ", b"\n")  # fmt: skip
-# what llama.cpp reads for these architectures, besides the keys that the tiny models have; %: the architecture
+# further keys that llama.cpp reads for these architectures; %: the architecture
 MORE_KEYS = {
     gb.U32: ("%.vocab_size", "%.embedding_length_out", "%.nextn_predict_layers", "%.expert_count",
              "%.expert_used_count", "%.expert_group_count",
@@ -176,7 +176,7 @@ def change_tensor(rng: random.Random, f: gb.GGUF) -> None:
                                                              b"blk.0.attn_rot_embd.weight"))  # fmt: skip
     elif what == 2:
         f.tensors[i], f.tensors[-1] = f.tensors[-1], t
-    elif what in (3, 4):  # another type, with as much data as it needs
+    elif what in (3, 4):  # another type, with the right number of bytes
         t.type = rng.choice(list(gb.BLOCKS))
         block, nbytes = gb.BLOCKS[t.type]
         n = 1
@@ -187,7 +187,7 @@ def change_tensor(rng: random.Random, f: gb.GGUF) -> None:
         t.ne = t.ne[::-1]
     elif what == 6:
         t.ne = rng.choice(([*t.ne, 1], t.ne[:1], [t.ne[0] // 2, 2, *t.ne[1:]], [1, *t.ne][:4]))
-    else:  # one more tensor that llama.cpp may look for
+    else:  # one more optional tensor of llama.cpp
         name = rng.choice((b"rope_freqs.weight", b"blk.0.attn_q.bias", b"blk.0.attn_output.bias", b"output.bias",
                            b"output_norm.bias", b"blk.0.ffn_gate.bias",
                            b"blk.0.attn_q.scale", b"blk.0.ffn_up.input_scale", b"output.scale", b"cls.output.weight",
@@ -249,18 +249,18 @@ def load_and_decode(path: pathlib.Path) -> int:
         return LOADED if np.isfinite(llama.scores[: llama.n_tokens]).all() else NOT_FINITE
     except (MackoError, ValueError, RuntimeError, UnicodeDecodeError, OSError, MemoryError):
         return REFUSED
-    except Exception as e:  # of other packages: Jinja refuses templates with its own classes
+    except Exception as e:  # exceptions of other packages: Jinja refuses templates with its own classes
         print(f"{type(e).__module__}.{type(e).__name__}: {e}", flush=True)
         return REFUSED
 
 
 def run_child(path: pathlib.Path, log: pathlib.Path) -> int:
-    """Exit code of the child, or minus its signal."""
+    """The exit code of the child, or minus its signal."""
     pid = os.fork()
     if pid == 0:
         code = 99
         try:
-            faulthandler.disable()  # pytest's would report each crash that we look for
+            faulthandler.disable()  # pytest's handler would report each crash of a child
             out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(out, 1)
             os.dup2(out, 2)
@@ -275,7 +275,7 @@ def run_child(path: pathlib.Path, log: pathlib.Path) -> int:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """name -> sparse file. Converted in another process: this one must stay free of threads."""
+    """name -> sparse file, converted in another process, because this process must not start threads."""
     folder = tmp_path_factory.mktemp("tiny")
     out = {}
     for name in tiny_models.ARCHITECTURES:
@@ -292,7 +292,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def warm():
-    os.environ["GGML_NO_BACKTRACE"] = "1"  # else an abort starts a debugger
+    os.environ["GGML_NO_BACKTRACE"] = "1"  # otherwise an abort starts a debugger
     import ggml_macko
 
     ggml_macko.register()
@@ -300,15 +300,14 @@ def warm():
 
 @pytest.mark.parametrize("name", llama_faults.running(tiny_models.ARCHITECTURES))
 def test_valid_tiny_model_loads(name, models, warm, tmp_path):
-    assert (
-        gb.write(gb.read(models[name].read_bytes())) == models[name].read_bytes()
-    )  # so a mutant differs by its mutation only
+    data = models[name].read_bytes()
+    assert gb.write(gb.read(data)) == data  # only the mutation changes a variant
     code = run_child(models[name], tmp_path / "log")
     assert code == LOADED, (tmp_path / "log").read_text(errors="replace")[-2000:]
 
 
 def test_harness_notices_a_crash(warm, tmp_path):
-    """Control: dense files go to llama.cpp unvetted, and it aborts on this one."""
+    """As a control, llama.cpp aborts on a dense file, which the plugin does not check."""
     f = tiny_models.make("llama")
     f.set("llama.block_count", gb.U32, 0)
     (tmp_path / "dense.gguf").write_bytes(gb.write(f))
@@ -334,4 +333,4 @@ def test_mutant_never_ends_the_process(name, models, warm, tmp_path, record_prop
     record_property("outcomes", counts)
     print(f"{name}, seed {SEED}: {counts}")
     assert not failures, "\n".join(failures[:20])
-    assert counts[LOADED] and counts[REFUSED], counts  # else one side was not tested
+    assert counts[LOADED] and counts[REFUSED], counts  # each result must occur

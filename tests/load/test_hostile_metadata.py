@@ -1,6 +1,6 @@
-"""Vocabularies and templates that cost llama.cpp or Jinja far more than their bytes: refused, or harmless.
+"""Vocabularies and templates whose cost in llama.cpp or Jinja far exceeds their size are refused, or harmless.
 
-Each file loads in a process with 3 GB of address space and some seconds: without the check it dies or hangs.
+Each file loads in a process with 3 GB of address space and some seconds; without the check, the process fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MURMUR_INVERSE = pow(MURMUR, -1, 2**64)
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """name of a tokenizer -> the GGUF of a sparse model that has it"""
+    """name of a tokenizer -> the GGUF of a sparse model with this tokenizer"""
     folder = tmp_path_factory.mktemp("bases")
     found = {}
     for tokenizer, arch in (("llama", "llama"), ("gpt2", "qwen2")):
@@ -49,7 +49,7 @@ except ggml_macko.errors.MackoError as e:
 
 
 def load(data: bytes, tmp_path, timeout: int = 20) -> str:
-    """ "0", or the code and the message of the refusal."""
+    """ "0", or the code and the message of the error."""
     path = tmp_path / "model.gguf"
     path.write_bytes(data)
     done = subprocess.run(
@@ -64,7 +64,7 @@ def load(data: bytes, tmp_path, timeout: int = 20) -> str:
 
 
 def with_tokens(f: gb.GGUF, more: list, kind: int = 1) -> gb.GGUF:
-    """The file with more tokens at the end of its vocabulary; its embedding has no rows for them."""
+    """The file with additional tokens at the end of its vocabulary; the embedding has no rows for them."""
     for name, value in (("tokens", more), ("scores", [0.0] * len(more)), ("token_type", [kind] * len(more))):
         key = f.key("tokenizer.ggml." + name)
         if key is not None:
@@ -79,7 +79,7 @@ def with_merges(f: gb.GGUF, more: list) -> gb.GGUF:
 
 
 def colliding(n: int) -> list:
-    """n strings of 16 bytes that have one hash value in libstdc++, and no NUL."""
+    """n strings of 16 bytes without NUL that all have the same hash value in libstdc++."""
 
     def unmix(k: int) -> int:  # inverse of: k *= m; k ^= k >> 47; k *= m
         k = k * MURMUR_INVERSE & MASK
@@ -131,7 +131,7 @@ def test_vocabulary_that_costs_more_than_its_bytes_is_refused(name, bases, tmp_p
 
 @pytest.mark.parametrize("tokenizer", ["llama", "gpt2"])
 def test_vocabulary_within_the_limits_is_accepted(tokenizer, bases, tmp_path):
-    """as llama.cpp then sees it: only the embedding has too few rows"""
+    """llama.cpp then finds a fault: the embedding has too few rows."""
     more = [b"y%d" % i for i in range(100_000)] + [b"\x01" * 4096, b"z" * 4096]
     f = with_tokens(gb.read(bases[tokenizer]), more)
     assert "llama.cpp could not load the model" in load(gb.write(f), tmp_path)
@@ -158,7 +158,7 @@ TEMPLATES = [
 
 
 def test_template_is_not_evaluated_while_loading(bases, tmp_path):
-    """All in one process: each would hang or exceed its memory."""
+    """All templates load in one process: the evaluation of each would hang or exceed the memory."""
     f = gb.read(bases["llama"])
     f.set("tokenizer.chat_template", gb.STRING, TEMPLATES[0].encode())
     for i, template in enumerate(TEMPLATES[1:]):
@@ -177,7 +177,7 @@ def test_autoescape_of_an_expression_and_a_huge_template_are_refused(bases, tmp_
 
 
 def test_templates_render_as_without_the_check():
-    """constants of each kind, and the templates that llama-cpp-python knows"""
+    """Includes constants of each kind, and the templates in llama-cpp-python."""
     from llama_cpp import llama_chat_format as known
 
     messages = [{"role": "user", "content": "Hi <b>"}, {"role": "assistant", "content": "ho"}]

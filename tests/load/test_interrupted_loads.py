@@ -1,4 +1,4 @@
-"""Exceptions that arrive while a model loads, and loads inside loads: the thread can load again, nothing is lost."""
+"""After exceptions during loads, and loads inside loads, the thread can load again and no memory is lost."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from support.llama_logits import logits
 
 open_model = functools.partial(llama_logits.open_model, n_ctx=32, logits_all=True)
 TOKENS = [1, 5, 7, 9]
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in finalizers
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in finalizers
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """(dense, sparse) of some kilobytes, whose tensors have equal names, types and shapes."""
+    """Small models (dense, sparse) whose tensors have equal names, types and shapes."""
     folder = tmp_path_factory.mktemp("tiny")
     dense, sparse = folder / "dense.gguf", folder / "sparse.gguf"
     dense.write_bytes(gb.write(tiny_models.make("llama")))
@@ -37,8 +37,8 @@ def models(tmp_path_factory):
 
 
 def interrupt_at(event: int, function, each: str = "opcode") -> bool:
-    """Calls function, with KeyboardInterrupt at the event-th instruction, or line, that this package runs in it.
-    Whether there were so many.
+    """Calls function with a KeyboardInterrupt at the event-th instruction, or line, of this package. Returns whether
+    the call reached that event.
     """
     count = 0
 
@@ -85,7 +85,7 @@ def test_thread_loads_again_after_an_exception_at_any_instruction(models, compre
 
 
 def test_a_dense_model_after_an_exception_is_not_compressed(models):
-    """compress=True of a call that was cut short has no effect on later ones."""
+    """compress=True of an interrupted call has no effect on later calls."""
     from ggml_macko.native.llama_hook import _options
 
     event = 1
@@ -123,7 +123,7 @@ def load(path: Path, params=None) -> int | None:
 
 @pytest.mark.parametrize("outer, inner", [("sparse", "sparse"), ("sparse", "dense"), ("dense", "sparse")])
 def test_progress_callback_may_load_another_model(models, outer, inner):
-    """A dense model inside the load of a sparse one with the same tensors is not taken for it."""
+    """The inner model has its own logits, although its tensors have the names and shapes of the outer model's."""
     register()
     path = dict(zip(("dense", "sparse"), models))
     expected = logits(open_model(path[inner]), TOKENS)

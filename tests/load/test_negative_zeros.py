@@ -1,5 +1,5 @@
-"""Negative zeros, as pruning by W * mask leaves them, count as zeros unless they are to be kept. llama.cpp computes the
-same with both.
+"""Negative zeros, which pruning by W * mask produces, count as zeros unless the user keeps them. llama.cpp computes the
+same results with both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ open_model = functools.partial(llama_logits.open_model, n_ctx=256, logits_all=Tr
 
 
 def masked_bits(type_id, rows=64, cols=256, density=0.3):
-    """W * mask, as bit patterns; and the same with plain zeros."""
+    """Bit patterns of W * mask, and the same with positive zeros only."""
     rng = np.random.default_rng(1)
     w = generators.from_float32(rng.standard_normal((rows, cols)).astype(np.float32), type_id)
     sign = w & w.dtype.type(NEGATIVE_ZERO[type_id])
@@ -33,7 +33,7 @@ def masked_bits(type_id, rows=64, cols=256, density=0.3):
 
 
 def with_negative_zeros(source, path, share):
-    """The same model; of the zeros in its blocks, this share is negative. Returns how many."""
+    """Writes the model with this share of negative zeros among the zeros of its blocks. Returns their number."""
     data = bytearray(source.read_bytes())
     rng = np.random.default_rng(0)
     n = 0
@@ -50,7 +50,7 @@ def with_negative_zeros(source, path, share):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """The bundled model with -0.0 for half of its zeros, and without; how many there are."""
+    """The bundled model with -0.0 for half of its zeros, the same without -0.0, and the number of -0.0."""
     folder = tmp_path_factory.mktemp("zeros")
     negative, positive = folder / "negative.gguf", folder / "positive.gguf"
     n = with_negative_zeros(generators.DEMO, negative, 0.5)
@@ -58,7 +58,7 @@ def demo(tmp_path_factory):
     return negative, positive, n
 
 
-# ---- what is stored ----
+# ---- storage ----
 
 
 @pytest.mark.parametrize("type_id", [TYPE_F16, TYPE_BF16, TYPE_F32])
@@ -106,7 +106,7 @@ def test_verify_and_restore_count_signs_of_zeros(tmp_path, macko):
 
 
 def test_verify_finds_a_change_among_signs_of_zeros(tmp_path, macko):
-    """A weight that became zero, and one that was zero, each behind many places where only the sign differs."""
+    """Reports a weight that became zero or was zero, even after many elements that differ in the sign of zero only."""
     bits, plain = masked_bits(TYPE_F16)
     path = generators.write_gguf(tmp_path / "a.gguf", {"blk.0.attn_q.weight": (bits, TYPE_F16)})
     for place in (np.argwhere(plain != 0)[-1], np.argwhere(bits == 0x8000)[-1]):
@@ -163,12 +163,12 @@ def test_drop_negative_zeros_agrees_with_numpy():
             codec.drop_negative_zeros(bad, TYPE_F16)
 
 
-# ---- what llama.cpp computes ----
+# ---- results of llama.cpp ----
 
 
 def test_logits_are_the_same_with_either_sign_of_zero(demo, tmp_path):
-    """Dense in stock kernels: bit for bit, because (-0.0) * x adds nothing to a sum. Sparse: the file is the same. With
-    the negative zeros kept, the kernels add the same numbers in another order.
+    """Dense models: equal bit for bit, because (-0.0) * x adds nothing to a sum. Sparse models: the files are equal;
+    kernels add kept negative zeros in another order.
     """
     negative, positive, n = demo
     sparse, of_positive, kept = (tmp_path / name for name in ("sparse.gguf", "of-positive.gguf", "kept.gguf"))
@@ -182,7 +182,7 @@ def test_logits_are_the_same_with_either_sign_of_zero(demo, tmp_path):
         want = evaluate(dense_llama, tokens)
         np.testing.assert_array_equal(want, evaluate(open_model(positive), tokens))
         got, of_kept = (evaluate(open_model(path), tokens) for path in (sparse, kept))
-        assert np.abs(got - want).max() < 0.02 * want.std()  # as sparse against dense without negative zeros
+        assert np.abs(got - want).max() < 0.02 * want.std()  # as for sparse and dense models without negative zeros
         assert np.abs(got - of_kept).max() < 0.02 * want.std()
 
 
@@ -192,7 +192,7 @@ def test_weights_compressed_on_load_are_those_of_the_converted_file(demo, tmp_pa
     convert(negative, sparse)
     convert(negative, kept, options=ConvertOptions(keep_negative_zeros=True))
     tokens = list(range(5, 45))
-    for path, keep in ((sparse, False), (kept, True), (sparse, False)):  # the last: the cache of counts knows which
+    for path, keep in ((sparse, False), (kept, True), (sparse, False)):  # counts are cached per value of keep
         compressed = open_model(negative, compress=True, keep_negative_zeros=keep)
         np.testing.assert_array_equal(logits(compressed, tokens), logits(open_model(path), tokens))
 
@@ -210,7 +210,7 @@ def test_log_of_a_load_says_how_many_negative_zeros_count_as_zeros(demo):
 
 
 def test_trained_checkpoint_is_half_as_large_and_writes_the_same_text(tmp_path, shared_models, macko):
-    """W * mask leaves -0.0 in half of the pruned places; this test makes them anew."""
+    """W * mask leaves -0.0 for half of the pruned weights; this test reproduces that."""
     source = shared_models / "docs-23m-s70-f16.gguf"
     masked, sparse = tmp_path / "masked.gguf", tmp_path / "sparse.gguf"
     with_negative_zeros(source, masked, 0.5)

@@ -1,4 +1,4 @@
-"""What reads files refuses FIFOs, sockets, devices and folders at once, and names a file that cannot be read."""
+"""Every reader refuses FIFOs, sockets, devices and folders at once, and names a file that cannot be read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODEL = generators.DEMO
 
 @pytest.fixture(params=["FIFO", "socket", "device", "directory"])
 def special(request, tmp_path):
-    """(path, what the message says)"""
+    """(path, expected message)"""
     path = tmp_path / "special"
     if request.param == "FIFO":
         os.mkfifo(path)

@@ -1,5 +1,5 @@
-"""Sparse files that other GGUF tools have worked on: split, merged, metadata edited, dumped. They load, or one line
-says why not.
+"""Sparse files changed by other GGUF tools (split, merged, edited metadata, dumped) load, or give an error of one
+line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def assert_same(a, b, **kwargs):
 
 @pytest.mark.parametrize("counts", [[94], [1, 92, 1], [0, 50, 44], [4, 40, 50], [31, 31, 32]], ids=str)
 def test_split_sparse_model_is_the_same_model(sparse, tmp_path, counts):
-    """components of a matrix in two parts, a first part without tensors, one with a single tensor"""
+    """Includes a matrix with components in two parts, a first part without tensors, and a part with one tensor."""
     assert_same(gb.split(sparse, tmp_path, counts)[0], sparse)
 
 
@@ -101,7 +101,7 @@ def test_broken_split_is_refused(name, sparse, tmp_path):
 
 
 def test_second_part_alone_is_refused(sparse, tmp_path):
-    """it has no macko.* key: llama.cpp says what to give"""
+    """It has no macko.* key, and llama.cpp asks for the first part."""
     with pytest.raises(ValueError, match="Failed to load model"):
         open_model(gb.split(sparse, tmp_path, [47, 47])[1])
 
@@ -143,7 +143,7 @@ def test_tools_refuse_a_split_sparse_file_and_say_how_to_merge_it(sparse, tmp_pa
 
 
 def test_merged_file_is_read(sparse, tmp_path, macko):
-    """llama-gguf-split --merge leaves split.count = 0"""
+    """llama-gguf-split --merge sets split.count to 0."""
     f = gb.read(sparse.read_bytes())
     f.set("split.count", gb.U16, 0)
     merged = tmp_path / "merged.gguf"
@@ -171,7 +171,7 @@ def test_metadata_edited_in_place_is_accepted(sparse, tmp_path):
 
 
 def test_copy_with_new_metadata_is_accepted(sparse, tmp_path, macko):
-    """the copy has another order of keys, and new ones"""
+    """The copy has additional keys and another order of keys."""
     path = tmp_path / "renamed.gguf"
     gguf_tool("gguf_new_metadata", sparse, path, "--general-name", "renamed", "--general-description", "by a test")
     assert open_model(path).metadata["general.name"] == "renamed"

@@ -1,4 +1,4 @@
-"""The cache of weights as they are in memory (src/load/weight-cache.h): used if it is surely right, never required."""
+"""The cache of weights in their memory layout (src/load/weight-cache.h) is used only if it is valid, never required."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.llama_logits import logits, open_model
 
 TOKENS = list(range(3, 40))
 N_WEIGHTS = 28  # of the bundled model
-OLD_ENOUGH = 3.1  # seconds, for a model whose weights are kept
+OLD_ENOUGH = 3.1  # seconds; a younger model gets no cache file
 
 
 TYPES = ("macko", "packed", "sparse-lossless", "ec-csr", "sparse-q8_0", "sparse-q4_0", "sparse-q4_nl")
@@ -30,7 +30,7 @@ TYPES = ("macko", "packed", "sparse-lossless", "ec-csr", "sparse-q8_0", "sparse-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """By type; older than what is too young for a cache."""
+    """A model of each type, old enough for a cache file."""
     folder, made = tmp_path_factory.mktemp("weights"), {}
     for kind in TYPES:
         made[kind] = folder / f"{kind}.gguf"
@@ -61,7 +61,7 @@ class Loader:
         self.capfd = capfd
 
     def __call__(self, path, **kwargs):
-        """Logits, and what the log says of the cache: ("wrote", MiB), ("mapped", weights), ("no", why) or None."""
+        """Logits, and the log's line about the cache: ("wrote", MiB), ("mapped", weights), ("no", reason) or None."""
         self.capfd.readouterr()
         got = load(path, weight_cache=True, verbose=True, **kwargs)
         said = re.findall(
@@ -82,7 +82,7 @@ def the_file(kept: Path) -> Path:
     return found
 
 
-# ---- what it is for ----
+# ---- purpose ----
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -100,7 +100,7 @@ def test_second_load_maps_what_the_first_one_wrote(models, kept, cached, kind):
 
 @pytest.mark.parametrize("kernels", ["portable", "avx2"])
 def test_each_kernel_set_has_its_own_file(sparse, kept, cached, kernels):
-    """Not every CPU has avx2: then the process says so."""
+    """A process on a CPU without avx2 reports that, and the test is skipped."""
     cached(sparse)
     program = (
         "import sys; from support.llama_logits import logits, open_model; import numpy as np\n"
@@ -122,7 +122,7 @@ def test_weights_that_come_from_another_device_are_added(sparse, kept, cached):
         _, said = cached(sparse)
     assert said[0] == "wrote"
     got, said = cached(sparse)
-    assert said[0] == "wrote"  # the other half, and the first one again
+    assert said[0] == "wrote"  # all weights, including those that the file had
     assert np.array_equal(got, want)
     with other_device.place(r"blk\.[01]\."):
         assert cached(sparse)[1] == ("mapped", str(N_WEIGHTS // 2))
@@ -130,7 +130,7 @@ def test_weights_that_come_from_another_device_are_added(sparse, kept, cached):
 
 
 def test_models_compressed_on_load_have_files_for_each_way(kept, cached):
-    """The bundled model is older than any test."""
+    """The bundled model is old enough for a cache file."""
     for options in ({"compress": True}, {"compress": True, "keep_negative_zeros": True}):
         want = load(generators.DEMO, **options)
         for expected in ("wrote", "mapped"):
@@ -154,11 +154,11 @@ def test_option_of_commands_and_variable_ask_for_it(sparse, kept, macko, monkeyp
     assert the_file(kept).stat().st_size == before.st_size
 
 
-# ---- when it must not be used ----
+# ---- refusals ----
 
 
 def damage(path: Path, rng: np.random.Generator) -> str:
-    """Returns what was done."""
+    """Damages a file at random and returns a description."""
     data = bytearray(path.read_bytes())
     index = int.from_bytes(data[8:16], "little")
     at = int(rng.choice([rng.integers(40), rng.integers(index, len(data)), rng.integers(4096, index)]))
@@ -179,7 +179,7 @@ def damage(path: Path, rng: np.random.Generator) -> str:
 
 
 def padding(data: bytes) -> list[slice]:
-    """Of a good file: the bytes that belong to nothing."""
+    """The parts of a valid file that contain no data."""
     index, key = (int.from_bytes(data[at : at + 8], "little") for at in (8, 32))
     places, at = [(0, 40)], index + key
     while at < len(data):
@@ -197,7 +197,7 @@ def test_damaged_file_is_never_used_and_is_replaced(sparse, kept, cached):
     blank = bytearray(good)
     for unused in padding(good):
         blank[unused] = bytes(unused.stop - unused.start)
-    assert blank == good  # nothing is written there
+    assert blank == good  # the padding is zero
     rng = np.random.default_rng()
     for _ in range(30):
         the_file(kept).write_bytes(good)
@@ -227,7 +227,7 @@ def test_changed_model_is_read_again_even_with_the_old_times(sparse, kept, cache
         f.write((bits ^ 0x8000 * (bits != 0).astype(np.uint16)).tobytes())
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     after, said = cached(path)
-    assert said is None  # neither mapped nor written, because it was changed just now
+    assert said is None  # neither mapped nor written, because the model has just changed
     assert not np.array_equal(after, before) and np.array_equal(after, load(path))
     time.sleep(OLD_ENOUGH)
     for expected in ("wrote", "mapped"):
@@ -272,7 +272,7 @@ def test_files_of_another_user_are_not_used(sparse, kept, cached):
 
 
 def test_link_in_place_of_the_folder_is_not_followed(sparse, kept, cached, tmp_path):
-    """In a folder that several users may write, another user may have made it."""
+    """Another user may have created the link in a shared folder."""
     (tmp_path / "own").mkdir(mode=0o700)
     kept.parent.mkdir()
     kept.symlink_to(tmp_path / "own")
@@ -281,7 +281,7 @@ def test_link_in_place_of_the_folder_is_not_followed(sparse, kept, cached, tmp_p
 
 
 def test_library_is_identified_by_its_code_in_memory_and_not_by_the_file_at_its_path(sparse, kept, tmp_path):
-    """A process that is older than an upgrade writes the layout of the old library, which the new one must not map."""
+    """A process older than an upgrade writes the old library's layout, which the new library must not map."""
     shutil.copytree(library.PACKAGE, tmp_path / "ggml_macko", ignore=shutil.ignore_patterns("__pycache__"))
     path = tmp_path / "ggml_macko" / system.PLUGIN
     notes = subprocess.run(["readelf", "-n", path], capture_output=True, text=True, check=True).stdout
@@ -354,7 +354,7 @@ def test_failed_load_keeps_nothing(sparse, kept, tmp_path):
 
 
 def test_full_disk_is_said_and_the_load_goes_on(sparse, kept):
-    """In a process of its own: the limit is for all files that a process writes."""
+    """Runs in a process of its own, because the limit applies to all files of a process."""
     program = (
         "import resource, sys; from support.llama_logits import logits, open_model; import numpy as np\n"
         "def run(**k): return logits(open_model(sys.argv[1], logits_all=True, **k), list(range(3, 40)))\n"

@@ -1,4 +1,4 @@
-// Lies in the keys and tensors of each architecture, with rules of its own and without.
+// Lies in the keys and tensors of each architecture, with special rules and without.
 #include "lies.h"
 
 TEST(wrong_type_of_a_model_tensor_is_refused) {
@@ -139,7 +139,7 @@ TEST(architectures) {
     }
 }
 
-// ---- architectures without rules of their own ----
+// ---- architectures without special rules ----
 
 static file_lie set_other(const std::string & key, uint32_t value) {
     return [=](file & f) { f.set(scalar<uint32_t>("falcon." + key, U32, value)); };

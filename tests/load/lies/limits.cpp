@@ -75,7 +75,7 @@ TEST(limits_of_sparse_tensors_are_enforced) {
     expect("n_padded of more", S(BAD_COMPONENT), check_header(empty_sparse_file(1, 15, 5, 88, 0)));
     expect("2 TiB", S(OK), check_header(empty_sparse_file(126, 1 << 24, 512, 8, 32 * GiB)));
     expect("2 TiB + 1", S(LIMIT), check_header(empty_sparse_file(126, 1 << 24, 512, 8, 32 * GiB + 1)));
-    // The dense file may be 64 times as large as the sparse one. With s bytes beside a dense tensor of d bytes, the
+    // The dense file may be 64 times as large as the sparse one. With s bytes next to a dense tensor of d bytes, the
     // limit is 2^25 + d = 64 (s + d).
     for (int64_t extra : { -1, 0, 1 }) {
         layout        l;
@@ -111,7 +111,7 @@ TEST(truncated_file_is_refused) {
             n_cases++;
         }
         seen.insert(S(TRUNCATED));
-        for (size_t n : { b.size() / 3, b.size() - 40 }) { // read from the file system, too
+        for (size_t n : { b.size() / 3, b.size() - 40 }) { // also read from the file system
             expect("cut", S(TRUNCATED), check_all(bytes(b.begin(), b.begin() + static_cast<int64_t>(n)), false));
         }
     }

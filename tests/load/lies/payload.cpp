@@ -117,7 +117,7 @@ static void claim_all(macko::dense_stream & stream, const macko::model_file & fi
     }
 }
 
-// For claimed and unclaimed sparse tensors.
+// For sparse tensors, claimed or not.
 TEST(dense_stream_is_the_dense_file) {
     for (uint64_t seed : { 1, 2, 3 }) {
         const builder::model                 m = builder::tiny_llama(seed == 3 ? 64 : 16, 2, seed);
@@ -195,7 +195,7 @@ static int64_t read_as_llama_cpp(FILE * stream, int64_t size, int64_t at, bytes 
     return n_read;
 }
 
-// a sparse model of some size, and the dense stream of it
+// a sparse model of some size, and its dense stream
 struct served_model {
     builder::model                       m;
     memory_file                          f;
@@ -213,7 +213,7 @@ struct served_model {
     }
 };
 
-// Dense tensors are read in full; of a sparse tensor that a device has claimed only the placeholder is read.
+// Dense tensors are read in full, a sparse tensor that a device has claimed only up to its placeholder.
 TEST(zeros_of_claimed_tensors_are_not_read) {
     for (uint64_t seed : { 1, 2, 3, 4 }) {
         const served_model                           served(seed);
@@ -247,7 +247,7 @@ TEST(zeros_of_claimed_tensors_are_not_read) {
     }
 }
 
-// Some tensors claimed, others not, read as llama.cpp reads them: in any order, whole or in pieces.
+// Some tensors are claimed and others not; they are read as llama.cpp reads them: in any order, whole or in pieces.
 TEST(unclaimed_tensors_are_read_as_dense_elements) {
     for (uint64_t seed : { 1, 2, 3, 4 }) {
         const served_model                           served(seed);

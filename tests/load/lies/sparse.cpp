@@ -203,7 +203,7 @@ TEST(wrong_length_of_values_is_refused) {
         t.ne[0] += 8;
         t.data.resize(t.data.size() + 16);
     });
-    lie("padding of 8 more", S(BAD_ROW_PTR), [](file & f) { // the lengths fit each other, but not row_ptr
+    lie("padding of 8 more", S(BAD_ROW_PTR), [](file & f) { // the lengths fit each other, but they do not fit row_ptr
         tensor & v = f.at(std::string(UP) + ".values");
         tensor & d = f.at(std::string(UP) + ".deltas");
         v.ne[0] += 8;
@@ -271,7 +271,7 @@ TEST(payload_that_is_not_canonical_is_refused) {
         patch<uint16_t>(&f.at(std::string(UP) + ".values").data, 2 * static_cast<size_t>(row_ptr_get(rp, 32)) - 2, 0);
     });
     lie("hidden value in the padding", S(NOT_CANONICAL), [](file & f) {
-        for (size_t i = 0; i < f.tensors.size(); i++) { // of a matrix with padding
+        for (size_t i = 0; i < f.tensors.size(); i++) { // for a matrix with padding
             if (f.tensors[i].name.find(".row_ptr") != std::string::npos &&
                 row_ptr_get(f.tensors[i].data, f.tensors[i].ne[0] - 1) % 8 != 0) {
                 f.tensors[i - 2].data.back() = 1;

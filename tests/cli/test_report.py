@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
-from ggml_macko.benchmark import report
+from ggml_macko.benchmark import page, plot, report
 from ggml_macko.evaluation import likelihood, perplexity
 from ggml_macko.evaluation.text_model import TextModel
 from ggml_macko.native import devices
@@ -71,6 +72,8 @@ def test_figures_are_those_of_the_other_tools(made, macko, tmp_path):
         "--json",
         "-o",
         stem,
+        "--prompt",
+        "ab <b>",
     )
     assert done.code == 0, done.err
     results = {r["model"]: r for r in json.loads(done.out)["models"]}
@@ -88,11 +91,18 @@ def test_figures_are_those_of_the_other_tools(made, macko, tmp_path):
     assert results["Q4_0"]["nbytes"] < results["Q8_0"]["nbytes"] < results["model"]["nbytes"]
     assert results["pruned"]["nbytes"] < results["magnitude 80% per tensor"]["nbytes"] < results["model"]["nbytes"]
     assert results["Q4_0"]["ppl"] != results["model"]["ppl"] != results["pruned"]["ppl"]
-    assert {p.name for p in tmp_path.iterdir()} == {"pruned.gguf", "plot.png", "plot.svg"}
+    assert {p.name for p in tmp_path.iterdir()} == {"pruned.gguf", "plot.png", "plot.svg", "plot.html"}
     assert {p.name for p in folder.iterdir()} == before
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     svg = (tmp_path / "plot.svg").read_text()
     assert svg.startswith("<?xml") and all(f">{name}<" in svg for name in results)
+    shown = (tmp_path / "plot.html").read_text()
+    for name, r in results.items():
+        (row,) = re.findall(rf"<tr><td>{name}<.*", shown)
+        assert f'data-value="{r["ppl"]!r}"' in row and f'data-value="{r["gen_tps"]!r}"' in row
+        assert f">{name}: {r['bpw']:.4g} bits per weight, whole file, perplexity {r['ppl']:.2f}<" in shown
+        assert f"<h3>{name}</h3><p><span class=prompt>ab &lt;b&gt;</span>" in shown
+    assert "<b>" not in shown and "://" not in shown and "default-src 'none'" in shown
 
 
 def test_bench_without_a_gpu_has_no_gpu_memory(made, macko):
@@ -156,12 +166,26 @@ def test_missing_matplotlib_is_refused_before_measuring(made, macko, tmp_path, m
     assert done.code == 1 and "pip install 'ggml-macko[plot]'" in done.err and not list(tmp_path.iterdir())
 
 
-def test_existing_plot_is_kept_without_force(made, macko, tmp_path):
+@pytest.mark.parametrize("name", ["plot.svg", "plot.html"])
+def test_existing_plot_is_kept_without_force(made, macko, tmp_path, name):
     pytest.importorskip("matplotlib")
-    (tmp_path / "plot.svg").write_text("mine")
+    (tmp_path / name).write_text("mine")
     done = run(macko, made, "-o", tmp_path / "plot", "--types", "")
     assert done.code == 1 and "exists; use --force" in done.err
-    assert [p.name for p in tmp_path.iterdir()] == ["plot.svg"] and (tmp_path / "plot.svg").read_text() == "mine"
+    assert [p.name for p in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == "mine"
+
+
+def test_page_escapes_names_and_texts():
+    """Also control characters; line ends and tabs of a text remain."""
+    name, text = "<i>\x1b", "a\n\t<script>\x07"
+    shown = page.page(
+        name, name, [page.Column(name), page.Column("x", ".1f")], [(name, None), (name, 2.0)],
+        [plot.Panel(name, [plot.Point(name, "dense", 1, 2), plot.Point(name, "sparse", 3000, 4)])],
+        [page.Continuation(name, [(name, text)])],
+    )  # fmt: skip
+    body = shown.split("</style>")[1].split("<script>")[0]
+    assert "<i>" not in shown and "\x1b" not in shown and "a\n\t&lt;script&gt;\\x07" in body
+    assert "<td>\n" in body and ">2.0" in body and body.count('"point ') == 2
 
 
 def test_chunks_are_spread_over_the_text(made):

@@ -14,9 +14,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .. import console, system
-from ..benchmark import plot
+from ..benchmark import page, plot
 from ..benchmark.bench_worker import Workload
 from ..benchmark.forms import Form, Forms, Recipe
 from ..benchmark.models import LabelledModel, ModelResult, bench_models
@@ -25,6 +26,10 @@ from ..evaluation.likelihood import Estimate
 from ..evaluation.text_model import N_CTX, EvaluationOptions, TextModel, read_text
 from ..gguf.files import shard_paths
 from ..gguf.outputs import AtomicOutput, scratch_folder
+from ..llama import Llama
+
+_N_WORDS = 16
+"""Words of a text that models continue."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ def report(
     n_gpu_layers: int = -1,
     n_threads: int = 0,
     repetitions: int = 5,
+    prompts: Sequence[str] = (),
     force: bool = False,
 ) -> list[FormResult]:
     """Measures the forms of a dense model; the dense model is the first result.
@@ -61,8 +67,9 @@ def report(
     dense: F16, BF16 or F32 GGUF. text: UTF-8 file for perplexity; n_chunks (-1: all) evenly spread chunks of n_ctx
     tokens are used. models: variants of the model, sparse or dense with zeros. types: of llama-quantize, to make and
     compare. prunings: ways to prune the dense model. conversions: ways to convert dense files with zeros. output: stem
-    of the plot's files; force: replace them if they exist. n_prompt, n_gen: timed tokens in each of `repetitions`
-    rounds. n_gpu_layers: -1: all, if there is a GPU. n_threads: 0: all cores.
+    of the files of the plot and the page; force: replace them if they exist. n_prompt, n_gen: timed tokens in each of
+    `repetitions` rounds. n_gpu_layers: -1: all, if there is a GPU. n_threads: 0: all cores. prompts: texts that each
+    model continues with n_gen tokens on the page (none: words from two places of the text).
 
     Logs progress. Raises MackoError or OSError.
     """
@@ -73,8 +80,8 @@ def report(
         if output is not None:
             plot.figure_class()  # raises an error for missing matplotlib before any work
             inputs = [*(shard for model in (dense, *models) for shard in shard_paths(model)), text]
-            for suffix in plot.REPORT_SUFFIXES:
-                signature = plot.SIGNATURES[suffix]
+            for suffix in (*plot.REPORT_SUFFIXES, page.SUFFIX):
+                signature = plot.SIGNATURES.get(suffix, page.SIGNATURE)
                 outputs[suffix] = stack.enter_context(AtomicOutput(output + suffix, inputs, force, signature))
         parent = Path(output).resolve().parent if output is not None else tempfile.gettempdir()
         folder = stack.enter_context(scratch_folder(parent, ".macko-report-"))
@@ -94,8 +101,24 @@ def report(
         results = [_result(forms, *found) for found in zip(forms.list, estimates, speeds)]
         if output is not None:
             title = f"{results[0].model}: perplexity on {text.name} against size and speed, {n_threads} threads"
-            plot.save(plot.draw(_panels(results, n_gen), title), outputs)
+            panels = _panels(results, n_gen)
+            about = conditions(results, text, n_threads, repetitions)
+            run = {"n_threads": n_threads, "n_gpu_layers": n_gpu_layers}
+            texts = _continuations(forms.list, prompts or _beginnings(text), n_gen, **run) if n_gen else []
+            shown = page.page(title, about, _COLUMNS, _rows(results), panels, texts)
+            of_page = outputs.pop(page.SUFFIX)
+            plot.save(plot.draw(panels, title), outputs)
+            of_page.commit_whole(shown.encode())
+            console.log(f"page: {of_page.path}")
     return results
+
+
+def conditions(results: Sequence[FormResult], text: Path, n_threads: int, repetitions: int) -> str:
+    """How the figures were measured."""
+    return (
+        f"perplexity over {results[0].tokens} tokens of {text.name}; {n_threads} threads, medians of {repetitions} "
+        "interleaved runs, each in its own process"
+    )
 
 
 def perplexity_of(
@@ -135,9 +158,50 @@ def _result(forms: Forms, form: Form, estimate: Estimate, speed: ModelResult) ->
     )
 
 
+_COLUMNS = [
+    page.Column(*column)
+    for column in (
+        ("model",), ("kind",), ("MiB", ",.2f"), ("bits per weight", ".2f"), ("perplexity", ".3f"),
+        ("± standard error", ".3f"), ("against dense", "+.1%"), ("prompt, tokens/s", ",.1f"),
+        ("generating, tokens/s", ",.1f"),
+    )
+]  # fmt: skip
+
+
+def _rows(results: Sequence[FormResult]) -> list[page.Row]:
+    base = results[0].ppl
+    return [
+        (r.model, r.kind, r.nbytes / console.MIB, r.bpw, r.ppl, r.ppl_error, r.ppl / base - 1, r.prompt_tps,
+         r.gen_tps)
+        for r in results
+    ]  # fmt: skip
+
+
 def _panels(results: Sequence[FormResult], n_gen: int) -> list[plot.Panel]:
     """Perplexity over size, and over the speed of generation, if measured."""
     size = [plot.Point(r.model, r.kind, r.bpw, r.ppl) for r in results]
     speed = [plot.Point(r.model, r.kind, r.gen_tps, r.ppl) for r in results if r.gen_tps]
     panels = [plot.Panel("bits per weight, whole file", size)]
     return [*panels, plot.Panel(f"tokens/s, generating {n_gen}", speed)] if speed else panels
+
+
+def _beginnings(text: Path) -> list[str]:
+    """Words from the start and from the middle of a text."""
+    words = read_text(text).decode().split()
+    return [" ".join(words[at : at + _N_WORDS]) for at in (0, len(words) // 2)]
+
+
+def _continuations(
+    forms: Sequence[Form], prompts: Sequence[str], n_gen: int, *, n_threads: int, n_gpu_layers: int
+) -> list[page.Continuation]:
+    """The most probable n_gen tokens after each prompt, for each form."""
+    texts: list[list[tuple[str, str]]] = [[] for _ in prompts]
+    n_ctx = max(len(prompt.encode()) for prompt in prompts) + n_gen + 8  # a byte has at most one token
+    for form in console.tracked(forms, "generating text", unit="models"):
+        with contextlib.closing(
+            Llama(str(form.path), n_ctx=n_ctx, n_threads=n_threads, n_gpu_layers=n_gpu_layers, verbose=False)
+        ) as llama:
+            for prompt, found in zip(prompts, texts):
+                done: Any = llama(prompt, max_tokens=n_gen, temperature=0)
+                found.append((form.label, done["choices"][0]["text"]))
+    return [page.Continuation(prompt, found) for prompt, found in zip(prompts, texts)]

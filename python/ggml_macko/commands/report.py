@@ -15,7 +15,7 @@ from .. import console, errors
 from ..benchmark import card
 from ..benchmark.forms import Recipe
 from ..benchmark.models import as_json
-from ..benchmark.report import FormResult, report
+from ..benchmark.report import FormResult, conditions, report
 from ..codecs import registry
 from ..commands import convert as convert_command
 from ..commands import prune as prune_command
@@ -40,8 +40,9 @@ MEASUREMENT = ("n_chunks", "n_ctx", "n_prompt", "n_gen", "repetitions", "n_threa
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measures perplexity, size and speed of a dense model, of its quantized types of llama.cpp, and of sparse "
-        "variants, and prints a table; -o also draws a plot. Dense files with zeros are converted first. Sizes are "
-        "those of whole files; BPW is bits per parameter of the dense model."
+        "variants, and prints a table; -o also draws a plot and writes a web page with a sortable table and the texts "
+        "that the models generate. Dense files with zeros are converted first. Sizes are those of whole files; BPW is "
+        "bits per parameter of the dense model."
     )
     parser.add_argument("dense", metavar="DENSE", help="dense model in F16, BF16 or F32")
     parser.add_argument("models", metavar="MODEL", nargs="*", help="variants of DENSE: sparse, or dense with zeros")
@@ -70,7 +71,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="arguments of `macko convert` for dense files with zeros, for example 'sparse-q4_0 --imatrix "
         f"imatrix.gguf --output-tensor-type q6_k'; repeatable (default: {DEFAULT_CONVERSION})",
     )
-    parser.add_argument("-o", "--output", metavar="STEM", help="write STEM.png and STEM.svg")
+    parser.add_argument("-o", "--output", metavar="STEM", help="write STEM.png, STEM.svg and STEM.html")
+    parser.add_argument(
+        "--prompt",
+        dest="prompts",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text that each model continues in STEM.html, with the tokens of -n; repeatable (default: words from two "
+        "places of the text)",
+    )
     parser.add_argument(
         "--card",
         metavar="FILE.md",
@@ -160,10 +170,7 @@ def run(args: argparse.Namespace) -> int:
         console.print_json({**about, "models": [as_json(r) for r in results]})
         return 0
     print_table(results, args.n_prompt, args.n_gen)
-    print(
-        f"\nperplexity over {results[0].tokens} tokens of {Path(args.text).name}; {args.n_threads} threads, medians of "
-        f"{args.repetitions} interleaved runs, each in its own process"
-    )
+    print("\n" + conditions(results, Path(args.text), args.n_threads, args.repetitions))
     return 0
 
 
@@ -176,6 +183,7 @@ def measure(args: argparse.Namespace) -> list[FormResult]:
         prunings=[parse_pruning(text) for text in args.prune],
         conversions=[parse_conversion(text, args.n_threads) for text in args.convert or [DEFAULT_CONVERSION]],
         output=args.output or None,
+        prompts=args.prompts,
         n_gpu_layers=args.gpu_layers,
         force=args.force,
         **{name: getattr(args, name) for name in MEASUREMENT},
@@ -196,10 +204,7 @@ def write_card(args: argparse.Namespace, results: Sequence[FormResult], output: 
     )
     dense, *models = (card.read_model(path, args.n_threads) for path in (args.dense, *args.models))
     plot = os.path.relpath(f"{args.output}.png", output.path.parent) if args.output else ""
-    text = card.model_card(dense, models, results, how, plot).encode("utf-8")
-    output.write(output.magic + text[len(output.magic) :])
-    output.seal()
-    output.commit()
+    output.commit_whole(card.model_card(dense, models, results, how, plot).encode("utf-8"))
     console.log(f"card: {output.path}")
 
 

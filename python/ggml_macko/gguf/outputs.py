@@ -222,6 +222,12 @@ class AtomicOutput:
             write_at(self._file, 0, memoryview(self._signature))
             os.fsync(self._fd)
 
+    def commit_whole(self, data: bytes) -> None:
+        """Writes, seals and commits a whole file, which begins with the signature."""
+        self.write(self.magic + data[len(self.magic) :])
+        self.seal()
+        self.commit()
+
     def commit(self) -> None:
         """Gives the sealed file its name. Raises MackoError if the output has appeared meanwhile (without force), or if
         the new name is not durable; in the latter case, the output is complete and in its place.

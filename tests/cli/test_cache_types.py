@@ -13,7 +13,7 @@ from ggml_macko.commands import arguments
 from ggml_macko.native import devices
 from support import generators
 
-Q8_0 = 8  # ggml's number
+Q8_0 = 8  # ggml's type id
 
 
 @pytest.fixture(scope="module")

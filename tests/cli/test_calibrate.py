@@ -59,7 +59,7 @@ def demo_imatrix(tmp_path_factory):
 
 
 def test_sums_are_those_of_the_activations(demo_imatrix):
-    """The inputs of the first block are known without running the model: normalized embeddings, BOS first."""
+    """The expected inputs of the first block are computed without the model: normalized embeddings, BOS first."""
     with TextModel(DEMO) as model:
         tokens = model.read_chunks(SAMPLE, 4).copy()
     reader = gguf.GGUFReader(DEMO)
@@ -88,7 +88,7 @@ def test_sums_are_those_of_the_activations(demo_imatrix):
 
 @pytest.mark.parametrize("name", ["llama-moe", "qwen3moe", "gpt-oss"])
 def test_experts_have_sums_of_their_own(tmp_path, macko, letters, name):
-    """What the router sees goes to two experts: over the experts, sums and counts are twice the router's."""
+    """Each row of the router goes to two experts: over all experts, sums and counts are twice the router's."""
     out = tmp_path / "i.gguf"
     done = macko("calibrate", "-m", tiny_model(tmp_path, name), "-f", letters, "-c", 64, "-o", out)
     assert done.code == 0, done.err
@@ -99,7 +99,7 @@ def test_experts_have_sums_of_their_own(tmp_path, macko, letters, name):
         for w in (gate, up, down):
             assert found[w + ".counts"].shape == (tiny_models.N_EXPERT, 1)
             assert found[w + ".counts"].sum() == 2 * rows
-        assert len(set(found[gate + ".counts"].ravel())) > 1  # each expert its own
+        assert len(set(found[gate + ".counts"].ravel())) > 1  # the experts have different counts
         np.testing.assert_allclose(
             found[gate + ".in_sum2"].sum(axis=0), 2 * found[router + ".in_sum2"].ravel(), rtol=1e-6
         )
@@ -140,12 +140,12 @@ def test_sparse_model_has_the_statistics_of_its_dense_twin(tmp_path, macko, demo
     want, got = tensors(demo_imatrix), tensors(out)
     assert list(want) == list(got)
     for name in want:
-        np.testing.assert_allclose(got[name], want[name], rtol=1e-2)  # kernels that round in another order
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-2)  # the kernels round in another order
         assert abs(got[name].sum() / want[name].sum() - 1) < 1e-4
 
 
 def test_sums_do_not_depend_on_batches(tmp_path, macko, demo_imatrix):
-    """Batches of several chunks or parts of one, and micro-batches: no token is lost or counted twice."""
+    """Batches contain several chunks or parts of one; no token is lost or counted twice, also with micro-batches."""
     for i, args in enumerate((["-b", 2048], ["-ub", 96], ["-b", 200])):
         out = tmp_path / f"{i}.gguf"
         assert macko("calibrate", "-m", DEMO, "-f", SAMPLE, "-o", out, "--chunks", 4, *args).code == 0
@@ -166,7 +166,7 @@ def test_output_head_is_measured_on_request_only(tmp_path, macko, letters):
 
 
 def test_consumer_sees_the_rows_of_the_products(tmp_path, letters):
-    """The rows that a consumer gets lead to the products that llama.cpp computes next."""
+    """The rows that a consumer gets have the products that llama.cpp computes next."""
 
     class Rows:
         def __init__(self):
@@ -200,7 +200,7 @@ def test_consumer_sees_the_rows_of_the_products(tmp_path, letters):
 
 
 def test_rows_in_device_memory_are_copied(tmp_path, macko, letters, monkeypatch):
-    """Activations outside host memory are copied; here ggml is made to say that of host memory."""
+    """The function is_host of ggml is replaced, so that all activations seem to be outside of host memory."""
     model = tiny_model(tmp_path, "qwen3moe")
     args = ["-m", model, "-f", letters, "-c", 64, "-o"]
     assert macko("calibrate", *args, tmp_path / "a.gguf").code == 0
@@ -236,7 +236,7 @@ def test_signal_takes_effect_after_the_evaluation():
     with TextModel(DEMO, consumer=Interrupts()) as model:
         with pytest.raises(KeyboardInterrupt):
             model.evaluate(model.read_chunks(SAMPLE, 1))
-        assert Interrupts.calls > 20  # the evaluation was finished first
+        assert Interrupts.calls > 20  # the evaluation was completed first
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -279,7 +279,7 @@ def test_imatrix_is_that_of_llama_imatrix(tmp_path, macko, letters, name):
 
 def test_each_tool_reads_the_others_file(tmp_path, macko, demo_imatrix):
     theirs = tmp_path / "theirs.gguf"
-    upstream.run("llama-imatrix", "-m", DEMO, "--in-file", demo_imatrix, "-o", theirs)  # reads and writes: an identity
+    upstream.run("llama-imatrix", "-m", DEMO, "--in-file", demo_imatrix, "-o", theirs)  # copies the file
     want, got = tensors(demo_imatrix), tensors(theirs)
     assert list(want) == list(got) and all(np.array_equal(want[k], got[k]) for k in want)
     with Model(DEMO) as model:
@@ -326,7 +326,7 @@ def test_interrupted_run_continues_to_the_same_bytes(tmp_path, macko, number):
 
 @pytest.mark.parametrize("n, n_measured", [(1, 2), (2, 2), (3, 3), (-1, 4), (1000, 4)])
 def test_interrupted_run_continues_with_another_number_of_chunks(tmp_path, macko, monkeypatch, n, n_measured):
-    """More than before: to the bytes of a run in one go. Fewer: nothing that is measured is thrown away."""
+    """With more chunks, the result equals an uninterrupted run byte for byte. With fewer, finished chunks remain."""
     from ggml_macko.evaluation import calibrate
 
     def stop(self, sums, chunks, save=calibrate.Checkpoint.save):
@@ -350,7 +350,7 @@ def test_interrupted_run_continues_with_another_number_of_chunks(tmp_path, macko
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), MemoryError(), SystemExit(143)])
 def test_failure_at_the_end_loses_no_work(tmp_path, macko, monkeypatch, error):
-    """The name of the text is not UTF-8, which must not be the failure."""
+    """The name of the text is not UTF-8, which must not cause the failure."""
     out, text = tmp_path / "out.gguf", tmp_path / os.fsdecode(b"caf\xe9.txt")
     text.write_bytes(SAMPLE.read_bytes()[:3800])
     args = ["calibrate", "-m", DEMO, "-f", text, "-c", 256, "-o", out]
@@ -358,7 +358,7 @@ def test_failure_at_the_end_loses_no_work(tmp_path, macko, monkeypatch, error):
         m.setattr(imatrix, "write", lambda *unused: (_ for _ in ()).throw(error))
         done = macko(*args)
         assert done.code not in (0, 2) and "4 of 4 chunks are done; the same command continues" in done.err, done.err
-    monkeypatch.setattr(TextModel, "evaluate", None)  # not called again
+    monkeypatch.setattr(TextModel, "evaluate", None)  # must not be called again
     done = macko(*args)
     assert done.code == 0 and "continuing after 4 of 4 chunks" in done.err, done.err
     assert imatrix.read(out).datasets == [str(tmp_path / "caf\N{REPLACEMENT CHARACTER}.txt")]
@@ -366,7 +366,7 @@ def test_failure_at_the_end_loses_no_work(tmp_path, macko, monkeypatch, error):
 
 
 def test_checkpoint_of_another_run_is_refused(tmp_path, macko, monkeypatch):
-    """Of another model, text or batch size: the error names what differs."""
+    """The checkpoint is of another model, text or batch size; the error names the difference."""
     from ggml_macko.evaluation import calibrate
 
     def stop(self, sums, chunks, save=calibrate.Checkpoint.save):
@@ -405,7 +405,7 @@ def test_checkpoint_of_another_run_is_refused(tmp_path, macko, monkeypatch):
 
 
 def small_imatrix() -> gguf_bytes.GGUF:
-    """An imatrix of the model generators.tiny_tensors()."""
+    """An imatrix file for the model generators.tiny_tensors()."""
     f = gguf_bytes.GGUF()
     f.set("general.type", gguf_bytes.STRING, b"imatrix")
     f.set("imatrix.datasets", gguf_bytes.ARRAY, [b"text"], gguf_bytes.STRING)
@@ -467,7 +467,7 @@ Q, E = "blk.0.attn_q.weight", "blk.0.ffn_up_exps.weight"
         (lambda f: f.tensors.clear(), ["holds no statistics"]),
         (lambda f: f.set("general.type", gguf_bytes.STRING, b"model"), ["general.type is 'model'"]),
         (lambda f: f.set("imatrix.chunk_count", gguf_bytes.STRING, b"2"), ["imatrix.chunk_count has another type"]),
-        # valid files of another model
+        # valid files for another model
         (change_tensor(Q + ".in_sum2", [32], np.ones(32)), [Q, "1 x 32 sums and 1 counts", "has 1 x 64 columns"]),
         (
             lambda f: (
@@ -490,7 +490,7 @@ def test_bad_imatrix_is_refused_in_one_line(tmp_path, tiny, change, parts):
     path = tmp_path / "i.gguf"
     path.write_bytes(gguf_bytes.write(f))
     with Model(tiny) as model:
-        imatrix.read(path).check_model(model)  # the file was right before the change
+        imatrix.read(path).check_model(model)  # the file was valid before the change
         change(f)
         path.write_bytes(gguf_bytes.write(f))
         with pytest.raises(errors.MackoError) as caught:

@@ -1,5 +1,5 @@
 """macko calibrate --activations, the keys macko.act.* and macko perplexity --skip file: thresholds are quantiles, the
-copy is the same model, what was measured is what the file says, hostile keys are refused.
+copy has the same weights, measured shares equal those on file, invalid keys are refused.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def calibrated(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sparse(calibrated):
-    """The same model, stored sparse."""
+    """The same model as a sparse file."""
     convert(calibrated, calibrated.with_name("sparse.gguf"))
     return calibrated.with_name("sparse.gguf")
 
@@ -62,7 +62,7 @@ def sparse(calibrated):
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("name", ["docs-4m", "gemma2", "phi3"])
 def test_thresholds_on_file_are_quantiles_of_numpy_scores(tmp_path, monkeypatch, name, score, share):
-    """Read by another reader. The scores are computed in float64 from the products of one chunk."""
+    """gguf-py reads the thresholds; the scores are computed in float64 from the products of one chunk."""
     taps = []
 
     def make_tap():
@@ -91,7 +91,7 @@ def test_thresholds_on_file_are_quantiles_of_numpy_scores(tmp_path, monkeypatch,
             assert threshold == 0
             continue
         quantile = np.quantile(scores, share, method="inverted_cdf")
-        # llama.cpp's float32, and its GELU from a table of F16 values: gate and product of it are not ours to the bit
+        # llama.cpp computes gate and product in float32, and GELU from a table of F16 values
         rounding = 3e-3 * quantile if MODELS[name][0].__name__ == "gelu" else 1e-5 * quantile
         assert quantile - rounding <= threshold <= quantile * (1 + skipping.BIN_WIDTH) + rounding
 
@@ -127,7 +127,7 @@ def test_provenance_says_what_the_thresholds_were_taken_from(tmp_path):
 
 @pytest.mark.parametrize("kind", ["macko", "ec-csr", "sparse-q8_0", "sparse-lossless", "split", "old rule"])
 def test_copy_is_the_same_model(tmp_path, macko, calibrated, kind):
-    """Stored in the same way; only the keys are new. A rule that the model had is replaced."""
+    """The copy has the same storage and additional keys only. A rule in the model is replaced."""
     source = tmp_path / "source.gguf"
     if kind == "old rule":
         source = calibrated
@@ -147,7 +147,7 @@ def test_copy_is_the_same_model(tmp_path, macko, calibrated, kind):
         assert read_rule(b).share == 0.25 and read_rule(b).score == "cats"
     assert verify(source, out, metadata=False, exact=True).is_identical
     assert perplexity(out, SAMPLE, n_chunks=2, **OPTIONS) == perplexity(source, SAMPLE, n_chunks=2, **OPTIONS)
-    if kind == "macko":  # and dense again, still with the keys
+    if kind == "macko":  # the dense copy also has the keys
         assert macko("restore", out, tmp_path / "dense.gguf").code == 0
         with Model(tmp_path / "dense.gguf") as c, Model(out) as b:
             assert read_rule(c) == read_rule(b)
@@ -161,7 +161,7 @@ def test_pruned_model_has_no_thresholds_of_other_weights(tmp_path, calibrated):
 
 
 def test_recovered_model_has_no_thresholds_of_other_weights(tmp_path, calibrated):
-    """As recover writes it; the training before needs PyTorch."""
+    """`recover` writes the file; the training before that requires PyTorch and is left out."""
     recovered = make_key("macko.prune.recover.method", "str", "distill")
     with Model(calibrated) as source, AtomicOutput(tmp_path / "recovered.gguf", [calibrated], False) as output:
         recover._write(source, {}, [recovered], output)

@@ -1,5 +1,5 @@
-"""What can be seen of the inputs is checked before anything is pruned, quantized or measured, and names that a user
-gives must exist: a typo costs no time and is never ignored.
+"""Inputs are checked before anything is pruned, quantized or measured, and names from the user must exist: a typo
+costs no time and is never ignored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: help, versions, exit codes, streams."""
+"""The command line for users: help, versions, exit codes, streams."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def typed_arguments():
 
 @pytest.mark.parametrize("kind", [kind for _, kind in typed_arguments()], ids=[name for name, _ in typed_arguments()])
 def test_every_number_has_a_range(kind):
-    """A plain int or float would reach ctypes, which cuts it to 32 bits unseen."""
+    """ctypes would silently truncate a plain int or float to 32 bits."""
     limits = [kind.least - 1, kind.most + 1] if isinstance(kind, Number) else [2**31, -(2**32)]
     for text in ("", "x", "nan", "1e999999999", *map(str, limits)):
         with pytest.raises(argparse.ArgumentTypeError):
@@ -117,7 +117,7 @@ def test_program_that_is_missing_is_an_error_and_no_usage_error(macko, program, 
     ("program", "serves"), [("/opt/rpc-server", True), ("ggml-rpc-server", True), ("llama-server", False)]
 )
 def test_run_tells_the_plugin_of_an_rpc_server(monkeypatch, program, serves):
-    """And leaves SIGPIPE ignored there: llama.cpp's server would end with the first client that leaves early."""
+    """SIGPIPE stays ignored for a server: otherwise the first client that disconnects early would end it."""
     variables, defaults = [], []
     monkeypatch.setattr(os, "execvpe", lambda name, arguments, environment: variables.append(environment))
     monkeypatch.setattr(signal, "signal", lambda number, action: defaults.append(number))
@@ -128,7 +128,7 @@ def test_run_tells_the_plugin_of_an_rpc_server(monkeypatch, program, serves):
 
 @pytest.mark.parametrize("option", ["-hx", "-cb", "-t4x", "-ngll", "--thread", "-Version"])
 def test_unknown_option_is_no_abbreviation_of_another(macko, option):
-    """argparse takes -hx for -h -x, and -cb for -c b."""
+    """argparse would read -hx as -h -x, and -cb as -c b."""
     for args in ((option,), ("generate", "-m", "x.gguf", "-p", "hi", option), ("convert", option, "a", "b")):
         done = macko(*args)
         assert done.code == 2 and done.out == "" and done.err.startswith(f"error: unknown option {option}"), done
@@ -185,7 +185,7 @@ def test_results_go_to_stdout_and_progress_to_stderr(tmp_path, tiny, macko):
 
 @pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
 def test_closed_streams_are_harmless(tmp_path, tiny, macko, closed):
-    """Else the output could get the number of a stream, and with it what a C library prints."""
+    """An output file must not get the number of a standard stream, or a C library would print into it."""
     assert macko("convert", tiny, tmp_path / "whole.gguf").code == 0
     command = f"'{sys.executable}' -m ggml_macko.commands.cli convert '{tiny}' '{tmp_path}/out.gguf' {closed}"
     assert subprocess.run(["sh", "-c", command], capture_output=True).returncode == 0
@@ -235,7 +235,7 @@ def test_script_converts_a_model(macko, tmp_path, tiny):
 
 
 def test_import_loads_nothing_heavy():
-    """`import ggml_macko` must not load llama_cpp, NumPy or the C library; names come when asked for."""
+    """`import ggml_macko` must not load llama_cpp, NumPy or the C library; names are imported on first use."""
     code = (
         "import sys, ggml_macko; heavy = {'numpy', 'llama_cpp', 'cffi', '_cffi_backend', 'gguf'} & set(sys.modules); "
         "assert not heavy, heavy;"
@@ -250,7 +250,7 @@ def test_import_loads_nothing_heavy():
 
 
 def test_code_parses_as_python_3_9():
-    """No newer syntax; annotations are never evaluated, so that they may be of a newer kind."""
+    """The code has no newer syntax; annotations are never evaluated, so they may have newer types."""
     own = sorted((generators.ROOT / "python").rglob("*.py"))
     assert len(own) > 50
     for path in [*own, *TOOLS.rglob("*.py"), *(generators.ROOT / "pybind").glob("*.py")]:
@@ -295,7 +295,7 @@ ggml_macko.inspect("sparse.gguf", threads=2)
 
 
 def test_users_get_types(tmp_path):
-    """mypy --strict on a program of a user: names resolve to their types, and wrong arguments are found."""
+    """mypy --strict checks a user's program: names resolve to their types, and wrong arguments are reported."""
     pytest.importorskip("mypy", reason="mypy is not installed")
     program = tmp_path / "program.py"
     program.write_text(TYPED)

@@ -1,4 +1,4 @@
-"""macko convert, restore, verify, inspect: nothing lost, real numbers, and every refusal in one line."""
+"""macko convert, restore, verify, inspect: no data are lost, figures are true, and every error is one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32, bits_dtype
 from reference import macko as macko_reference
 from support import generators
 
-SPARSE = {  # of tiny; attn_output is too dense
+SPARSE = {  # of tiny; attn_output has too few zeros
     "blk.0.attn_q.weight",
     "blk.0.attn_k.weight",
     "blk.0.attn_v.weight",
@@ -50,7 +50,7 @@ def test_round_trip_keeps_every_bit(tmp_path, tiny, macko, kind):
 
 
 def test_file_is_what_the_specification_says(tmp_path, tiny, macko):
-    """Read with gguf-py and decoded with the NumPy twin: nothing of the C library."""
+    """gguf-py reads the file and the NumPy reference decodes it, without the C library."""
     sparse = tmp_path / "s.gguf"
     assert macko("convert", tiny, sparse, "macko", "--keep-negative-zeros").code == 0
     reader = gguf.GGUFReader(sparse)
@@ -91,7 +91,7 @@ def test_converting_a_sparse_file_again_gives_the_same_file(tmp_path, tiny, mack
 
 
 def test_without_a_type_each_tensor_has_its_smallest_lossless_one(tmp_path, macko):
-    """A tensor for each of the three, and one of rows with the same zeros, for which EC-CSR would be smaller."""
+    """One tensor for each of the three types, and one whose rows share zeros, for which EC-CSR would be smaller."""
     rng = np.random.default_rng(8)
     normal = np.where(rng.random((64, 512)) < 0.5, rng.standard_normal((64, 512)), 0).astype(np.float32)
     regular = np.where(np.arange(512) % 2, rng.standard_normal((64, 512)), 0).astype(np.float32)
@@ -123,7 +123,7 @@ def test_without_a_type_each_tensor_has_its_smallest_lossless_one(tmp_path, mack
 
 
 def test_odd_metadata_is_kept(tmp_path, macko):
-    """Empty arrays, NaN, and strings that are not UTF-8 pass through as bytes."""
+    """Empty arrays, NaN, and strings that are not UTF-8 are copied as bytes."""
     path = generators.write_gguf(tmp_path / "t.gguf", generators.tiny_tensors())
 
     def key(name, kind, value):
@@ -138,7 +138,7 @@ def test_odd_metadata_is_kept(tmp_path, macko):
     data = path.read_bytes()
     generators._insert_key(path, data, odd)
     data = bytearray(path.read_bytes())
-    data[16:24] = struct.pack("<Q", struct.unpack("<Q", data[16:24])[0] + 3)  # _insert_key counted one
+    data[16:24] = struct.pack("<Q", struct.unpack("<Q", data[16:24])[0] + 3)  # _insert_key counted one of them
     path.write_bytes(data)
     sparse, dense = tmp_path / "s.gguf", tmp_path / "d.gguf"
     done = macko("convert", path, sparse, "--keep-negative-zeros")
@@ -212,7 +212,7 @@ def test_source_that_changes_in_place_is_refused_even_with_the_old_times(tmp_pat
                 f.write(b"\1")
             os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
         else:
-            os.replace(tmp_path / "other", source)  # what was opened is still whole
+            os.replace(tmp_path / "other", source)  # the open file is unchanged
         check(self)
 
     monkeypatch.setattr(Model, "check_unchanged", late)
@@ -256,7 +256,7 @@ def test_first_matching_override_wins(tmp_path, tiny, macko):
         (["macko", "--tensor-type", "attn=q8_0"], "unknown type"),
         (["macko", "--tensor-type", "(=macko"], "--tensor-type (=macko:"),
         (["macko", "two"], "'two' is not an integer from -1 to 512"),
-        (["macko", "--dry"], "--dry"),  # no abbreviations
+        (["macko", "--dry"], "--dry"),  # not abbreviations
     ],
 )
 def test_bad_argument_is_one_line_and_no_file(tmp_path, tiny, macko, args, message):
@@ -293,7 +293,7 @@ def test_dry_run_prints_what_the_real_run_does(tmp_path, tiny, macko, kind):
         assert float(row["break-even density"]) == pytest.approx(even, abs=1e-4)
 
 
-# ---- refusals that all writers share ----
+# ---- errors that all writers share ----
 
 
 @pytest.mark.parametrize("command", [["convert"], ["restore"], ["prune", "--sparsity", "0.5"]])

@@ -1,4 +1,4 @@
-"""The table at the end of tools/demo.py: what it says where sparse wins, and where it does not."""
+"""The table at the end of tools/demo.py for runs in which sparse is faster, and for others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rows(demo, *sparse_tps: float) -> list:
     [
         ((16.0, 15.9, 16.3), "1.60x", "(sparse, 50 % zeros), bit for bit, generate 1.60 times as fast"),
         ((8.0, 8.1, 7.9), "0.80x", "not faster than dense F16 here (0.80x at best)"),
-        ((10.3, 10.1, 10.2), "1.02x", "not faster than dense F16 here (1.02x at best)"),  # within the runs of dense
+        ((10.3, 10.1, 10.2), "1.02x", "not faster than dense F16 here (1.02x at best)"),  # within the noise
         ((48.9, 7.0, 16.0), "1.60x", "(0.69 to 4.99 times dense F16): this machine is too busy to compare speeds"),
     ],
 )

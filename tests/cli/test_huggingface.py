@@ -1,7 +1,7 @@
 """Hugging Face checkpoints: safetensors files, compressed-tensors weights, the converter, the hub.
 
-The yardsticks are the safetensors package, in both directions, and the definition of a bitmask written out bit by bit.
-Nothing here uses the network: huggingface_hub is a stand-in.
+The references are the safetensors package, in both directions, and a definition of the bitmask bit by bit. No test
+uses the network: huggingface_hub is replaced by a fake module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from safetensors.numpy import load_file, save_file  # noqa: E402
 
 
 def unpacked_by_definition(mask: np.ndarray, values: np.ndarray, rows: int, cols: int) -> np.ndarray:
-    """Bit j % 8 of byte j // 8 of a row says whether column j is the next stored value."""
+    """Bit j % 8 of byte j // 8 of a row is 1 if column j has the next stored value."""
     out, following = np.zeros((rows, cols), values.dtype), iter(values)
     for i in range(rows):
         for j in range(cols):
@@ -39,7 +39,7 @@ def unpacked_by_definition(mask: np.ndarray, values: np.ndarray, rows: int, cols
 
 
 def packed(w: np.ndarray, is_24: bool = False) -> dict[str, np.ndarray]:
-    """The tensors that compressed-tensors stores of a weight: two of four by magnitude, or all that are not zero."""
+    """The tensors of a weight in compressed-tensors: the two largest magnitudes of four, or all non-zeros."""
     mask = w != 0
     if is_24:
         order = np.argsort(-np.abs(w.reshape(-1, 4)), axis=1, kind="stable")
@@ -89,7 +89,7 @@ def parts_of(weights: dict[str, np.ndarray], is_24: bool = False) -> dict[str, n
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 def test_bitmask_is_decoded_as_defined(cols, dtype):
     rng = np.random.default_rng(cols)
-    w = rng.integers(0, 2**16, (13, cols)).astype(dtype)  # bit patterns: NaN and -0.0 among them
+    w = rng.integers(0, 2**16, (13, cols)).astype(dtype)  # bit patterns, including NaN and -0.0
     w[rng.random(w.shape) < 0.6] = 0
     p = packed(w)
     name = "F16" if dtype is np.uint16 else "F32"
@@ -111,7 +111,7 @@ def test_checkpoint_becomes_what_it_was(tmp_path, macko, is_24, n_files):
         "model.layers.0.mlp.up_proj": sparse(rng, 24, 20),
         "model.layers.1.mlp.up_proj": sparse(rng, 8, 64, np.float32),
     }
-    if is_24:  # what is stored of a matrix that has more than two of four is not the matrix
+    if is_24:  # the format can store at most two non-zeros of four
         weights = {
             k: np.where(np.arange(w.shape[1]) % 4 < 2, w + np.sign(w) + 1, 0).astype(w.dtype)
             for k, w in weights.items()
@@ -124,7 +124,7 @@ def test_checkpoint_becomes_what_it_was(tmp_path, macko, is_24, n_files):
     folder = write_checkpoint(tmp_path / "in", {**parts_of(weights, is_24), **dense}, kind, n_files)
     done = macko("decompress", folder, tmp_path / "out")
     assert done.code == 0 and "4 tensors, 2 of them decompressed" in done.out, done.err
-    found = load_file(tmp_path / "out" / "model.safetensors")  # the package reads what we wrote
+    found = load_file(tmp_path / "out" / "model.safetensors")  # the package reads the written file
     expected = {**{f"{k}.weight": w for k, w in weights.items()}, **dense}
     assert set(found) == set(expected)
     for name, w in expected.items():
@@ -135,7 +135,7 @@ def test_checkpoint_becomes_what_it_was(tmp_path, macko, is_24, n_files):
 
 
 def test_bf16_keeps_every_bit(tmp_path, macko):
-    """The safetensors package has no BF16 with NumPy, so the file is ours; the package names its type and shape."""
+    """The safetensors package reads no BF16 data into NumPy, so TensorFile does; the package checks the header."""
     bits = np.array([[0x8000, 0, 0x7FC1, 0x3F80], [0, 0, 0, 0xFF80]], np.uint16)
     p = packed(bits)
     folder = write_checkpoint(tmp_path / "in", {"x": np.zeros(1, np.float32)})
@@ -178,7 +178,7 @@ def with_bit_behind(mask):
 
 
 def moved_bit(mask):
-    """The same number of bits, one of them in another row."""
+    """The same number of bits, but one bit is in another row."""
     bits = np.unpackbits(mask, axis=1, bitorder="little")[:, :20]
     i = int(np.argmax(bits[0]))
     k = int(np.argmin(bits[1]))
@@ -272,7 +272,7 @@ def test_index_that_leads_out_of_the_folder_is_refused(tmp_path, macko):
     "name, target", [("tokens.txt", "/proc/self/environ"), ("tokens.txt", "secret"), ("folder", "/etc"), ("more", ".")]
 )
 def test_link_out_of_a_checkpoint_is_not_followed(tmp_path, macko, monkeypatch, command, name, target):
-    """Who gets a checkpoint by tar or git may get links, too."""
+    """A checkpoint from a tar or git archive may contain links."""
     monkeypatch.setenv("GGML_MACKO_CONVERT_HF", __file__)
     folder = write_checkpoint(tmp_path / "in", parts_of({"w": sparse(np.random.default_rng(2), 24, 20)}))
     (tmp_path / "secret").write_text("s")
@@ -344,7 +344,7 @@ BAD_HEADERS = {
 
 @pytest.mark.parametrize("name", BAD_HEADERS)
 def test_bad_safetensors_header_is_refused(tmp_path, macko, name):
-    """As the safetensors package refuses it."""
+    """The safetensors package refuses it, too."""
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -357,7 +357,7 @@ def test_bad_safetensors_header_is_refused(tmp_path, macko, name):
 
 
 def test_tensor_that_stands_twice_is_refused(tmp_path):
-    """The package takes the last one."""
+    """The safetensors package uses the last one."""
     one = json.dumps(entry())
     path = tmp_path / "x.safetensors"
     path.write_bytes(safetensors_bytes(f'{{"a":{one},"a":{one}}}'.encode(), bytes(8)))
@@ -404,7 +404,7 @@ def test_failing_converter_is_one_line(tmp_path, macko, monkeypatch):
 
 
 def test_mask_of_torch_that_is_not_applied_is_refused(tmp_path, macko, monkeypatch):
-    """A checkpoint of a model that torch.nn.utils.prune has pruned, without prune.remove."""
+    """torch.nn.utils.prune without prune.remove leaves such a checkpoint."""
     monkeypatch.setenv("GGML_MACKO_CONVERT_HF", __file__)
     tensors = {f"l.weight_{kind}": np.ones((4, 4), np.float32) for kind in ("orig", "mask")}
     folder = write_checkpoint(tmp_path / "in", tensors)
@@ -422,7 +422,7 @@ def test_folder_is_to_be_converted_first(tmp_path, macko, command):
 
 
 def test_converter_runs_under_a_python_that_has_pytorch(tmp_path, macko, monkeypatch):
-    """Else one line names the Python and what it lacks."""
+    """Without such a Python, one line names the Python and the missing packages."""
     script = tmp_path / "convert.py"
     script.write_text("import sys, torch\nsys.exit('runs under ' + torch.__name__)\n")
     folder = write_checkpoint(tmp_path / "in", {"w": np.zeros(1, np.float32)})
@@ -440,7 +440,7 @@ def test_converter_runs_under_a_python_that_has_pytorch(tmp_path, macko, monkeyp
 
 
 def make_python(path, packages):
-    """A Python that has these packages, empty, and none of those of this Python."""
+    """A Python with these packages, which are empty, and no others."""
     path.parent.mkdir(exist_ok=True)
     for name in packages:
         (path.parent / f"{name}.py").write_text("")
@@ -487,7 +487,7 @@ def test_converter_may_not_download(tmp_path, macko, monkeypatch):
 
 
 def test_converter_sees_neither_pickles_nor_code(tmp_path, macko, monkeypatch):
-    """It reads pytorch_model*.bin where no safetensors file begins with "model"."""
+    """The converter reads pytorch_model*.bin if no safetensors file begins with "model"."""
     script = tmp_path / "convert.py"
     script.write_text("import os, sys\nsys.exit(str(sorted(os.listdir(sys.argv[1]))))\n")
     monkeypatch.setenv("GGML_MACKO_CONVERT_HF", str(script))
@@ -507,7 +507,7 @@ def test_converter_sees_neither_pickles_nor_code(tmp_path, macko, monkeypatch):
 
 @pytest.fixture
 def fake_hub(tmp_path, monkeypatch):
-    """huggingface_hub with one repository, USER/NAME, whose files lie in the folder that is returned."""
+    """huggingface_hub with one repository, USER/NAME, whose files are in the returned folder."""
     folder = tmp_path / "hub"
     folder.mkdir()
     module = types.ModuleType("huggingface_hub")

@@ -1,5 +1,5 @@
-"""Writers that are stopped at any instant: the final name is absent, the old file, or complete; nothing half-written
-reads as a model.
+"""After an interruption at any time, the final name is absent, the old file, or complete; no incomplete file can be
+read as a model.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def partials(out) -> list:
 
 
 def check_folder(out, want: bytes, old: bytes | None) -> bool:
-    """True if the conversion was complete."""
+    """Returns whether the conversion was complete."""
     others = {p.name for p in out.parent.iterdir()} - {"tiny.gguf", out.name, *(p.name for p in partials(out))}
     assert not others
     data = out.read_bytes() if out.exists() else None
-    assert data in (old, want), "the final name holds something else"
+    assert data in (old, want), "the file is neither the old one nor complete"
     return data == want
 
 
@@ -73,19 +73,19 @@ def test_kill_at_any_operation_leaves_old_or_new_file(tmp_path, tiny, wanted, fo
             out.unlink(missing_ok=True)
             if old is not None:
                 out.write_bytes(old)
-            force = [] if old is None else ["--force"]  # the two ways to give a file its name
+            force = [] if old is None else ["--force"]  # a file gets its name in two different ways
             code = fork_server(["convert", tiny, out, *force], operation=operation, before=before)
             assert code in (-signal.SIGKILL, 0)
             complete.append(check_folder(out, wanted, old))
             for partial in partials(out):
-                if partial.read_bytes() != wanted:  # torn: no reader takes it
+                if partial.read_bytes() != wanted:  # incomplete: every reader must refuse it
                     with pytest.raises(errors.MackoError):
                         File(partial)
         if code == 0:
             break
     assert code == 0 and operation > 20
     assert not complete[0] and complete[-1]
-    assert not partials(out)  # each run removed what those before it left
+    assert not partials(out)  # each run removed the files of the previous ones
 
 
 def test_kill_at_any_instant_leaves_old_or_new_file(tmp_path, tiny, wanted, fork_server):
@@ -103,7 +103,7 @@ def test_kill_at_any_instant_leaves_old_or_new_file(tmp_path, tiny, wanted, fork
 
 
 def test_failure_of_any_operation_leaves_the_old_file(tmp_path, tiny, wanted, macko, monkeypatch):
-    """A full disk, a quota or a broken disk, at every call: one line, no partial file, final name untouched."""
+    """After a failure at any call, as on a full disk: one line, no partial file, and the old file unchanged."""
     out = tmp_path / "out.gguf"
     for operation in range(1, 400):
         out.write_bytes(b"the old file")
@@ -132,15 +132,15 @@ def test_failure_of_any_operation_leaves_the_old_file(tmp_path, tiny, wanted, ma
         assert done.code == 1 and line.startswith(f"error: {out}: "), done.err
         assert line.endswith("No space left on device"), done.err
         assert not partials(out)
-        if out.read_bytes() != b"the old file":  # it has its name already; only the folder could not be made durable
+        if out.read_bytes() != b"the old file":  # the file already has its name; only the fsync of the folder failed
             assert out.read_bytes() == wanted and failed == ["fsync"] and "is complete and in its place" in line
     assert done.code == 0 and operation > 20 and out.read_bytes() == wanted
 
 
-@pytest.mark.parametrize("kind", ["macko", "ec-csr"])  # the arrays of EC-CSR wait in a temporary file
+@pytest.mark.parametrize("kind", ["macko", "ec-csr"])  # the arrays of EC-CSR are in a temporary file first
 def test_file_size_limit_is_one_line(tmp_path, tiny, wanted, macko_process, kind):
     out = tmp_path / "out.gguf"
-    for part in (0, 1, 2, 3):  # of the file
+    for part in (0, 1, 2, 3):  # quarters of the file
         size = len(wanted) * part // 4 + 3
         done = macko_process(
             *("convert", tiny, out, kind),
@@ -153,14 +153,14 @@ def test_file_size_limit_is_one_line(tmp_path, tiny, wanted, macko_process, kind
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 @pytest.mark.parametrize("command", [["convert"], ["restore"], ["prune", "--sparsity", "0.5"]])
 def test_ctrl_c_leaves_nothing(tmp_path, command, number, code):
-    """Stopped while it writes: it reports the first tensor on stderr, and then waits for us to read."""
+    """The signal arrives during the write: the command reports the first tensor on stderr and then blocks."""
     big = {f"blk.{i}.attn_q.weight": v for i, v in enumerate([generators.tiny_tensors()["blk.0.attn_q.weight"]] * 1000)}
     source = generators.write_gguf(tmp_path / "tiny.gguf", big)
     out = tmp_path / "out.gguf"
     process = subprocess.Popen(
         [sys.executable, "-m", "ggml_macko.commands.cli", *command[:1], str(source), str(out), *command[1:]],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        # a shell that runs the tests in the background leaves the signal ignored
+        # a shell that runs the tests in the background passes on the signal as ignored
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     for line in process.stderr:
@@ -180,12 +180,12 @@ def test_second_converter_of_one_output_is_refused(tmp_path, tiny, macko):
         first.write(first.magic)
         done = macko("convert", tiny, out)
         assert done.code == 1 and f"{out}: in use by pid {os.getpid()}" in done.err
-        assert first.partial.read_bytes() == first.magic  # and the second did no harm
+        assert first.partial.read_bytes() == first.magic  # the second run did no harm
     assert macko("convert", tiny, out).code == 0
 
 
 def test_lock_on_a_file_that_was_renamed_is_not_used(tmp_path, monkeypatch):
-    """We open another run's partial file, and it gets its final name: we must not remove what is complete."""
+    """The other run gives the opened partial file its final name; the complete file must not be removed."""
     out = tmp_path / "out.gguf"
     owner = AtomicOutput(out, [], True).__enter__()
     owner.write(owner.magic + b"complete")
@@ -206,7 +206,7 @@ def test_lock_on_a_file_that_was_renamed_is_not_used(tmp_path, monkeypatch):
 
 
 def test_partial_file_removed_by_another_run_is_made_again(tmp_path, monkeypatch):
-    """Another run looks at our new partial file before we have locked it."""
+    """Another run removes the new partial file before the first one has locked it."""
     out = tmp_path / "out.gguf"
     lock = fcntl.flock
     calls = []
@@ -250,7 +250,7 @@ def test_input_named_like_a_partial_file_is_kept(tmp_path, tiny, wanted, macko, 
 
 @pytest.mark.parametrize("name", [".out.gguf.partial", f".out.gguf.{RANDOM}.partial"])
 def test_planted_partial_file_is_neither_followed_nor_written(tmp_path, tiny, wanted, macko, name):
-    """A link or a FIFO with the name of a partial file, made by someone who may write to the folder."""
+    """Another user of the folder may have created a link or a FIFO with the name of a partial file."""
     out, planted, precious = tmp_path / "out.gguf", tmp_path / name, tmp_path / "precious"
     precious.write_bytes(b"precious")
     for plant in (
@@ -351,7 +351,7 @@ def test_output_that_appears_meanwhile_is_not_replaced(tmp_path):
 
 
 def test_input_that_changes_is_refused(tmp_path, tiny, macko, monkeypatch):
-    """Appended to, shortened or replaced between the first read and the last: an error, and no output."""
+    """The input grows, shrinks or is replaced between the first read and the last: an error, and no output."""
     data = tiny.read_bytes()
 
     def append(*unused):
@@ -378,7 +378,7 @@ def test_input_that_changes_is_refused(tmp_path, tiny, macko, monkeypatch):
 
 
 def test_written_file_that_reads_back_wrong_gets_no_name(tmp_path, tiny, macko, monkeypatch):
-    """A disk that lies: one bit of what was written flips before it is verified."""
+    """One bit of the written data changes before they are verified, as on a faulty disk."""
     seal = AtomicOutput.seal
 
     def flip_and_seal(self):

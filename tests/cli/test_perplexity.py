@@ -49,7 +49,7 @@ def log_softmax(logits):
 
 
 def all_logits(path, chunks, **options):
-    """float32 logits of every position, by way of llama_cpp.Llama."""
+    """float32 logits of every position, computed with llama_cpp.Llama."""
     import llama_cpp
 
     from support.llama_logits import logits
@@ -65,7 +65,7 @@ def all_logits(path, chunks, **options):
 
 
 def test_perplexity_follows_its_definition():
-    """Compared with float64 arithmetic: a BOS starts each chunk, and the second half is scored."""
+    """The reference is float64 arithmetic: a BOS starts each chunk, and the second half is scored."""
     with TextModel(DEMO, 256) as model:
         chunks = model.read_chunks(SAMPLE, 5)
         found = likelihood.estimate(model, chunks)
@@ -73,7 +73,7 @@ def test_perplexity_follows_its_definition():
     log_p = log_softmax(all_logits(DEMO, chunks))[:, 128:-1]
     nll = -np.take_along_axis(log_p, chunks[:, 129:, None].astype(np.int64), axis=2).ravel()
     assert found.n_tokens == len(nll) == 5 * 127
-    # llama.cpp rounds attention to F16, in an order that depends on the batch; a wrong BOS is 50 times as far off
+    # llama.cpp rounds attention to F16, in an order that depends on the batch; a wrong BOS changes 50 times as much
     assert found.ppl == pytest.approx(np.exp(nll.mean()), rel=3e-4)
     assert found.error == pytest.approx(np.exp(nll.mean()) * nll.std() / np.sqrt(len(nll) - 1), rel=1e-3)
 
@@ -95,7 +95,7 @@ def test_perplexity_does_not_depend_on_batches(options):
 
 
 def test_divergence_follows_its_definition(base, pruned):
-    """Compared with float64 softmaxes. The file keeps 16 bits of a log-probability: steps of 16 / 65535."""
+    """The reference is float64 softmaxes. The file stores log-probabilities in 16 bits: steps of 16 / 65535."""
     with TextModel(pruned, 128) as model:
         chunks = model.read_chunks(SAMPLE, 8)
     found = perplexity.kl_divergence(pruned, base, n_gpu_layers=0)
@@ -127,7 +127,7 @@ def test_model_does_not_diverge_from_itself(base):
 
 
 def test_codes_are_right_to_a_step():
-    """Decoded log-probabilities are right to a step, for odd vocabularies, equal logits and far outliers, too."""
+    """The error of decoded log-probabilities is at most a step, also for odd vocabularies, equal logits, outliers."""
     rng = np.random.default_rng(1)
     for n_vocab in (1, 2, 7, 100, 257):
         logits = (4 * rng.standard_normal((9, n_vocab))).astype(np.float32)
@@ -171,7 +171,7 @@ def test_digits_are_those_of_llama_perplexity(macko):
 
 
 def test_divergence_is_that_of_llama_perplexity(tmp_path, macko, pruned):
-    """Both programs write the same file byte for byte, and print the same statistics of it."""
+    """Both programs write the same file byte for byte, and print the same statistics for it."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     args = ["-m", DEMO, "-f", SAMPLE, "-c", 256, "--chunks", 10, "--kl-divergence-base"]
     upstream.run("llama-perplexity", *args, theirs)
@@ -252,7 +252,7 @@ def test_interrupted_run_leaves_no_file(tmp_path):
     ):
         time.sleep(0.01)
     (partial,) = tmp_path.glob(".base.*.partial")
-    assert partial.read_bytes()[:8] != b"_logits_"  # no reader takes it for a complete file
+    assert partial.read_bytes()[:8] != b"_logits_"  # no reader accepts it as a complete file
     process.send_signal(signal.SIGINT)
     out = process.communicate(timeout=120)[0]
     assert process.returncode == 130 and out == b""
@@ -268,7 +268,7 @@ def test_failed_evaluation_is_an_error(tmp_path, monkeypatch):
 
 
 def test_long_text_is_measured_in_part_by_default(tmp_path, macko):
-    """In the first 8192 tokens; a note says so."""
+    """Only the first 8192 tokens are measured, with a note."""
     text = tmp_path / "long.txt"
     text.write_text(SAMPLE.read_text() * 2)
     args = ["-m", DEMO, "-f", text, "-c", 128, "--json"]

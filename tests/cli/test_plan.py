@@ -1,5 +1,5 @@
-"""macko plan: what it predicts is what convert, llama-quantize and llama.cpp then do, and what it says of speed was
-measured.
+"""macko plan: predicted sizes and memory are those of convert, llama-quantize and llama.cpp, and predicted speeds are
+measured ones.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_groups_add_up_to_the_model(pruned):
 
 
 def test_break_even_is_where_sizes_are_equal(pruned):
-    """On random masks: below it the file is smaller than the dense one, above it larger."""
+    """Random masks with a lower density give a smaller file than the dense one, with a higher density a larger one."""
     found = ggml_macko.plan(pruned)
     blocks = [g for g in found.groups if g.value_bits is not None]
     n = sum(g.n_parameters for g in blocks)
@@ -124,7 +124,7 @@ def test_break_even_is_where_sizes_are_equal(pruned):
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory):
-    """Gemma 3 270M in small: most weights are those of an embedding of 640 columns, which is the head, too."""
+    """A small model like Gemma 3 270M: most weights are in an embedding of 640 columns, which is also the head."""
     rng = np.random.default_rng(0)
     blocks = [(f"blk.0.{name}.weight", rows) for name, rows in (("attn_q", 1024), ("ffn_up", 2048))]
     tensors = {name: (generators.random_bits(rng, rows, 640, 0.3), 1) for name, rows in blocks}
@@ -144,7 +144,7 @@ def test_large_tied_embedding_counts(tied):
 
 
 def test_speed_counts_the_head(tied):
-    """The blocks alone are twice as fast as in Q4_K_M, and the head takes most of the time."""
+    """The blocks alone are twice as fast as in Q4_K_M, but the head takes most of the time."""
     machine = measured_speed.H200
     (speed,) = (t.speed[machine.name] for t in ggml_macko.plan(tied, types=["sparse-q4_0"]).types if t.is_sparse)
     block, head = machine.seconds(4.85) * 3072, machine.seconds(8.5) * 8192
@@ -157,7 +157,7 @@ def test_speed_counts_the_head(tied):
 
 
 def test_cache_is_as_large_as_llama_cpp_makes_it(macko_process, pruned):
-    """And the estimate for computing is within a factor of two."""
+    """The estimate of the compute buffer is within a factor of two."""
     done = macko_process("generate", "-m", pruned, "-p", "x", "-n", 1, "-c", 512, "-t", 2, "-v")
     sizes = {kind: float(n) for kind, n in re.findall(r"(KV|compute) buffer size = +([\d.]+) MiB", done.err)}
     context = ggml_macko.plan(pruned, types=["packed"], n_ctx=500).context
@@ -212,8 +212,8 @@ GPU_TYPES = ("macko", "packed", "sparse-lossless", "sparse-q8_0", "sparse-q4_0",
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory):
-    """A model of matrices that a GPU keeps in different layouts: wide and narrow, F16, BF16 and F32, three densities,
-    experts, rows of equal length, and one that is not pruned.
+    """A model whose matrices have different layouts on a GPU: wide and narrow, F16, BF16 and F32, three densities,
+    experts, rows of equal length, and a matrix without zeros.
     """
     rng = np.random.default_rng(11)
     tensors = {}
@@ -235,7 +235,7 @@ def shapes(tmp_path_factory):
 
 
 def reserved(path):
-    """GPU memory of the tensors of a file, sparse ones as the library reserves it from their headers."""
+    """GPU memory of the tensors of a file; for sparse tensors, the library's reservation for their headers."""
     with File(path) as file:
         tensors, sparse = file.tensors(), file.sparse()
     total = sum(t.nbytes for t in tensors if t.sparse_index < 0)
@@ -355,7 +355,7 @@ def test_missing_gpu_is_one_clear_line(monkeypatch, shapes, macko):
 
 
 def coded_header(rows, cols, nnz, n_outliers):
-    """Of a packed matrix of BF16 values in ten bits."""
+    """The header of a packed matrix of BF16 values in ten bits."""
     words = coded.n_words(coded.Coding(coded.Widths(7, 2, 0), n_outliers), TYPE_BF16, nnz)
     sizes = (4 * words, rows * cols // 8, 4 * (rows + 1))
     types = (TYPE_I32, TYPE_I8, TYPE_I32)
@@ -363,7 +363,7 @@ def coded_header(rows, cols, nnz, n_outliers):
 
 
 class EightBillion:
-    """What a plan needs to know of a Llama3-8B shape with 32,000 tokens."""
+    """The parts of a Llama3-8B model with 32,000 tokens that a plan depends on."""
 
     layer = {
         "attn_q": (4096, 4096), "attn_k": (1024, 4096), "attn_v": (1024, 4096), "attn_output": (4096, 4096),
@@ -392,7 +392,7 @@ class EightBillion:
 
 def test_eight_billion_weights_take_what_was_measured():
     """H100, driver 580.159: BF16, half of the weights zero by magnitude, `sparse-lossless`, a file of 5,499.8 MiB.
-    llama.cpp printed the model's buffer and the cache's, nvidia-smi what was used in all.
+    llama.cpp printed the buffers of the model and the cache; nvidia-smi printed the total.
     """
     model = EightBillion()
     headers = [coded_header(r, c, r * c // 2, r * c // 20000) for r, c in model.layer.values()]
@@ -409,7 +409,7 @@ def test_eight_billion_weights_take_what_was_measured():
 
 @pytest.mark.parametrize("shared_nbytes", [64 << 10, 99 << 10, 227 << 10])
 def test_rows_that_do_not_fit_shared_memory_take_more(shared_nbytes):
-    """Values in ten bits stay so if x, a quarter longer, fits."""
+    """Values of ten bits keep their coding only if x, with 25 % more space, fits."""
     for cols in (4096, 28672):
         header = coded_header(64, cols, 32 * cols, 0)
         growth = codec.gpu_nbytes(header, shared_nbytes) / sum(header.nbytes)
@@ -492,7 +492,7 @@ def test_inspect_shows_the_break_even(pruned, macko):
 
 
 def test_speeds_are_those_of_the_page():
-    """measured_speed.py repeats tables of docs/guide/performance.md; each of its numbers must stand there."""
+    """measured_speed.py repeats tables of docs/guide/performance.md; the page must contain each of its numbers."""
     page = (generators.ROOT / measured_speed.PAGE).read_text()
     rows = {
         cells[0].strip(): [c.strip() for c in cells[1:]]
@@ -533,7 +533,7 @@ def test_speeds_are_those_of_the_page():
 
 
 def first_row(page: str, label: str) -> list[str]:
-    """The cells of the first row of that name, without their ratios."""
+    """The cells of the first row with this label, without their ratios."""
     (line, *_) = (line for line in page.splitlines() if line.startswith(f"| {label} |"))
     return [c.strip().split(" (")[0] for c in line.strip("|").split("|")[1:]]
 

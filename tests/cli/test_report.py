@@ -1,4 +1,4 @@
-"""macko report: it makes the forms asked for, its figures are those of the other tools, and no file is left over."""
+"""macko report has a row for each requested form, the figures of the other tools, and no temporary files."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_figures_are_those_of_the_other_tools(made, macko, tmp_path):
 
 
 def test_bench_without_a_gpu_has_no_gpu_memory(made, macko):
-    """-ngl is all by default, also where there is nothing to put layers on."""
+    """The default of -ngl is all, also on machines without a GPU."""
     if devices.gpus():
         pytest.skip("there is a GPU")
     _, model, _ = made
@@ -201,7 +201,7 @@ def test_chunks_are_spread_over_the_text(made):
 
 
 def test_table_of_methods_is_complete_and_resumes(made, tmp_path):
-    """lab/scripts/prune_quality.py measures every method and allocation; a second run takes the results it finds."""
+    """lab/scripts/prune_quality.py measures every method and allocation; a second run reuses the results on file."""
     _, model, text = made
     out = tmp_path / "table.md"
     tool = generators.ROOT / "lab" / "scripts" / "prune_quality.py"

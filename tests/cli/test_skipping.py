@@ -1,5 +1,5 @@
-"""macko perplexity --skip: masks, outputs and thresholds are those of a NumPy implementation; nothing skipped changes
-nothing; bad input.
+"""macko perplexity --skip: masks, outputs and thresholds are those of a NumPy implementation; a share of zero has no
+effect; bad input.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def model_of(tmp_path_factory):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Makes a SkippingModel of small chunks whose tap is a Recorder."""
+    """Creates a SkippingModel with small chunks whose tap is a Recorder."""
     monkeypatch.setattr(skipping, "FeedForwardTap", Recorder)
 
     def make(path, score):
@@ -51,7 +51,7 @@ def recorded(monkeypatch):
 
 @pytest.mark.parametrize("name, score", sorted({*itertools.product(MODELS, SCORES)} - {("arcee", "cats")}))
 def test_masks_outputs_and_thresholds_equal_numpy(model_of, recorded, name, score):
-    path, share = model_of(name), 0.7 if name == "arcee" else 0.4  # half of arcee's are zero as they are
+    path, share = model_of(name), 0.7 if name == "arcee" else 0.4  # half of arcee's activations are already zero
     weights = {t.name: np.asarray(t.data, np.float64) for t in gguf.GGUFReader(path).tensors if t.name.endswith(FFN)}
     with recorded(path, score) as m:
         chunks = m.model.read_chunks(SAMPLE, 2)
@@ -83,7 +83,7 @@ def test_masks_outputs_and_thresholds_equal_numpy(model_of, recorded, name, scor
 
 
 def test_logits_are_those_of_a_float64_model_that_skips(model_of):
-    """The whole forward pass, which shares no code with llama.cpp: skipping in one layer changes all that follow."""
+    """The reference is a whole forward pass without llama.cpp: skipping in one layer changes all later layers."""
     from reference.llama_float64 import Float64Llama
 
     class Skipping(Float64Llama):
@@ -116,7 +116,7 @@ def test_logits_are_those_of_a_float64_model_that_skips(model_of):
         llama.thresholds = {p.down: p.threshold for p in m.skipped()}
         want = llama.logits(m.model.as_sequences(chunks[1:])[0].tolist())
     error, change = (np.sqrt(((x - want) ** 2).mean()) for x in (got, dense))
-    # an input that F16 rounding moves across a threshold is zero in one of the two; forget a layer, and it is 0.5
+    # F16 rounding may move an input across a threshold in one of the two; with a layer left out, the ratio is 0.5
     assert error < 0.25 * change
 
 
@@ -177,7 +177,7 @@ def test_norms_are_those_of_the_columns_whatever_the_type(tmp_path):
 
 
 def test_allocation_is_the_best_of_all():
-    """Compared with every pair of shares, in steps of 1 %."""
+    """The reference is every pair of shares in steps of 1 %."""
     losses = {"a": [0.001, 0.01, 0.05, 0.2, 2.0], "b": [0.01, 0.05, 0.1, 0.15, 0.3]}
     neurons = {"a": 300, "b": 100}
     curves = {part: skipping.interpolated(values) for part, values in losses.items()}
@@ -196,7 +196,7 @@ def test_allocation_is_the_best_of_all():
 
 
 def test_costly_part_is_skipped_whole_or_not_at_all():
-    """Where the loss is concave, half of one part costs more than half of what the whole costs."""
+    """For a concave loss, half of a part costs more than half of the loss of the whole part."""
     losses = {part: [0.5, 0.6, 0.65, 0.68, 0.7] for part in "abc"}
     found = skipping.allocate(losses, dict.fromkeys("abc", 100), 2 / 3)
     assert sorted(found.values()) == pytest.approx([0, 1, 1])
@@ -215,7 +215,7 @@ def test_greedy_allocation_measures_the_loss_of_each_layer():
         m.calibrate(chunks)
         losses = m.losses(chunks[:2])
         shares = m.greedy(0.5, losses)
-        # the last of them once more, from float64 probabilities
+        # the last loss is computed again from float64 probabilities
         last = {m.parts[3].node: skipping.LOSS_SHARES[2]}
         p, q = [], []
         for found, skip in ((p, {}), (q, last)):
@@ -240,7 +240,7 @@ def test_json_says_what_was_skipped_in_each_layer(macko):
     assert (skip["share"], skip["score"], skip["allocation"], skip["n_chunks"]) == (0.5, "product", "uniform", 2)
     assert [p["down"] for p in skip["parts"]] == [f"blk.{i}.ffn_down.weight" for i in range(4)]
     assert skip["measured"] == pytest.approx(np.mean([p["measured"] for p in skip["parts"]]))
-    for part in skip["parts"]:  # the same text: at least the wanted share, and no more than a bin more
+    for part in skip["parts"]:  # on the same text: at least the wanted share, at most one bin more
         assert part["wanted"] == 0.5 and part["threshold"] > 0
         assert part["measured"] == pytest.approx(0.5, abs=0.01)
     done = macko("perplexity", *args, "--skip", 0.5, "--skip-score", "product", "--skip-allocation", "greedy")
@@ -255,7 +255,7 @@ def test_neurons_without_a_gate_that_are_zero_go_first(model_of, macko):
     done = macko("perplexity", *args, "--skip", 0.3, "--skip-score", "product", "--skip-chunks", 2)
     assert done.code == 0
     found = json.loads(done.out)
-    assert found["ppl"] == plain["ppl"]  # all that is skipped is zero
+    assert found["ppl"] == plain["ppl"]  # only zeros are skipped
     assert all(0.3 < part["measured"] < 0.6 for part in found["skip"]["parts"])
 
 
@@ -312,7 +312,7 @@ def test_model_without_gates_and_relus_is_refused(tmp_path):
 
 
 def test_infinite_or_nan_activations_are_refused(tmp_path, model_of):
-    """In the calibration text, and later."""
+    """The activations of the calibration text and those of the evaluated text are checked."""
     data = bytearray(model_of("qwen3").read_bytes())
     tensor = next(t for t in gguf.GGUFReader(model_of("qwen3")).tensors if t.name == "blk.1.ffn_gate.weight")
     for bits in (b"\x00\x7e", b"\x00\x7c"):  # NaN, infinity
@@ -347,7 +347,7 @@ def test_gate_with_an_unknown_activation_is_refused_for_cats_only(monkeypatch):
 
 
 def test_tables_are_complete_and_resume(model_of, tmp_path):
-    """lab/scripts/skip_quality.py measures every score and allocation; a second run takes the results that it finds."""
+    """lab/scripts/skip_quality.py measures every score and allocation; a second run reuses the results on file."""
     pytest.importorskip("matplotlib", reason="matplotlib is optional")
     out = tmp_path / "table.md"
     command = [sys.executable, generators.ROOT / "lab" / "scripts" / "skip_quality.py", model_of("qwen3"), "-f", SAMPLE]
@@ -358,7 +358,7 @@ def test_tables_are_complete_and_resume(model_of, tmp_path):
     assert rows[0] == ["score", "allocation", "0 %", "50 %", "90 %"]
     assert [r[:2] for r in rows[2:]] == [[s, a] for s in skipping.SCORES for a in skipping.ALLOCATIONS]
     results = json.loads(out.with_suffix(".json").read_text())
-    assert len(results) == 1 + 3 * (1 + 1 + 2 * 2)  # as it is; for each score nothing skipped, losses, shares
+    assert len(results) == 1 + 3 * (1 + 1 + 2 * 2)  # the model itself; for each score nothing skipped, losses, shares
     assert results["qwen3, cats, uniform, 0.0"]["ppl"] == results["qwen3"]["ppl"]
     assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     before = out.read_text()

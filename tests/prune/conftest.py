@@ -1,4 +1,4 @@
-"""Fixtures of the tests of pruning."""
+"""Fixtures for the tests of pruning."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reas
 def tool():
     spec = importlib.util.spec_from_file_location("train_dense", TOOL)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["train_dense"] = module  # its annotations are looked up there
+    sys.modules["train_dense"] = module  # dataclasses look up annotations there
     spec.loader.exec_module(module)
     yield module
     del sys.modules["train_dense"]
@@ -69,7 +69,7 @@ def test_model_of_another_shape_learns_from_the_teacher(tmp_path, macko, tool, f
         assert any("ffn_gate" in t.name for t in found.tensors) == (arch == "llama")
         for a, b in zip(before.tensors, found.tensors):
             assert (a.name, a.ne) == (b.name, b.ne)
-            # embeddings, head and norms are trained, too
+            # embeddings, head and norms are also trained
             assert not np.array_equal(a.read_bits(), b.read_bits()), a.name
 
 

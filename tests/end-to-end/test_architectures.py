@@ -1,6 +1,6 @@
-"""Architectures without rules of their own: they run sparse as they run dense, and strict loading refuses them.
+"""Architectures without rules: sparse models run like dense ones, and strict loading refuses them.
 
-tools/checks/check_architectures.py compares; all of them takes minutes, so a few families are checked by default.
+tools/checks/check_architectures.py compares the models. All of them take minutes, so the tests check a few families.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TOOL = generators.ROOT / "tools" / "checks" / "check_architectures.py"
 # fused qkv, MLA with experts and shared experts, state spaces, RWKV, short convolutions, linear attention, an encoder
 # with a decoder, an encoder
 FAMILIES = ("gptneox", "deepseek2", "mamba2", "rwkv7", "lfm2", "qwen3next", "t5", "bert")
-# which llama.cpp does not run dense either, or which hold nothing to store sparse; the table says why
+# architectures that llama.cpp does not run dense either, or that have no sparse weights; the table has the reasons
 WITHOUT = {
     "clip", "gptj", "gemma4-assistant", "eagle3", "dflash", "graniteswitch", "wavtokenizer-dec", "plm",
 }  # fmt: skip
@@ -52,7 +52,7 @@ def make(folder, arch: str, experts: bool = False):
         "from support import architectures, gguf_bytes\n"
         f"pathlib.Path(sys.argv[1]).write_bytes(gguf_bytes.write(architectures.make({arch!r}, {experts})))"
     )
-    raw = folder / "raw.gguf"  # in a process of its own, which llama.cpp may end
+    raw = folder / "raw.gguf"  # in a process of its own, because llama.cpp may abort
     done = subprocess.run([sys.executable, "-c", code, str(raw)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     prune(raw, folder / "dense.gguf", PruneOptions(sparsity=0.7))
@@ -61,7 +61,7 @@ def make(folder, arch: str, experts: bool = False):
 
 @pytest.fixture(scope="module")
 def falcon(tmp_path_factory):
-    """A sparse file of an architecture that has no rules."""
+    """A sparse file of an architecture without rules."""
     folder = tmp_path_factory.mktemp("falcon")
     report = convert(make(folder, "falcon"), folder / "sparse.gguf")
     assert report.load_error is None
@@ -82,7 +82,7 @@ def test_strict_loading_refuses_an_architecture_without_rules(falcon, monkeypatc
     assert macko(*generate).code == 0
     done = macko(*generate, "--strict")
     assert done.code == 1 and "no rules for the metadata of architecture 'falcon'" in done.err
-    assert macko(*generate).code == 0  # the option is of one command
+    assert macko(*generate).code == 0  # the option applies to one command only
     monkeypatch.setenv("GGML_MACKO_LOAD", "strict")
     with pytest.raises(errors.FileFormatError, match="strict"):
         load(falcon)
@@ -96,7 +96,7 @@ def test_log_says_that_an_architecture_has_no_rules(falcon):
 
 
 def test_unknown_architecture_is_an_error(falcon, tmp_path):
-    """llama.cpp says so, without an abort."""
+    """llama.cpp reports an error and does not abort."""
     other = tmp_path / "other.gguf"
     other.write_bytes(falcon.read_bytes().replace(b"falcon", b"eagles"))
     with pytest.raises(errors.LoadError, match="other.gguf"):
@@ -104,7 +104,7 @@ def test_unknown_architecture_is_an_error(falcon, tmp_path):
 
 
 def test_sparse_tensor_of_an_unusual_name_becomes_dense(tmp_path, monkeypatch):
-    """A file of another tool may hold any tensor sparse; only known weights are sparse in memory."""
+    """Files of other tools may store any tensor as sparse; only supported weights are sparse in memory."""
     raw = make(tmp_path, "rwkv7")
     raw = raw.rename(tmp_path / "raw.gguf")
     prune(raw, tmp_path / "dense.gguf", PruneOptions(sparsity=0.7, include=["time_mix_w1"]))
@@ -121,7 +121,7 @@ def test_sparse_tensor_of_an_unusual_name_becomes_dense(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("arch, experts", [("mamba2", False), ("rwkv7", False), ("deepseek2", True)])
 def test_activations_of_an_architecture_are_measured(tmp_path, arch, experts):
-    """Calibration and methods that use it see every weight that would be pruned."""
+    """Calibration and the methods that use it measure every weight that can be pruned."""
     dense = make(tmp_path, arch, experts)
     text = tmp_path / "text.txt"
     text.write_text("ab!?xyz" * 400)

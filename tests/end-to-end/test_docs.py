@@ -1,9 +1,9 @@
-"""README.md and the pages under docs/ and lab/: links lead somewhere; blocks of commands run from top to bottom.
+"""README.md and the pages under docs/ and lab/: all links have a target; blocks of commands run from top to bottom.
 
-A page runs in a folder of its own, in which the names that the text uses exist: model-f16.gguf, text.txt, held-out.txt,
-examples/, models/, tools/. Blocks ```sh run as scripts; in ```console the lines behind "$ " run and the others must be
-part of what they print; ```python runs as a doctest, or as a script where it has no prompt. An HTML comment before a
-block says what cannot be run here, and why: "not run: REASON" or "output differs: REASON".
+A page runs in a folder of its own that has the names in the text: model-f16.gguf, text.txt, held-out.txt, examples/,
+models/, tools/. Blocks ```sh run as scripts; in ```console the lines after "$ " run and their output must contain the
+other lines; ```python runs as a doctest, or as a script if it has no prompt. An HTML comment before a block states what
+cannot run here, and why: "not run: REASON" or "output differs: REASON".
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def with_name(pages: list[Path]) -> list:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """What the pages take for granted: an installed package, a model, two texts, a checkpoint and its converter."""
+    """The prerequisites of the pages: an installed package, a model, two texts, a checkpoint and its converter."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, module in (("macko", "-m ggml_macko.commands.cli"), ("python3", ""), ("python", "")):
@@ -88,7 +88,7 @@ def run_shell(block: Block, script: str) -> str:
 
 
 def run_console(block: Block) -> None:
-    """Commands, each with the lines that it prints; "..." stands for lines that are left out."""
+    """Runs commands and compares their output with the lines below each; "..." replaces omitted lines."""
     commands = re.findall(r"^\$ (.*(?:\\\n.*)*)\n((?:(?!\$ ).*\n)*)", block.text, re.MULTILINE)
     assert commands, block.name
     for command, expected in commands:
@@ -133,7 +133,7 @@ def test_block_that_is_not_run_says_why(block):
 
 @pytest.mark.parametrize("page", with_name(GUIDE))
 def test_commands_stand_in_blocks_that_are_run(page):
-    """An indented or unnamed block of commands would escape the tests above."""
+    """The tests above do not find indented or unnamed blocks of commands."""
     text = re.sub(BLOCK, "", page.read_text(encoding="utf-8"))
     assert not re.findall(r"^(?: {4}|```).*\b(?:macko|pip|python3?) .*", text, re.MULTILINE)
 

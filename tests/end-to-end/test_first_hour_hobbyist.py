@@ -1,5 +1,5 @@
-"""The first hour of somebody who knows llama.cpp: the commands as they are typed, typos included, with what they print
-and how they exit. In order, in one folder; the model has negative zeros in half of its pruned places, as many have.
+"""The first hour of a llama.cpp user: commands as typed, including typos, with their output and exit codes, in order
+and in one folder. Half of the model's pruned weights are negative zeros, as in many models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SAMPLE = generators.DEMO.parent / "sample.txt"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What was downloaded: a pruned model, a text, and a file of the wrong format."""
+    """A folder with the downloads: a pruned model, a text, and a file of the wrong format."""
     folder = tmp_path_factory.mktemp("hobbyist")
     shutil.copy(generators.DEMO, folder / "pruned.gguf")
     shutil.copy(SAMPLE, folder / "text.txt")
@@ -34,11 +34,11 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sh(folder):
-    """Runs a command line of the installed program."""
+    """Runs a command line with the installed program."""
     program = shutil.which("macko", path=os.path.dirname(sys.executable))
     command = [program] if program else [sys.executable, "-m", "ggml_macko"]
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}  # as seen from another folder
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}  # absolute, because the commands run in another folder
 
     def run(line: str) -> Done:
         name, *words = line.split()
@@ -51,7 +51,7 @@ def sh(folder):
 
 
 def refused(done: Done, code: int, message: str) -> None:
-    """One line that says what is wrong, and for a wrong command line where help is; nothing on stdout."""
+    """One line with the fault, for a wrong command line also a hint at the help; nothing on stdout."""
     assert done.code == code and done.out == "", done
     assert done.err.startswith("error: ") and message in done.err.splitlines()[0], done.err
     assert "Traceback" not in done.err and len(done.err.splitlines()) <= 2
@@ -72,7 +72,7 @@ def test_first_minutes_show_what_there_is(sh):
 @pytest.mark.parametrize(
     ("line", "code", "message"),
     [
-        # options of llama.cpp's programs that macko does not have must not be taken for -h, -c or -f
+        # options of llama.cpp's programs that macko lacks must not be read as -h, -c or -f
         ("macko generate -m pruned.gguf -p hi -fit off", 2, "unknown option -fit"),
         ("macko -hf org/model", 2, "unknown option -hf"),
         ("macko generate -m pruned.gguf -p hi -cb", 2, "unknown option -cb"),
@@ -105,7 +105,7 @@ def test_pruned_model_becomes_sparse_is_verified_and_runs(sh, folder):
             bits = np.frombuffer(t.data.tobytes(), np.uint16)
             zeros["-"] += int((bits == 0x8000).sum())
             zeros["+"] += int((bits == 0).sum())
-    assert zeros["-"] > zeros["+"] / 2  # else this walk would show nothing
+    assert zeros["-"] > zeros["+"] / 2  # the model must have negative zeros
 
     dry = sh("macko convert pruned.gguf --dry-run")
     assert dry.code == 0 and not (folder / "sparse.gguf").exists()
@@ -133,7 +133,7 @@ def test_pruned_model_becomes_sparse_is_verified_and_runs(sh, folder):
     ]
     assert texts[0].code == texts[1].code == 0 and texts[1].err == ""
     assert texts[0].out == texts[1].out and texts[0].out.startswith("The function returns ")
-    # -ngl all is the default, and harmless where there is no GPU
+    # the default is -ngl all, which is harmless without a GPU
     assert sh("macko generate -m sparse.gguf -p The_function_returns -n 16 --temp 0 -ngl 0").out == texts[1].out
 
 

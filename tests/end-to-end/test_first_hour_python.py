@@ -1,5 +1,5 @@
-"""A Python developer's first hour: code written for llama-cpp-python, moved to a sparse model step by step, with the
-mistakes of that hour. One process, so that it is what an interpreter session does.
+"""A Python developer's first hour: code for llama-cpp-python moves to a sparse model step by step, with common
+mistakes. All steps run in one process, as in an interactive session.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHAT = [{"role": "user", "content": "What is a pointer?"}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """What the developer has: a pruned model, and what lies beside it."""
+    """A folder with the developer's files: a pruned model, and others."""
     folder = tmp_path_factory.mktemp("hour")
     shutil.copyfile(generators.DEMO, folder / "dense.gguf")
     (folder / "notes.txt").write_text("a text, no model\n")
@@ -83,7 +83,7 @@ def test_signatures_are_typed():
 def test_conversion_returns_a_record(folder, capsys):
     report = ggml_macko.convert(folder / "dense.gguf", folder / "again.gguf")
     printed = capsys.readouterr()
-    assert printed.out == ""  # a library prints no results; progress goes to standard error
+    assert printed.out == ""  # a library prints no results; progress is on stderr
     assert report.path == folder / "again.gguf" and report.n_sparse == 28
     assert report.nbytes == report.path.stat().st_size < report.nbytes_source
     by_name = {t.name: t for t in report.tensors}
@@ -152,7 +152,7 @@ def test_dense_model_is_compressed_while_it_is_loaded(folder, llm):
 
 
 def test_llama_cpp_itself_opens_sparse_models_after_register(folder):
-    """A program that makes its own llama_cpp.Llama: refused as it is, one line makes it work."""
+    """A program with its own llama_cpp.Llama needs register(); without it, the file is refused."""
     code = """
 import sys, llama_cpp
 try:
@@ -214,4 +214,4 @@ def test_mistake_is_one_line_that_says_what(folder, monkeypatch, call, kind, mes
                     "convert": ggml_macko.convert, "prune": ggml_macko.prune,
                     "PruneOptions": ggml_macko.PruneOptions})  # fmt: skip
     assert len(str(raised.value).splitlines()) == 1
-    assert sorted(p.name for p in folder.iterdir()) == before  # nothing half-written
+    assert sorted(p.name for p in folder.iterdir()) == before  # no partial files

@@ -1,5 +1,5 @@
-"""A researcher's first hour with a pruned checkpoint from the Hugging Face hub: every command as it is typed, what it
-prints, and its exit code; the mistakes of that hour, too.
+"""A researcher's first hour with a pruned checkpoint from the Hugging Face hub: every command as typed, its output and
+exit code, and common mistakes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytest.importorskip("safetensors")
 
 
 class Shell:
-    """Runs commands in a folder of its own, in which `macko` and convert_hf_to_gguf.py are on the PATH."""
+    """Runs commands in a folder of its own with `macko` and convert_hf_to_gguf.py on the PATH."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "work"
@@ -39,7 +39,7 @@ class Shell:
         self.environment.pop("GGML_MACKO_CONVERT_HF", None)
 
     def run(self, command: str, code: int = 0) -> str:
-        """What it prints; stderr too if it is to fail, which must be one line."""
+        """Runs a command and returns its output, including stderr if code is not 0; stderr must then be one line."""
         done = subprocess.run(
             shlex.split(command), cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=120
         )
@@ -132,7 +132,7 @@ def test_mistakes_of_the_hour_are_one_line_each(shell):
 
 
 def test_card_quotes_metadata_as_text():
-    """A name with markup, front matter or a table in it stays a name."""
+    """A name with markup, front matter or a table remains text."""
     evil = "x\n---\nlicense: mit\n# <script>|`[a](b)"
     model = card.ModelFile(
         path=Path("m`x.gguf"),

@@ -1,6 +1,6 @@
-"""fork() after the package has used threads, and threads that the system refuses: work goes on with those there are.
+"""fork() after the package has used threads, and systems that refuse threads: work continues on the other threads.
 
-Every case runs in a process of its own, since the point is what an earlier call leaves behind.
+Each case runs in a process of its own, because earlier calls have an effect on later ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from support import generators
 
-# The parent does one thing, the child another. n is large enough for two threads.
+# The parent runs some steps, the child others. n is large enough for two threads.
 SCRIPT = """
 import os, signal, sys
 import numpy as np
@@ -91,7 +91,7 @@ def run(parent: str, child: str, sparse, tmp_path, **env: str) -> subprocess.Com
 @pytest.mark.parametrize(
     "parent, child",
     [
-        ("load_dense", "generate"),  # what llama-cpp-python itself can do
+        ("load_dense", "generate"),  # llama-cpp-python itself supports this
         ("load", "generate load generate multiply"),
         ("load_compressed multiply convert", "load generate multiply convert"),
     ],
@@ -102,7 +102,7 @@ def test_child_of_a_process_that_used_threads_works(parent, child, sparse, tmp_p
 
 
 def test_work_goes_on_where_the_system_refuses_threads(sparse, tmp_path):
-    """In libgomp this ends the process: "Thread creation failed"."""
+    """libgomp would end the process: "Thread creation failed"."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
     source, library = tmp_path / "refuse.c", tmp_path / "refuse.so"

@@ -1,4 +1,4 @@
-"""LoRA adapters, session state, draft models and grammars work on a sparse model as on a dense one."""
+"""LoRA adapters, session state, draft models and grammars give the same results for sparse and dense models."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_saved_state_continues_the_same_text(pair):
 
 
 def test_session_file_continues_in_a_fresh_model(pair, tmp_path):
-    """With llama_state_save_file, and llama_state_load_file into a new model and context."""
+    """llama_state_save_file saves the session, llama_state_load_file loads it into a new model and context."""
     import llama_cpp
 
     path = str(tmp_path / "session.bin").encode()
@@ -85,7 +85,7 @@ def test_session_file_continues_in_a_fresh_model(pair, tmp_path):
 
 
 class Draft:
-    """Makes a model the draft model of another: it proposes its own greedy continuation."""
+    """A draft model for another model: it proposes its own greedy continuation."""
 
     def __init__(self, llama, n=4):
         self.llama, self.n, self.calls = llama, n, 0
@@ -105,7 +105,7 @@ def test_sparse_draft_model_keeps_the_text(pair):
     for target, draft in ((pair[0], pair[1]), (pair[1], pair[1])):
         drafter = Draft(open_model(draft))
         assert greedy(open_model(target, draft_model=drafter)) == want
-        assert 0 < drafter.calls < 20  # most of the 40 tokens came from the draft
+        assert 0 < drafter.calls < 20  # the draft had most of the 40 tokens
 
 
 def test_grammar_and_json_schema_are_followed(pair):

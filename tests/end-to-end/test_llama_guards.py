@@ -1,4 +1,4 @@
-"""Calls that end the process in llama_cpp.Llama, and are errors in ours."""
+"""Calls that end the process in llama_cpp.Llama are errors in ggml_macko.Llama."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ GRAMMARS = {
     'root ::= "' + "a" * 100_000 + '"{2000}': REFUSED,
     'root ::= "\ud800"': "half of a surrogate pair",
     'root ::= a root "z"\n' + NULLABLE: FAILED,
-    'root ::= "yes" b2\nb2 ::= a b2 "z"\n' + NULLABLE: FAILED,  # after three tokens
+    'root ::= "yes" b2\nb2 ::= a b2 "z"\n' + NULLABLE: FAILED,  # fails after three tokens
     'root ::= "a"{3,1}': FAILED,
     "root ::= " + "(" * 200_000 + '"a"' + ")" * 200_000: FAILED,
     NESTED: FAILED,
@@ -75,7 +75,7 @@ GRAMMARS = {
 
 @pytest.fixture(scope="module")
 def limited():
-    """With little time and memory for grammars."""
+    """A model with small limits of time and memory for grammars."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grammar, "MAX_SECONDS", 1)
         patch.setattr(grammar, "MAX_NBYTES", 1 << 26)
@@ -111,7 +111,7 @@ WHAT_GRAMMARS_SAY = [
 
 
 def test_texts_are_those_of_llama_cpp():
-    """With llama.cpp's grammar sampler in the process, as llama_cpp uses it. The overrides must reach the worker."""
+    """The reference is llama_cpp, whose grammar sampler runs in the process. The overrides must reach the worker."""
     make = (
         "def make(Llama):\n"
         f"    llama = Llama({str(generators.DEMO)!r}, n_ctx=128, seed=7, verbose=False,\n"
@@ -128,7 +128,7 @@ def test_texts_are_those_of_llama_cpp():
 
 
 def test_random_grammars_are_followed_or_refused():
-    """tests/fuzz/fuzz.py grammars --count N follows more of them."""
+    """tests/fuzz/fuzz.py grammars --count N tests more of them."""
     seen = random_grammars.run(generators.DEMO, 2000, seed=1, n_workers=2)
     assert sum(seen.values()) == 2000 and seen["followed"] > 300 and seen["llama.cpp refused it"] > 300
 
@@ -160,7 +160,7 @@ METHODS = sorted(
 
 
 def test_use_of_a_closed_model_is_an_error(llama):
-    """Of every method and property, found by introspection."""
+    """Every method and property is tested; introspection finds them."""
     tokenizers = llama.tokenizer(), llama.tokenizer_
     state = llama.save_state()
     llama.close()
@@ -200,7 +200,7 @@ def test_model_closed_inside_a_call_is_freed_at_its_end(llama):
 
 
 def test_close_in_another_thread_ends_the_stream(llama):
-    """Three times, since it is a matter of timing."""
+    """Three attempts, because the result depends on timing."""
     for delay in (0, 1, 3):
         model = Llama(str(generators.DEMO), n_ctx=128, verbose=False)
         seen = threading.Event()
@@ -223,7 +223,7 @@ def test_close_in_another_thread_ends_the_stream(llama):
 
 
 def test_threads_take_turns(llama):
-    """Ten calls each of three threads, with grammars, embeddings and states among them."""
+    """Three threads with ten calls each, including grammars, embeddings and states."""
     want = llama("The", max_tokens=8, temperature=0)["choices"][0]["text"]
     got: list = []
 
@@ -244,7 +244,7 @@ def test_threads_take_turns(llama):
 
 @pytest.mark.parametrize("call", ["generate", "eval", "reset", "load_state"])
 def test_stream_whose_state_another_call_replaced_ends(llama, call):
-    """In llama_cpp the text goes wrong, or the process ends."""
+    """In llama_cpp the text would be wrong, or the process would end."""
     stream = llama("The", max_tokens=20, temperature=0, stream=True)
     next(stream)
     llama.tokenize(b"x")
@@ -308,7 +308,7 @@ def print_options(llama: Llama) -> None:
 
 @pytest.mark.parametrize("how", ["pickle", "deepcopy", "spawn"])
 def test_copy_has_all_options(how, monkeypatch, tmp_path, capfd):
-    """Also in the new process, where the same arguments reach the same load."""
+    """A copy in a new process also passes the same options to the load."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     seen = []
     original = Llama(str(generators.DEMO), n_ctx=64, n_batch=16, seed=5, verbose=False, logits_all=True, **OPTIONS)

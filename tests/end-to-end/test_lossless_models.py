@@ -1,6 +1,6 @@
-"""Whole models at every density: restored byte for byte, the same greedy text, bounded logits, the same perplexity.
+"""Whole models at every density: identical after restore, the same greedy text, bounded logits, the same perplexity.
 
-The bundled model is always tested; the other models are not part of the repository, and are skipped where missing.
+The bundled model is always tested; the other models are not in the repository, and are skipped if they are missing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from support import generators
 from support.commands import run_macko
 from support.llama_logits import greedy, open_model, prompt_logits
 
-# llama.cpp rounds activations and the KV cache to F16. How far a logit is from float64 then depends on the model (0.015
-# to 0.030 for these), so the bounds are multiples of the errors of dense llama.cpp on the same model.
+# llama.cpp rounds activations and the KV cache to F16. The distance of a logit from float64 then depends on the model
+# (0.015 to 0.030 for these), so the bounds are multiples of the errors of dense llama.cpp on the same model.
 LARGEST_RATIO, RMS_RATIO = 1.5, 1.1
 PERPLEXITY_CHUNKS = 24
 

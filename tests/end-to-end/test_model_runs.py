@@ -1,4 +1,4 @@
-"""Sparse models in stock llama.cpp: the text of the dense model, bounded logits, several models at once, no leaks."""
+"""Sparse models in stock llama.cpp: the dense model's text, bounded logits, several models at once, no leaks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pruned_pair(tmp_path_factory):
-    """The same with fewer non-zeros: equal tensor names, other weights."""
+    """The same for another model: fewer non-zeros, equal tensor names, other weights."""
     folder = tmp_path_factory.mktemp("pruned")
     run_macko("prune", generators.DEMO, folder / "dense.gguf", "--sparsity", "0.8")
     run_macko("convert", folder / "dense.gguf", folder / "sparse.gguf")
@@ -44,7 +44,7 @@ def test_sparse_model_writes_the_text_of_dense(pair):
 def test_logits_are_within_the_float64_bound(pair):
     """|logit - float64| <= 24 * 2^-10: llama.cpp rounds activations and the KV cache to F16, each by up to 2^-11.
 
-    The error of the dense model is as large.
+    The error of the dense model is equally large.
     """
     from reference.llama_float64 import Float64Llama
 
@@ -54,11 +54,11 @@ def test_logits_are_within_the_float64_bound(pair):
     want = Float64Llama(str(pair[0])).logits(tokens)
     assert np.abs(got - want).max() <= 24 * 2.0**-10
     rms = [float(np.sqrt(np.mean((x - want) ** 2))) for x in (got, dense)]
-    assert rms[0] <= 1.1 * rms[1]  # as accurate as llama.cpp's own kernels
+    assert rms[0] <= 1.1 * rms[1]  # as accurate as llama.cpp's kernels
 
 
 def test_logits_that_are_not_a_number_are_an_error(pair, monkeypatch):
-    """As those are that a GPU which has failed gives back: ggml reads them without a status."""
+    """A failed GPU may return such logits, because ggml does not check the status when it reads them."""
     import llama_cpp
 
     llama = open_model(pair[1])
@@ -82,7 +82,7 @@ def test_weight_that_is_not_finite_is_named(tmp_path, macko):
 
 
 def test_context_is_as_long_as_asked_for(macko):
-    """llama.cpp makes it 256 tokens long, and llama_cpp writes behind the end of its arrays."""
+    """llama.cpp would make the context 256 tokens long, and llama_cpp would write past its arrays."""
     llama = open_model(generators.DEMO, n_ctx=64)
     assert llama("The", max_tokens=100)["usage"]["completion_tokens"] == 64 - len(llama.tokenize(b"The"))
     with pytest.raises(ValueError, match="exceed context window"):
@@ -184,7 +184,7 @@ print(m({PROMPT!r}, max_tokens=32, temperature=0)["choices"][0]["text"], end="")
 
 
 def test_prefill_batch_sizes_give_the_same_text(pair):
-    """Micro-batches of 1, 7, 64 and 512 tokens use different kernels."""
+    """Kernels differ for micro-batches of 1, 7, 64 and 512 tokens."""
     texts = {
         n: greedy(open_model(pair[1], n_batch=n, n_ubatch=n), 24, generators.SAMPLE.read_text()[:700])
         for n in (1, 7, 64, 512)
@@ -284,7 +284,7 @@ def test_threads_load_and_generate_at_once(pair, pruned_pair):
 
 
 def test_program_that_knows_only_llama_h_runs_a_sparse_file(pair, tmp_path):
-    """A C program that is linked to the wheel's libllama, through `macko run`."""
+    """`macko run` runs a C program that is linked to the wheel's libllama."""
     program = upstream.compile_program(generators.ROOT / "tests" / "support" / "run-llama.c", tmp_path / "run-llama")
     dense = subprocess.run([program, pair[0], "48", PROMPT], check=True, capture_output=True, text=True).stdout
     sparse = run_macko("run", "--", program, pair[1], "48", PROMPT).stdout
@@ -296,8 +296,8 @@ def test_program_that_knows_only_llama_h_runs_a_sparse_file(pair, tmp_path):
 
 @pytest.mark.slow
 def test_memory_and_descriptors_are_stable_over_200_loads(pair):
-    """From load 21 on, RSS grows by less than 1 KiB per load in most groups of 20, and by less than 512 KiB in all;
-    descriptors and threads are constant. The heap grows by 100 to 200 KiB once, at any load.
+    """After 20 loads, RSS grows by less than 1 KiB per load in most groups of 20, and by less than 512 KiB in total;
+    descriptors and threads are constant. The heap grows once by 100 to 200 KiB, at any load.
     """
     code = f"""
 import gc, os, ctypes

@@ -1,4 +1,4 @@
-"""Model-level helpers: random models, experts, generate, bench, and what loading refuses."""
+"""Model-level helpers: random models, experts, generate, bench, and errors of loading."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_generate_writes_the_same_text_dense_and_sparse(tmp_path, macko):
 
 
 def test_broken_sparse_file_never_reaches_llama_cpp(tmp_path, macko):
-    """One line with file and reason, as MackoError and as the ValueError that llama_cpp users catch."""
+    """One line has the file and the reason, as MackoError and as the ValueError that llama_cpp users catch."""
     sparse = tmp_path / "s.gguf"
     assert macko("convert", generators.DEMO, sparse, "macko").code == 0
     data = sparse.read_bytes()
@@ -139,7 +139,7 @@ def test_broken_sparse_file_never_reaches_llama_cpp(tmp_path, macko):
     broken.write_bytes(data[:-5000])
     with pytest.raises(errors.FileAccessError, match="broken.gguf"):
         open_model(broken)
-    assert open_model(sparse)("The", max_tokens=1)  # and the process is as good as before
+    assert open_model(sparse)("The", max_tokens=1)  # the process still works
     with pytest.raises(ValueError, match="does not exist"):
         open_model(tmp_path / "missing.gguf")
 
@@ -216,7 +216,7 @@ def test_bench_prints_its_figures(tmp_path, macko):
     assert dense["nbytes"] == generators.DEMO.stat().st_size and measured["nbytes"] == sparse.stat().st_size
     for m in (dense, measured):
         assert len(m["samples"]) == 2 and min(m["load_s"], m["prompt_tps"], m["gen_tps"], m["rss"]) > 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["s.gguf"]  # the restored twin is gone
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["s.gguf"]  # the restored copy was removed
     table = macko("bench", "-m", sparse, "--dense", generators.DEMO, "-p", "8", "-n", "0", "-r", "1")
     assert "(1.00x)" in table.out and "pp8 t/s" in table.out
     done = macko("bench", "-m", tmp_path / "missing.gguf")
@@ -224,8 +224,8 @@ def test_bench_prints_its_figures(tmp_path, macko):
 
 
 def test_file_that_is_not_sparse_is_left_to_llama_cpp(tmp_path, macko, capfd, monkeypatch):
-    """Dense, split and broken files are llama.cpp's to judge, also under a wrong GGML_MACKO_CPU_KERNELS. To its words
-    we add what a file is that is no GGUF.
+    """llama.cpp loads or refuses dense, split and broken files, also with a wrong GGML_MACKO_CPU_KERNELS. The
+    plugin only adds the reason for a file that is not a GGUF.
     """
     text = tmp_path / "text.gguf"
     text.write_text("not a model")
@@ -250,7 +250,7 @@ except errors.MackoError as e:
 
 
 def test_check_tensors_does_not_look_at_placeholders(tmp_path, macko):
-    """A caller that asks llama.cpp to check tensor data must not get its check of our placeholders."""
+    """llama.cpp must not check placeholders if a caller sets check_tensors."""
     import llama_cpp.llama_cpp as api
 
     from ggml_macko import register
@@ -258,7 +258,7 @@ def test_check_tensors_does_not_look_at_placeholders(tmp_path, macko):
     register()
     sparse = tmp_path / "s.gguf"
     assert macko("convert", generators.DEMO, sparse).code == 0
-    for _ in range(20):  # the placeholder is random: it is a NaN now and then
+    for _ in range(20):  # the placeholder is random, and sometimes a NaN
         params = api.llama_model_default_params()
         params.check_tensors = True
         model = api.llama_model_load_from_file(str(sparse).encode(), params)
@@ -275,7 +275,7 @@ def test_type_is_spelt_as_in_llama_cpp(type_id, name):
 
 
 def test_backend_path_alone_opens_no_sparse_file(tmp_path, macko):
-    """llama.cpp's own variable for plugins gives it the devices, and the files stay as they were."""
+    """llama.cpp's own variable for plugins adds the devices only, so it refuses sparse files as before."""
     sparse = tmp_path / "s.gguf"
     assert macko("convert", generators.DEMO, sparse).code == 0
     code = f"""

@@ -1,4 +1,4 @@
-"""Sparse weights that llama.cpp places on a device of another backend: they become dense there, or are refused."""
+"""Sparse weights that llama.cpp places on a device of another backend become dense there, or are refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`python -m ggml_macko.server` with the openai package as the client: sparse and dense models in one server, errors at
-the start, and the end by a signal.
+"""`python -m ggml_macko.server` with the openai package as client: sparse and dense models in one server, errors at
+startup, and the end by a signal.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def models(tmp_path_factory):
 
 @contextlib.contextmanager
 def running(make_arguments):
-    """Starts a server on a free port; has its process, port and client. make_arguments(port): its command line."""
+    """Starts a server on a free port; yields its process, port and client. make_arguments(port): its command line."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -94,7 +94,7 @@ def server(models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def want(models):
-    """Model alias -> (completion, chat), as the model answers in this process."""
+    """Model alias -> (completion, chat) from the model in this process."""
     from ggml_macko import Llama
 
     answers = {}
@@ -117,7 +117,7 @@ def test_models_are_listed_by_alias(server):
 
 @pytest.mark.parametrize("alias", ["sparse", "dense", "sparse"])
 def test_answers_are_those_of_the_model_in_process(server, want, alias):
-    """The server changes models from one request to the next."""
+    """The server switches models from one request to the next."""
     client = server.client
     completion, chat = want[alias]
     assert complete(client, alias) == completion and len(completion) > 24
@@ -137,7 +137,7 @@ def test_embeddings_are_those_of_the_model_in_process(server, models):
     want = [np.array(entry["embedding"]) for entry in llama.create_embedding(texts)["data"]]
     got = server.client.embeddings.create(model="embedder", input=texts, encoding_format="float").data
     assert [entry.index for entry in got] == [0, 1]
-    for entry, vectors in zip(got, want):  # without pooling there is a vector for each token
+    for entry, vectors in zip(got, want):  # without pooling, each token has a vector
         np.testing.assert_allclose(np.array(entry.embedding), vectors, rtol=1e-4, atol=1e-4)
 
 
@@ -153,7 +153,7 @@ def test_server_survives_a_request_that_fails(server, want):
 
 
 def test_sigterm_ends_the_server_and_frees_the_port(models, want):
-    """The server ends while it answers; streams are cut off."""
+    """The server ends during an answer and cuts off streams."""
     options = ["--n_ctx", 512, "--n_threads", 2, "--n_threads_batch", 2]
     with running(lambda port: ["--model", models["sparse"], "--port", port, *options]) as server:
         assert complete(server.client, "any") == want["sparse"][0]
@@ -164,7 +164,7 @@ def test_sigterm_ends_the_server_and_frees_the_port(models, want):
         with contextlib.suppress(openai.APIConnectionError):
             for _ in pieces:
                 pass
-        assert server.process.wait(SECONDS_TO_STOP) in (0, -signal.SIGTERM)  # uvicorn ends, then signals itself
+        assert server.process.wait(SECONDS_TO_STOP) in (0, -signal.SIGTERM)  # uvicorn signals itself at the end
         assert not is_open(server.port)
         assert "Traceback" not in server.process.stderr.read()
 
@@ -231,7 +231,7 @@ def test_bad_grammar_is_answered(server, grammar):
 @pytest.mark.parametrize("grammar", ["root ::= root", 'root ::= "yes" [z-a]'])
 def test_bad_grammar_in_a_stream_leaves_the_server_running(server, grammar):
     body = {"model": "sparse", "prompt": "a", "grammar": grammar, "stream": True}
-    with contextlib.suppress(OSError, http.client.HTTPException):  # the stream has begun: it breaks off
+    with contextlib.suppress(OSError, http.client.HTTPException):  # the stream has begun and is cut off
         post(server, "/v1/completions", body)
     assert complete(server.client, "sparse")
 
@@ -244,7 +244,7 @@ def test_token_outside_of_the_vocabulary_is_answered(server, token):
 
 
 def test_streams_of_two_clients_are_complete(models, want):
-    """By default, llama_cpp.server cuts off the first when the second arrives."""
+    """By default, llama_cpp.server would cut off the first stream when the second request arrives."""
 
     def stream(client) -> str:
         pieces = client.completions.create(model="sparse", prompt=PROMPT, stream=True, **REQUEST)

@@ -1,6 +1,6 @@
 """llama.cpp's own programs through `macko run`. LLAMA_CPP_BIN names the folder that tools/build_llama_cpp.py made.
 
-tools/checks/check_llama_cpp.py compares more, and takes longer.
+tools/checks/check_llama_cpp.py makes more comparisons and takes longer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SAMPLE = generators.ROOT / "models" / "sample.txt"
 
 @pytest.fixture(scope="module")
 def folder():
-    """The folder of the programs."""
+    """The folder of llama.cpp's programs."""
     path = pathlib.Path(os.environ.get("LLAMA_CPP_BIN", "/nonesuch"))
     if not (path / "llama-server").exists():
         pytest.skip("LLAMA_CPP_BIN names no folder with llama-server")
@@ -47,7 +47,7 @@ def test_bench_program_reports_its_figures(folder, sparse):
 
 
 def test_memory_fit_sees_sparse_sizes(folder, sparse):
-    """8.01 MiB dense and 6.34 MiB sparse: token embeddings stay dense."""
+    """The sizes are 8.01 MiB dense and 6.34 MiB sparse, because token embeddings stay dense."""
     assert programs.host_memory(folder, generators.DEMO) == 8
     assert programs.host_memory(folder, sparse) == 6
     assert programs.host_memory(folder, generators.DEMO, compress=True) == 6
@@ -116,7 +116,7 @@ def test_prompt_cache_file_is_restored(folder, sparse, tmp_path):
 
 
 def test_server_answers_several_clients(folder, sparse):
-    """One slot gives the answers of a single client; with four slots, only ties may fall otherwise."""
+    """With one slot, all answers are those of a single client; with four slots, only ties may differ."""
     prompts = [SAMPLE.read_text()[i * 400 : i * 400 + 60 + 30 * i] for i in range(6)]
     with programs.Server(folder, sparse, "-np", 1, "-t", 1, "-c", 512) as server:
         found = programs.soak(server, prompts, clients=4, seconds=2, n=8)
@@ -190,7 +190,7 @@ def test_env_prints_lines_that_each_format_reads():
 
 
 def test_preload_path_that_the_linker_would_cut_is_refused(tmp_path):
-    """A space or a colon ends a path in LD_PRELOAD."""
+    """A space or a colon separates paths in LD_PRELOAD."""
     import shutil
 
     import ggml_macko
@@ -211,7 +211,7 @@ def test_builder_knows_the_pin():
 
 
 def test_weights_are_judged_by_name_and_dimensions():
-    """The rule of which weights may be sparse is in the C library, for the converter and for compressing on load."""
+    """The C library has the only rule for weights that may be sparse; convert and compress on load use it."""
     from ggml_macko.gguf import tensor_rules
 
     in_block = ["attn_q", "ffn_gate", "ffn_up_shexp", "attn_qkv", "ssm_in", "shortconv.in_proj"]

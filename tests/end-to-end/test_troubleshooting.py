@@ -1,7 +1,7 @@
-"""Compares docs/guide/troubleshooting.md with what is really printed: a test provokes every row of its tables.
+"""Compares docs/guide/troubleshooting.md with real output: a test provokes every row of its tables.
 
-The message of a row is the first `code` of its line, with <...> for what differs. The function below that is decorated
-with the start of the message returns the output in which the message must be found.
+The message of a row is the first `code` of its line, with <...> for variable parts. A function with the start of the
+message in its decorator returns the output that must contain the message.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def sparse(tmp_path_factory):
 
 
 class Place:
-    """Files and ways to run the tools, for the functions that provoke messages."""
+    """Files, and methods that run the tools, for the functions that provoke messages."""
 
     def __init__(self, tmp_path, sparse, tiny, macko, monkeypatch):
         self.tmp_path, self.sparse, self.tiny, self.monkeypatch = tmp_path, sparse, tiny, monkeypatch
@@ -85,7 +85,7 @@ class Place:
         )
 
     def changed(self, change) -> pathlib.Path:
-        """A copy of the sparse file that `change` has edited."""
+        """A copy of the sparse file after the edits of `change`."""
         data = gguf_bytes.read(self.sparse.read_bytes())
         change(data)
         path = self.tmp_path / "changed.gguf"
@@ -120,14 +120,14 @@ def test_message_is_what_the_page_says(place, message):
     output = functions[0](place)
     pattern = re.sub(r"<[^<>=]+>", ".+", re.escape(message))
     assert re.search(pattern, output), output[-3000:]
-    assert "Traceback" not in output or "Error: " in output.strip().splitlines()[-1]  # Python code that let it through
+    assert "Traceback" not in output or "Error: " in output.strip().splitlines()[-1]  # uncaught in Python code
 
 
 # ---- installation ----
 
 
 def run_with_other_ggml(p, function: str):
-    """Runs a program in which a function in C takes the place of ggml's."""
+    """Runs a program with one function of ggml replaced by a function in C."""
     source, other = p.tmp_path / "other.c", p.tmp_path / "other.so"
     source.write_text(function)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", other, source], check=True)
@@ -135,7 +135,7 @@ def run_with_other_ggml(p, function: str):
 
 
 def aborts_with(text: str) -> str:
-    """C of a library whose llama_backend_init() ends the program as an assertion of ggml does."""
+    """C source of a library whose llama_backend_init() ends the program like an assertion of ggml."""
     return f"""
         void ggml_abort(const char *, int, const char *, ...);
         void llama_backend_init(void) {{ ggml_abort("other.c", 7, "%s", "{text}"); }}"""
@@ -359,7 +359,7 @@ api.llama_model_load_from_file({str(p.sparse)!r}.encode(), params)""")
 
 @row("<file>: cannot allocate <n> MiB for sparse weights")
 def _(p):
-    # The weights take several times what is left, and everything before them far less: threads, vocabulary, stream.
+    # The weights take several times the free memory; threads, vocabulary and stream, which come first, take far less.
     dense, sparse = p.tmp_path / "large.gguf", p.tmp_path / "large-sparse.gguf"
     shape = ("--layers", 2, "--embd", 1024, "--ff", 8192, "--heads", 8, "--vocab", 512, "--tied", "--density", 0.5)
     p.run(sys.executable, generators.ROOT / "tools" / "make_random_llama.py", *shape, dense)
@@ -436,7 +436,7 @@ def _(p):
 
 
 def failure(p, use, **options) -> str:
-    """The message of what `use` does with a model."""
+    """The message of the error that `use` causes with a model."""
     from ggml_macko import Llama
 
     with pytest.raises((ValueError, RuntimeError)) as e:

@@ -1,5 +1,5 @@
-"""The wheel that tools/dev.py builds: what is inside, what it needs of others, and the demo with it in an environment
-of its own, far from the repository.
+"""The wheel that tools/dev.py builds: its contents, its dependencies, and the demo with it in an environment of its
+own, outside of the repository.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import pytest
 from support import generators
 
 FOLDER = generators.ROOT / "build" / "dist"
-# of the system; ggml-base is llama-cpp-python's, OpenMP must be the copy that it uses
+# system libraries; ggml-base is llama-cpp-python's, OpenMP must be the copy that it uses
 SYSTEM = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "ld-linux-x86-64.so.2"}
 SYSTEM |= {"libgcc_s.so.1", "libstdc++.so.6"}
 NEEDED = {
-    # the CUDA runtime is inside; driver and cuBLAS are opened where there are any
+    # the CUDA runtime is inside; driver and cuBLAS are opened at run time if they exist
     "libggml-macko.so": SYSTEM | {"libggml-base.so.0", "libgomp.so.1"},
     "libggml-macko-preload.so": SYSTEM,
 }
@@ -52,12 +52,12 @@ def test_wheel_brings_and_needs_only_what_it_should(wheel, tmp_path):
             ["readelf", "-d", tmp_path / "ggml_macko" / name], check=True, capture_output=True, text=True
         ).stdout
         assert set(re.findall(r"\(NEEDED\).*\[(.*)\]", text)) <= NEEDED[name]
-        assert "PATH)" not in text  # no RPATH, RUNPATH: nothing of the machine that built it
+        assert "PATH)" not in text  # no RPATH, RUNPATH: no path of the build machine
 
 
 @pytest.mark.slow
 def test_wheel_in_a_fresh_environment_runs_the_demo(wheel, tmp_path):
-    """The dependencies are this environment's (llama-cpp-python takes minutes to build); ggml-macko is the wheel's."""
+    """The dependencies are those of this environment, because llama-cpp-python takes minutes to build."""
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel], check=True)

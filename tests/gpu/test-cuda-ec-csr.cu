@@ -1,4 +1,4 @@
-// The EC-CSR blocks of the GPU against float64, element by element, over random shapes, densities, structures,
+// The EC-CSR blocks of the GPU against float64, element by element, for random shapes, densities, structures,
 // granularities and batches; and the layout of blocks in GPU memory, which needs no GPU. Exit code 77 (skipped) without
 // a GPU, after the layout tests.
 #include "codec/ec-csr/extract.h"
@@ -19,7 +19,7 @@ struct test_matrix {
     ec_csr_matrix        coded;
     ec_csr_view          view;
 
-    // n_patterns: each row follows one of n_patterns masks (0: none), with some positions redrawn; some rows are empty,
+    // n_patterns: each row follows one of n_patterns masks (0: none), with some positions changed; some rows are empty,
     // and some have few entries
     test_matrix(rng & random, int64_t rows, int64_t cols, int32_t type, int32_t delta_bits, double density,
                 int64_t n_patterns, const extract_options & options)
@@ -116,8 +116,8 @@ static void check_layout(const test_matrix & w, const std::string & name) {
     }
     CHECK(n_slots_wrong == 0 && b.slot_ptr[b.rows] == b.n_slots, "%s: %lld slots are wrong", name.c_str(),
           static_cast<long long>(n_slots_wrong));
-    CHECK(n_twice == 0, "%s: %lld values are there twice", name.c_str(), static_cast<long long>(n_twice));
-    CHECK(dense == want, "%s: blocks hold something else", name.c_str());
+    CHECK(n_twice == 0, "%s: %lld values occur twice", name.c_str(), static_cast<long long>(n_twice));
+    CHECK(dense == want, "%s: values in blocks differ", name.c_str());
 }
 
 TEST(blocks_keep_their_elements) {
@@ -199,7 +199,7 @@ static void check_product(rng & random, const test_matrix & w, const on_device &
     CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
     out.get(name);
     for (int64_t j = 0; j < n; j++) {
-        double worst[2] = {}; // with x as it is, and rounded: a single column that is left over is not
+        double worst[2] = {}; // for x unchanged, and for rounded x: the kernel for a last single column does not round
         for (int64_t r = 0; r < out.rows(0); r++) {
             double sum[2] = {}, bound = 1e-30;
             for (int64_t c = 0; c < w.cols; c++) {
@@ -236,7 +236,7 @@ GPU_TEST(random_shapes) {
         const int32_t type = i % 3 == 0 ? GGML_MACKO_TYPE_F32 : i % 3 == 1 ? GGML_MACKO_TYPE_F16 : GGML_MACKO_TYPE_BF16;
         const test_matrix w   = make_random(random, type);
         const bool        f32 = type == GGML_MACKO_TYPE_F32;
-        for (int kept = 0; kept < (f32 ? 3 : 1); kept++) { // as rows; in blocks; in blocks if they fit
+        for (int kept = 0; kept < (f32 ? 3 : 1); kept++) { // as rows; in blocks with more memory; in blocks if they fit
             const on_device d(uploader, w, kept > 0, kept == 1);
             used[d.in_blocks()]++;
             const std::string name = name_of(seed, w) + (d.in_blocks() ? ", blocks" : ", rows");

@@ -159,7 +159,7 @@ struct device_tensor {
             }
         }
     }
-    // Copies on the stream of ctx: a plain cudaMemcpy may return before the data has arrived, and that stream would not
+    // Copies on the stream of ctx: a plain cudaMemcpy may return before the data has arrived, and that stream does not
     // wait.
     void upload() {
         cuda_ok(cudaMemcpyAsync(t.data, host.data(), nbytes, cudaMemcpyHostToDevice, ctx.stream), "upload");
@@ -328,7 +328,7 @@ TEST(soft_max_masked_rows) {
         const bool    has_sinks = k % 3 == 0;
         device_tensor in(TYPE_F32, { n, tokens, heads });
         in.host     = x->host;
-        int64_t row = -1; // that max and sum are of
+        int64_t row = -1; // the row of max and sum
         double  max = 0, sum = 0;
         check("soft_max in place", op_soft_max(ctx, 0.25f, 0, x->t, &mask->t, has_sinks ? &sinks->t : nullptr, x->t),
               *x, [&](int64_t i0, int64_t i1, int64_t i2, int64_t) {
@@ -446,10 +446,10 @@ const std::vector<tensor_type> CACHE_BLOCKS = { TYPE_Q8_0, TYPE_Q4_0, TYPE_Q4_1,
 constexpr int                  IQ4_NL[] = { -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113 };
 
 double rounded_to_f16(double x) { return from_f16(to_f16(static_cast<float>(x))); }
-// Whether the float32 arithmetic that computes x may round it to the next F16 number.
+// Returns whether the float32 arithmetic that computes x may round it to the next F16 number.
 bool is_f16_tie(double x) { return rounded_to_f16(x * (1 - 0x1p-22)) != rounded_to_f16(x * (1 + 0x1p-22)); }
 
-// The decoded elements of a block of 32 that ggml's rule for a type has written. error: of each element of x.
+// The decoded elements of a block of 32 elements, quantized by ggml's rule for a type. error: of each element of x.
 class written_block {
 public:
     written_block(tensor_type type, const std::vector<double> & x, double error) : x_(x), error_(error) {
@@ -485,7 +485,7 @@ public:
         if (r.is_tie) {
             bound += r.gap * std::max(std::fabs(step_), std::fabs(scale_)) * 1.001;
         }
-        for (int k = 0; values_ && k < 32; k++) { // another value of one element is another scale of all
+        for (int k = 0; values_ && k < 32; k++) { // a different value of one element changes the scale of all
             bound += round(k).is_tie ? 0.02 * std::fabs(value) : 0;
         }
         return { value, bound };
@@ -600,7 +600,7 @@ TEST(blocks_are_written_by_ggmls_rules) {
     }
 }
 
-// Row numbers may come from a hostile client: a kernel must stay inside its operands and use the nearest existing row.
+// Row numbers may come from an untrusted client: a kernel must stay inside its operands and use the nearest row.
 constexpr int64_t ROW_NUMBERS[] = { -1, INT32_MIN, 9, 10, INT32_MAX, 4, 0, 8 };
 int64_t           nearest_row(int64_t id, int64_t rows) { return std::min(std::max<int64_t>(id, 0), rows - 1); }
 
@@ -677,7 +677,7 @@ struct rope_case {
     const op_tensor * factors() const { return has_factors ? &factors_->t : nullptr; }
 
     struct angle {
-        double theta, size; // YaRN scales the pair, too
+        double theta, size; // YaRN also scales the pair
     };
     angle angle_of(int64_t pair, double extrapolated) const {
         const double theta = extrapolated * static_cast<double>(p.freq_scale);
@@ -814,7 +814,7 @@ std::pair<tensor_ptr, tensor_ptr> make_weight(tensor_type type, const std::vecto
     return { std::move(w), std::move(decoded) };
 }
 
-// Whether cuBLAS may multiply few columns of one matrix of 16-bit weights, like more than 8 columns.
+// Returns whether cuBLAS may multiply few columns of one matrix of 16-bit weights, like more than 8 columns.
 bool narrow_in_16_bits(tensor_type type, int64_t cols, int64_t rows, int64_t n) {
     return ctx.cublas && (type == TYPE_F16 || type == TYPE_BF16) && cols * rows >= 1 << 22 && n >= 3;
 }
@@ -921,7 +921,7 @@ TEST(quantized_columns_read_no_more_than_their_rows) {
 
 TEST(products_keep_nan_and_survive_infinities) {
     for (const tensor_type type : { TYPE_F16, TYPE_BF16, TYPE_F32, TYPE_Q8_0 }) {
-        // float32 throughout; tensor cores: cuBLAS, or, from 9 columns on, our own kernel if cuBLAS is missing
+        // float32 throughout; tensor cores: cuBLAS, or, from 9 columns on, the plugin's kernel if cuBLAS is missing
         for (const int64_t n : { 2, 3, 9, 70 }) {
             const int64_t cols = 512, rows = 300, with_nan = (n - 1) / 2, with_infinity = n - 1;
             auto          pair = make_weight(type, { cols, rows }, 0);
@@ -941,7 +941,7 @@ TEST(products_keep_nan_and_survive_infinities) {
                        : i1 == with_infinity && !saturates ? std::isfinite(v)
                                                            : !std::isfinite(v);
             });
-            CHECK(bad == 0, "mul_mat type %d, n %d: NaN lost, or where it does not belong: %d elements", type,
+            CHECK(bad == 0, "mul_mat type %d, n %d: NaN missing or unexpected in %d elements", type,
                   static_cast<int>(n), static_cast<int>(bad));
             cudaFree(scratch);
         }
@@ -1093,7 +1093,7 @@ TEST(rotated_and_turned_rows_in_one_launch) {
             return std::make_pair(x.first[static_cast<size_t>(i)], x.second);
         });
         const auto row_of = [&](int64_t row, int64_t heads, int64_t n,
-                                auto && element) { // what should be in a row of a cache
+                                auto && element) { // the expected contents of a row of a cache
             const int64_t                          t = first + tokens - 1 - row;
             std::pair<std::vector<double>, double> all;
             for (int64_t h = 0; t >= 0 && t < tokens && h < heads; h++) {
@@ -1192,7 +1192,7 @@ constexpr tensor_type QUANTIZED_CACHES[] = { TYPE_Q8_0, TYPE_Q4_0, TYPE_Q5_0, TY
 struct attention_case {
     tensor_type                       type;
     int64_t                           head_dim, kv_heads, group, heads, tokens, streams, n_kv;
-    int64_t                           window = 0; // positions that the mask of a deep cache leaves; 0: see make_mask
+    int64_t                           window = 0; // positions that the mask of a deep cache shows; 0: see make_mask
     tensor_ptr                        q, mask, sinks, dst;
     std::pair<tensor_ptr, tensor_ptr> keys, values;
     attention_params                  p = {};
@@ -1217,7 +1217,7 @@ struct attention_case {
           window(visible > 0 ? std::max(visible, tokens) : 0) {
         make_operands(k);
     }
-    // many tokens, which see all earlier positions, or only the last `visible` positions and the new ones
+    // many tokens, with all earlier positions visible, or only the last `visible` positions and the new ones
     attention_case(int k, tensor_type of, int64_t dim, int64_t n_tokens, int64_t depth, int64_t visible)
         : type(of),
           head_dim(dim),
@@ -1243,7 +1243,7 @@ struct attention_case {
         p.scale = 1 / std::sqrt(static_cast<float>(head_dim)), p.softcap = k % 8 == 3 ? 20.0f : 0.0f;
         p.max_bias = k % 9 == 5 ? 8.0f : 0.0f;
     }
-    // some positions hidden, including whole tiles, as in a causal mask
+    // some positions are hidden, including whole tiles, as in a causal mask
     void make_mask(int k) {
         const int64_t hidden_from = k % 4 == 0 ? n_kv : std::max<int64_t>(1, n_kv / 2);
         mask->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
@@ -1329,7 +1329,7 @@ void check_attention(const attention_case & a) {
     }
     CHECK(worst <= 1, "attention head %d kv %d group %d tokens %d: %.2f times the bound", static_cast<int>(a.head_dim),
           static_cast<int>(a.n_kv), static_cast<int>(a.group), static_cast<int>(a.tokens), worst);
-    const auto first = a.dst->host; // the same bits every time, whichever block comes last
+    const auto first = a.dst->host; // the same bits every time, in any order of the blocks
     for (int repeat = 0; repeat < 5; repeat++) {
         CHECK(op_attention(ctx, a.p, scratch) == cudaSuccess, "attention");
         a.dst->download("attention");
@@ -1359,7 +1359,7 @@ TEST(attention_over_deep_caches) {
             }
             check_attention(attention_case(k++, TYPE_F16, depth, window));
             for (const tensor_type type : QUANTIZED_CACHES) {
-                if (depth <= 5003) { // float64 takes its time
+                if (depth <= 5003) { // float64 is slow
                     check_attention(attention_case(k++, type, depth, window));
                 }
             }
@@ -1548,7 +1548,7 @@ struct two_caches {
     }
 };
 
-// One token: compared with op_rope_cache followed by op_attention, which the tests above check.
+// One token: compared with op_rope_cache followed by op_attention, which other tests check.
 TEST(rope_and_attention_in_one_launch) {
     for (int k = 0; k < 96; k++) {
         const new_row_case      c(k);
@@ -1665,7 +1665,7 @@ int main(int argc, char ** argv) {
     cuda_ok(cudaMalloc(&ctx.cublas_workspace, CUBLAS_WORKSPACE_NBYTES), "workspace");
     for (const bool overlap : { false, true }) {
         ctx.overlap = overlap && ctx.cc >= 90;
-        ctx.cublas  = overlap ? nullptr : cublas.get(); // both ways to multiply
+        ctx.cublas  = overlap ? nullptr : cublas.get(); // both kinds of products
         run_tests();
     }
     return test_summary("test-cuda-ops");

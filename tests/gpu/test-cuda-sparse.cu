@@ -1,4 +1,4 @@
-// The sparse kernels of the GPU against float64, element by element, over random shapes, densities, structures, layouts
+// The sparse kernels of the GPU against float64, element by element, for random shapes, densities, structures, layouts
 // and batches. Exit code 77 (skipped) without a GPU.
 #include "codec/macko/encode.h"
 #include "codec/macko/matrix-view.h"
@@ -34,7 +34,7 @@ struct test_matrix {
     layout_verdict       verdict;
     gpu_layout           device = {};
 
-    static constexpr int64_t BEHIND = 4096; // bytes that nobody may write
+    static constexpr int64_t BEHIND = 4096; // bytes that must not be written
 
     std::string layout() const { return layout_name(device); }
     int32_t     device_bits() const { return layout_numbers(device).delta_bits; }
@@ -50,7 +50,7 @@ struct test_matrix {
         return b;
     }
 
-    // values: almost all from 2^lowest on, within `binades` powers of two; cut: with 8 significant bits, like BF16
+    // values: almost all from 2^lowest on, within `binades` powers of two; cut: to 8 significant bits, like BF16
     test_matrix(rng & random, int64_t rows, int64_t cols, int type, int delta_bits, double density, structure s,
                 double binades = 12, double lowest = -8, bool cut = false)
         : rows(rows), cols(cols), type(type), delta_bits(delta_bits) {
@@ -62,7 +62,7 @@ struct test_matrix {
             if (s == UNEVEN) {
                 d = random.unit() < 0.3 ? 0 : random.unit() < 0.1 ? 1 : density * random.unit() * 2;
             }
-            int64_t left = std::llround(density * static_cast<double>(cols)); // EQUAL_ROWS: entries to come
+            int64_t left = std::llround(density * static_cast<double>(cols)); // EQUAL_ROWS: remaining entries
             for (int64_t c = 0; c < cols; c++) {
                 if (s == EQUAL_ROWS) {
                     d = static_cast<double>(left) / static_cast<double>(cols - c);
@@ -113,7 +113,7 @@ struct test_matrix {
             CUDA_CHECK(cudaMalloc(&memory, static_cast<size_t>(nbytes)));
         }
         CUDA_CHECK(cudaMemset(memory, 0xa5, static_cast<size_t>(nbytes)));
-        CUDA_CHECK(cudaDeviceSynchronize()); // the copies that follow use another stream
+        CUDA_CHECK(cudaDeviceSynchronize()); // the following copies use another stream
         outgrown.reset();
         STATUS_CHECK(uploader.begin(plan, memory));
         std::vector<std::pair<int64_t, int64_t>> blocks;
@@ -278,7 +278,7 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
                     }
                     const double error = std::fabs(static_cast<double>(out.at(i, r, j)) - want - out.added(i, r, j)) /
                                          (bound + o.bias + o.residual + 1e-30);
-                    if (!(error <= worst[rounds])) { // NaN lands here too
+                    if (!(error <= worst[rounds])) { // also if NaN
                         worst[rounds]    = error;
                         worst_at[rounds] = r;
                     }
@@ -343,7 +343,7 @@ GPU_TEST(random_shapes_and_layouts) {
         const int       type = random.unit() < 0.2 ? GGML_MACKO_TYPE_F32 : TYPES[random.range(0, 1)];
         test_matrix w(random, rows, cols, type, BITS[random.range(0, 3)], density, s, random.unit() < 0.7 ? 7.1 : 12);
         w.upload(random, uploader);
-        if (type != GGML_MACKO_TYPE_F32 && random.unit() < 0.5) { // other lanes than the usual ones, if that fits
+        if (type != GGML_MACKO_TYPE_F32 && random.unit() < 0.5) { // another number of lanes than usual, if that fits
             if (!w.upload(random, uploader, INLINE_DELTA, random_lanes(random, INLINE_DELTA, w))) {
                 w.upload(random, uploader);
             }
@@ -574,7 +574,7 @@ GPU_TEST(coded_matrices_stay_within_what_their_headers_reserve) {
     for (const int delta_bits : { 4, 8 }) {
         rng         random(5);
         test_matrix w(random, 3000, 2048, GGML_MACKO_TYPE_F16, delta_bits, 0.0005, UNIFORM, 2.9, -8, true);
-        w.upload(random, uploader); // checks that no bytes after these are written
+        w.upload(random, uploader); // also checks the bytes after these
         check_densify(w, "hardly any entries");
     }
 }
@@ -630,7 +630,7 @@ GPU_TEST(matrices_are_fused_where_that_fits) {
     const auto layout_of  = [&](double binades, int lines, int delta_bits = 2, double density = 0.5) {
         rng         random(static_cast<uint64_t>(lines + 5));
         test_matrix w(random, 300, 4096, GGML_MACKO_TYPE_F16, delta_bits, density, UNIFORM, binades, -10);
-        int         left = lines; // outliers to put into the last row
+        int         left = lines; // outliers for the last row
         for (int64_t k = w.row_ptr[299]; k < w.row_ptr[300] && left > 0; k++) {
             uint16_t v;
             memcpy(&v, &w.values[static_cast<size_t>(k) * 2], 2);

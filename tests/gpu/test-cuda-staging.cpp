@@ -19,7 +19,7 @@ void cuda_ok(cudaError_t error, const char * what) {
 
 uint8_t byte_of(int64_t row, int64_t i) { return static_cast<uint8_t>(row * 131 + i * 7 + row / 256); }
 
-// Rows must arrive at their places for any sizes of pieces, without changes to the bytes between them.
+// Rows must arrive at their addresses for any sizes of pieces, without changes to the bytes between them.
 void check_rows(host_staging & staging, cudaStream_t stream, int64_t nbytes, int64_t pitch, int64_t n, int64_t step,
                 int n_threads) {
     constexpr int        FILL = 0xa5;
@@ -63,7 +63,7 @@ TEST(rows_arrive_whole) {
     cudaStream_t stream = nullptr;
     cuda_ok(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
     host_staging staging;
-    for (const int n_threads : { 1, 2, 5, 16, 40 }) { // more threads than there is memory for, too
+    for (const int n_threads : { 1, 2, 5, 16, 40 }) { // also more threads than pieces of memory
         check_rows(staging, stream, 1, 1, (int64_t(37) << 20) + 3, 1, n_threads);
         check_rows(staging, stream, 8192, 8192, 4099, 1, n_threads);
         check_rows(staging, stream, 8190, 8192, 1030, 1, n_threads);

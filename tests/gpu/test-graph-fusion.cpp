@@ -1,5 +1,5 @@
-// The nodes of a ggml graph that the GPU must, or must not, compute with one launch: cuda/graph with stand-ins for the
-// kernels, so no GPU is needed. A case builds a few nodes like llama.cpp and names the expected launches.
+// The nodes of a ggml graph that the GPU must, or must not, compute with one launch: cuda/graph with fake kernels, so
+// no GPU is needed. A case builds a few nodes like llama.cpp and names the expected launches.
 #include "abi/op-numbers.h"
 #include "cuda-graphs.h"
 #include "cuda/graph/fuse-rope-cache.h"
@@ -210,14 +210,14 @@ TEST(sum_and_norm_are_one_launch) {
     ggml_tensor * x   = b.input(GGML_TYPE_F32, 256, 4);
     ggml_tensor * sum = ggml_add(b.ctx, x, b.input(GGML_TYPE_F32, 256, 4));
     ggml_tensor * y   = norm(b, sum);
-    finish(b, ggml_mul(b.ctx, y, sum)); // the sum is stored too
+    finish(b, ggml_mul(b.ctx, y, sum)); // the sum is also stored
     check_launches("sum, norm, scale", b.graph, { "add+rms_norm+mul", "mul" });
 }
 
 TEST(a_norm_of_another_sum_is_alone) {
     graph_builder b;
     ggml_tensor * x   = b.input(GGML_TYPE_F32, 256, 4);
-    ggml_tensor * sum = ggml_add(b.ctx, x, b.input(GGML_TYPE_F32, 256, 1)); // not of one shape
+    ggml_tensor * sum = ggml_add(b.ctx, x, b.input(GGML_TYPE_F32, 256, 1)); // the shapes differ
     finish(b, norm(b, sum));
     check_launches("sum of a repeated row", b.graph, { "add", "rms_norm+mul" });
 }
@@ -325,7 +325,7 @@ TEST(rows_of_a_quantized_cache_are_one_launch) {
     }
 }
 
-// The same nodes, but one of the results has another use.
+// The same nodes, but one of the results has an additional use.
 TEST(results_with_another_use_are_stored) {
     const names   apart = { "rope",     "hadamard", "hadamard",  "rope", "hadamard",
                             "set_rows", "set_rows", "attention", "unary" };
@@ -341,7 +341,7 @@ TEST(results_with_another_use_are_stored) {
     graph_builder b;
     layer         l(b, quantized_cache_shape(1));
     b.expand(l.result);
-    finish(b, ggml_silu(b.ctx, find(b.graph, GGML_OP_MUL_MAT))); // q, which is stored
+    finish(b, ggml_silu(b.ctx, find(b.graph, GGML_OP_MUL_MAT))); // q, whose value is stored
     check_launches("turned query used elsewhere", b.graph, { "rope_hadamard_cache", "attention", "unary" });
 }
 
@@ -468,7 +468,7 @@ TEST(operands_of_a_launch_live_until_its_last_node) {
     graph_optimize(ctx, b.graph, &params);
     const ggml_tensor * glu = y->src[1];
     CHECK(std::any_of(deps.begin(), deps.end(), [&](const kept & d) { return d.operand == x && d.last == glu; }),
-          "x is not kept until the GLU (%zu operands kept)", deps.size());
+          "x is freed before the GLU (%zu operands kept)", deps.size());
 }
 
 TEST(experts_are_one_launch_per_slot_or_token) {
@@ -494,7 +494,7 @@ TEST(large_experts_are_products_of_their_own) {
                 *up    = ggml_mul_mat_id(b.ctx, b.sparse_weight("up", 2048, 2048, 4), x, ids);
     ggml_tensor * sum  = ggml_add(b.ctx, gate, up);
     finish(b, ggml_mul_mat(b.ctx, b.sparse_weight("o", 2048, 256), ggml_reshape_2d(b.ctx, sum, 2048, 80)));
-    panels.nbytes      = size_t(8) << 20; // an expert
+    panels.nbytes      = size_t(8) << 20; // one expert
     fake::expert_begin = { 0, 0, 5, 45, 80 };
     check_launches("experts with several tokens", b.graph,
                    { "mul_mat_id_sort",
@@ -541,7 +541,7 @@ TEST(large_experts_are_products_of_their_own) {
                      "record" });
     const auto row_of = [](size_t i) { return fake::log[i].params; };
     CHECK(row_of(7).rfind(" 4096 6144", 0) == 0 && row_of(9).rfind(" 6144 8192", 0) == 0,
-          "not the rows of experts 2 and 3: %s, %s", row_of(7).c_str(), row_of(9).c_str());
+          "rows of experts 2 and 3 differ: %s, %s", row_of(7).c_str(), row_of(9).c_str());
     panels.nbytes = size_t(1) << 20;
 }
 
@@ -587,7 +587,7 @@ TEST(a_sparse_weight_is_for_products_only) {
     CHECK(graph_scratch_nbytes(y, true) != graph_scratch_nbytes(y, false), "sparse and dense products share a row");
 }
 
-// llama.cpp's sparse attention and its groups of experts write rows to a tensor that GGML_OP_FILL has made.
+// llama.cpp's sparse attention and its groups of experts write rows to a result of GGML_OP_FILL.
 TEST(no_op_writes_into_memory_of_another_device) {
     graph_builder b;
     ggml_tensor * x    = b.input(GGML_TYPE_F32, 1, 256);

@@ -1,5 +1,5 @@
 // The products with weights in host memory that a GPU computes, and the work that it queues for them: cuda/graph with
-// stand-ins for the kernels, so no GPU is needed.
+// fake kernels, so no GPU is needed.
 #include "abi/op-numbers.h"
 #include "backend/host-weights.h"
 #include "backend/offload.h"
@@ -63,7 +63,7 @@ struct host_graph : graph_builder {
 constexpr size_t PANEL_NBYTES = size_t(1) << 20;
 
 panel_buffers  panels;
-host_staging * staging_address = reinterpret_cast<host_staging *>(64); // never read: its copy() is a stand-in
+host_staging * staging_address = reinterpret_cast<host_staging *>(64); // never read: its copy() is fake
 
 op_context make_context() {
     op_context ctx;
@@ -92,7 +92,7 @@ TEST(the_least_batch_is_that_of_ggml) {
     CHECK(offload_min_columns("1", false) == 1, "1");
     CHECK(offload_min_columns("100", false) == 100, "100");
     CHECK(offload_min_columns(nullptr, true) == NEVER_OFFLOAD, "switched off");
-    CHECK(offload_min_columns("1", true) == NEVER_OFFLOAD, "switched off, whatever the batch");
+    CHECK(offload_min_columns("1", true) == NEVER_OFFLOAD, "switched off, for any batch");
 }
 
 TEST(many_columns_of_large_matrices_pay) {
@@ -111,7 +111,7 @@ TEST(many_columns_of_large_matrices_pay) {
 TEST(only_products_with_host_weights_are_taken) {
     host_graph b;
     set_offload_columns(NEVER_OFFLOAD);
-    CHECK(!wants_offload(b.product(GGML_TYPE_F16, 256, 512, 512)), "no GPU has said that it can");
+    CHECK(!wants_offload(b.product(GGML_TYPE_F16, 256, 512, 512)), "no GPU is enabled");
     set_offload_columns(32);
     CHECK(wants_offload(b.product(GGML_TYPE_F16, 256, 512, 512)), "a prompt");
     CHECK(!wants_offload(b.product(GGML_TYPE_F16, 256, 512, 1)), "a token");
@@ -148,10 +148,10 @@ TEST(what_the_gpu_can_multiply) {
     CHECK(!fits(b.product(GGML_TYPE_F16, 4 << 20, 2, 64), size_t(64) << 20),
           "a row that fits no piece of pinned memory");
     ggml_tensor * w = b.host_weight(GGML_TYPE_F16, 256, 512);
-    CHECK(!fits(ggml_get_rows(b.ctx, w, b.input(GGML_TYPE_I32, 64))), "rows of it");
+    CHECK(!fits(ggml_get_rows(b.ctx, w, b.input(GGML_TYPE_I32, 64))), "rows of the weight");
     ggml_tensor * part = ggml_view_2d(b.ctx, w, 256, 256, w->nb[1], 0);
     part->buffer       = w->buffer;
-    CHECK(!fits(ggml_mul_mat(b.ctx, part, b.input(GGML_TYPE_F32, 256, 64))), "a part of it");
+    CHECK(!fits(ggml_mul_mat(b.ctx, part, b.input(GGML_TYPE_F32, 256, 64))), "a view of the weight");
 }
 
 // ---- the queued work ----
@@ -175,7 +175,7 @@ TEST(panels_are_made_by_the_host_while_the_gpu_multiplies) {
     CHECK(got == want, "launches differ");
     CHECK(dense_calls.size() == 2 && dense_calls[0].w == k && dense_calls[1].w == v && dense_calls[1].begin == 0 &&
               dense_calls[1].end == 512,
-          "the host made other rows dense");
+          "the host expanded other rows");
 }
 
 TEST(rows_of_a_panel_have_their_distance) {

@@ -1,6 +1,5 @@
-"""Models on an NVIDIA GPU compared with the same models on the CPU, dense and sparse.
-
-Text, logits, equal bits from run to run, and memory. Skipped where there is no GPU.
+"""Dense and sparse models on an NVIDIA GPU compared with the CPU: text, logits, equal bits in every run, memory.
+Skipped if there is no GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.gpu
 MAKE = generators.ROOT / "tools" / "make_random_llama.py"
 Q8_0 = 8
 QUANTIZED = ("sparse-q8_0", "sparse-q5_0", "sparse-q4_nl", "sparse-q4_0")
-# of logits against those of the CPU, which rounds activations to F16 or Q8; measured: 2e-7 to 5e-5 (q8_0 cache)
+# for logits compared with the CPU, which rounds activations to F16 or Q8; measured: 2e-7 to 5e-5 (q8_0 cache)
 NMSE = 1e-4
 
 
@@ -33,7 +32,7 @@ NMSE = 1e-4
 def gpu():
     if not devices.gpus():
         pytest.skip(f"GPUs: {library.gpus()}")
-    with pytest.MonkeyPatch.context() as patch:  # what is computed on the CPU here is what the GPU is compared with
+    with pytest.MonkeyPatch.context() as patch:  # the reference is computed on the CPU alone
         patch.setenv("GGML_MACKO_DISABLE", "offload")
         yield
 
@@ -50,7 +49,7 @@ def demo(tmp_path_factory):
     return models
 
 
-# an expert fills a panel of dense rows; several share one; products are made expert by expert
+# an expert fills a panel of dense rows; several experts share one; experts are multiplied one by one
 @pytest.fixture(scope="module", params=[("256", "512"), ("256", "96"), ("1024", "4096")])
 def experts(tmp_path_factory, request):
     """kind -> path of a random mixture of experts"""
@@ -83,7 +82,7 @@ def experts(tmp_path_factory, request):
 
 @pytest.fixture(scope="module", params=["macko", "sparse-lossless"])
 def squared_relu(tmp_path_factory, request):
-    """Paths of a random model whose activations are nearly all zero: dense and sparse."""
+    """Paths of a random model with nearly all activations zero: dense and sparse."""
     folder = tmp_path_factory.mktemp("relu")
     dense, sparse = folder / "dense.gguf", folder / "sparse.gguf"
     shape = "--layers 3 --embd 320 --ff 1100 --heads 5 --kv-heads 5 --vocab 1000 --density 0.5 --relu-zeros 0.97"
@@ -115,7 +114,7 @@ def test_layers_are_in_gpu_memory(demo):
 @pytest.mark.parametrize("kind", ["dense", "sparse", *QUANTIZED])
 @pytest.mark.parametrize("n", [1, 5, 13, 70, 300])
 def test_logits_are_those_of_the_cpu_for_any_prompt_length(demo, kind, n):
-    """Each kind of product: one column, few columns, sparse weights made dense, tensor cores."""
+    """The lengths cover each kind of product: one column, few columns, sparse weights made dense, tensor cores."""
     tokens = open_model(demo[kind], 0, vocab_only=True).tokenize(generators.SAMPLE.read_bytes(), add_bos=False)[:n]
     for kwargs in ({}, {"flash_attn": True}, {"flash_attn": True, "type_k": Q8_0, "type_v": Q8_0}):
         want, got = (logits(open_model(demo[kind], layers, logits_all=True, **kwargs), tokens) for layers in (0, -1))
@@ -124,7 +123,7 @@ def test_logits_are_those_of_the_cpu_for_any_prompt_length(demo, kind, n):
 
 @pytest.mark.parametrize("density", ["0.5", "0.1"])
 def test_logits_of_a_wide_model_are_those_of_the_cpu_for_any_batch(tmp_path, density):
-    """Matrices are wide enough for the layouts of real models; batches lie around the limits of each kernel."""
+    """The matrices have the layouts of real models; the batches are near the limits of each kernel."""
     shape = ["--layers", "2", "--embd", "2048", "--ff", "2752", "--heads", "16", "--kv-heads", "4", "--vocab", "500"]
     dense, sparse = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"
     subprocess.run(
@@ -153,7 +152,7 @@ def test_architecture_has_the_logits_of_the_cpu(tmp_path, name):
 
 @pytest.mark.parametrize("value_type", ["f16", "f32"])
 def test_ec_csr_has_the_logits_and_text_of_the_cpu(tmp_path, value_type):
-    """Kept in blocks (F32) and as rows (F16); logits for each kind of product, and text."""
+    """F32 weights are in blocks, F16 weights in rows; each kind of product is tested, and text."""
     dense, sparse = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"
     shape = {"layers": 2, "embd": 512, "ff": 1024, "heads": 8, "kv-heads": 4, "vocab": 600, "density": 0.4, "alike": 4}
     options = [text for name, value in shape.items() for text in (f"--{name}", str(value))]
@@ -170,7 +169,7 @@ def test_ec_csr_has_the_logits_and_text_of_the_cpu(tmp_path, value_type):
 
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_quantized_logits_follow_the_text_of_the_cpu(demo, kind):
-    """One token at a time. Both models are given the text of the CPU, so that a tie cannot end the comparison."""
+    """Both models evaluate the CPU's text one token at a time, so that a tie cannot end the comparison."""
     cpu, gpu = (open_model(demo[kind], layers, logits_all=True) for layers in (0, -1))
     tokens = cpu.tokenize(PROMPT.encode())
     for llama in (cpu, gpu):
@@ -223,7 +222,7 @@ class Sequences:
         self.n_vocab = self.llama.n_vocab()
 
     def decode(self, entries):
-        """Logits, one row each, of entries (token, position, sequence)."""
+        """Logits for entries (token, position, sequence), one row each."""
         batch = self.api.llama_batch_init(len(entries), 0, 1)
         batch.n_tokens = len(entries)
         for i, (token, position, sequence) in enumerate(entries):
@@ -249,7 +248,7 @@ class Sequences:
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_sequences_and_context_shifts_are_independent(demo, kind, flash):
-    """Three sequences of unequal length; 30 positions of one are dropped and the rest moved down; then more tokens."""
+    """Sequences of unequal length; 30 positions of one are removed and the rest shifted; then more tokens follow."""
     out = []
     for layers in (0, -1):
         s = Sequences(demo[kind], layers, 3, flash)
@@ -298,7 +297,7 @@ def hashes_of(path, n, **environment):
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_logits_are_the_same_bits_in_every_run(demo, kind):
-    """A prompt and 20 tokens, a hundred times; then with each kernel queued by itself instead of a captured graph."""
+    """A prompt and 20 tokens, a hundred times; then three times without captured graphs."""
     hashes = hashes_of(demo[kind], 100)
     assert len(hashes) == 100 and len(set(hashes)) == 1
     assert set(hashes_of(demo[kind], 3, GGML_MACKO_DISABLE="graphs")) == set(hashes)
@@ -370,7 +369,7 @@ print([greedy(llama, 16) == before, greedy(open_model({path!r}, verbose=True), 1
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_load_on_a_full_gpu_is_refused_with_one_line(demo, kind):
-    """The line says how much is needed and how much is free. With memory again, the same process works."""
+    """The line states the required and the free memory. The same process works again after memory is freed."""
     code = OUT_OF_MEMORY.format(tests=str(generators.ROOT / "tests"), path=str(demo[kind]))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -386,7 +385,7 @@ def test_load_on_a_full_gpu_is_refused_with_one_line(demo, kind):
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_running_model_survives_a_full_gpu(demo, kind):
-    """Running out of memory fails only what asked for it: neither the running model nor a later load."""
+    """A lack of memory fails only the request: neither the running model nor a later load fails."""
     code = BUSY_OUT_OF_MEMORY.format(prompt=PROMPT, tests=str(generators.ROOT / "tests"), path=str(demo[kind]))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     said = [line for line in done.stderr.splitlines() if "MACKO" in line]
@@ -416,7 +415,7 @@ print(json.dumps(seen))
 
 @pytest.mark.slow
 def test_load_and_free_cycles_do_not_leak(demo):
-    """500 cycles of load, generate, free. GPU memory is that of all processes, so the test has to run alone."""
+    """500 cycles of load, generate, free. The test must run alone: it measures the GPU memory of all processes."""
     code = CYCLES.format(tests=str(generators.ROOT / "tests"), path=str(demo["sparse"]), n=500)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,6 +1,6 @@
-"""Prompts whose weights lie in host memory, computed on an NVIDIA GPU, against the CPU. Skipped where there is no GPU.
+"""Prompts for weights in host memory, computed on an NVIDIA GPU and compared with the CPU. Skipped without a GPU.
 
-What the GPU takes is decided when a context is made, for all contexts: so results of the CPU are made first.
+The last created context decides for all contexts which products the GPU computes, so CPU results come first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OFF = "GGML_MACKO_DISABLE"
 MIN_BATCH = "GGML_OP_OFFLOAD_MIN_BATCH"
 N_EXPERTS = 4
 TOKENS = [(7919 * i + 300) % 600 for i in range(300)]
-# of logits against those of the CPU, which rounds activations to F16 or Q8
+# for logits compared with the CPU, which rounds activations to F16 or Q8
 NMSE = 1e-4
 
 
@@ -42,7 +42,7 @@ def run_macko(*args):
 
 
 def make_models(folder, *options, types=("f16",), kinds=()):
-    """kind -> path: random models of 3 layers, dense and sparse; the columns of ffn_down are no multiple of 64"""
+    """kind -> path: random models of 3 layers, dense and sparse; the columns of ffn_down are not a multiple of 64"""
     shape = {"layers": 3, "embd": 512, "ff": 1032, "heads": 8, "kv-heads": 4, "vocab": 600, "density": 0.4}
     shape_options = [text for name, value in shape.items() for text in (f"--{name}", str(value))]
     models = {}
@@ -97,13 +97,13 @@ def test_prompts_have_the_logits_of_the_cpu(models, monkeypatch, kind, flash):
 
 @pytest.mark.parametrize("kind", ["f16 dense", "f16 sparse", "sparse-q8_0"])
 def test_experts_have_the_logits_of_the_cpu(experts, monkeypatch, kind):
-    # with two experts per token: 40 columns for each, and too few
+    # with two experts per token: 40 columns for each, and too few columns
     want = {n: logits_of_cpu(monkeypatch, experts[kind], TOKENS[:n]) for n in (80, 40)}
     for layers in (0, 2):
         llama = open_model(experts[kind], n_gpu_layers=layers, logits_all=True)
         for n in want:
             got = logits(llama, TOKENS[:n])
-            # another expert may be chosen where two are as good, which rounding decides: few tokens have that
+            # rounding may choose another of two equally good experts; this affects few tokens
             errors = [nmse(*rows) for rows in zip(got, want[n], strict=True)]
             assert np.quantile(errors, 0.9) < NMSE, (layers, n)
         llama.close()
@@ -119,7 +119,7 @@ def test_options_of_llama_cpp_keep_the_logits(models, monkeypatch, kind, kwargs)
 
 @pytest.mark.parametrize("kind", ["f16 dense", "f16 sparse"])
 def test_single_tokens_are_not_replayed_with_old_weights(models, monkeypatch, kind):
-    """Each token is a graph that comes again, so it would be captured."""
+    """Each token has the same graph, so a graph with new weights must not be captured."""
     want = logits_of_cpu(monkeypatch, models[kind], TOKENS[:24], logits_one_by_one)
     monkeypatch.setenv(MIN_BATCH, "1")
     llama = open_model(models[kind], n_gpu_layers=1, logits_all=True)
@@ -157,7 +157,7 @@ def test_two_contexts_share_the_memory(models, monkeypatch):
 
 
 def test_tokens_after_a_long_prompt_have_the_logits_of_the_cpu(tmp_path, monkeypatch):
-    """The prompt is computed on the GPU, and what it leaves in the cache is read where the layer is."""
+    """The GPU computes the prompt; the device of the layer reads the cache."""
     sparse = tmp_path / "sparse.gguf"
     run_macko("convert", generators.DEMO, sparse)
     n_generated = 24
@@ -192,7 +192,7 @@ llama.eval(list(range(50, 50 + {n})))
 
 
 def places(path, n, **environment):
-    """What the scheduler's log says of a prompt of n tokens: node -> backend, and copied tensor -> backend."""
+    """Nodes and copies in the scheduler's log of a prompt of n tokens: node -> backend, copied tensor -> backend."""
     code = EVALUATE.format(tests=str(generators.ROOT / "tests"), path=str(path), n=n)
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""Fixtures of the Python tests."""
+"""Fixtures for the Python tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import ggml_macko
 from ggml_macko.commands import cli
 from support import generators
 
-# A shell that starts pytest in the background makes it ignore SIGINT, nohup SIGHUP, and child processes inherit that.
+# A shell that starts pytest in the background makes it ignore SIGINT, nohup SIGHUP; child processes inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -24,7 +24,7 @@ Done = namedtuple("Done", "code out err")
 
 
 def pytest_configure(config):
-    """In .venv the package must be this tree (or its debug build): else an edited file would not be what is tested."""
+    """In .venv the package must be this tree or its debug build, so that the tests run the edited files."""
     package = pathlib.Path(ggml_macko.__file__).resolve()
     if pathlib.Path(sys.prefix) == generators.ROOT / ".venv" and pathlib.Path(sys.prefix) in package.parents:
         raise pytest.UsageError(f"{package.parent} is an installed wheel; python3 tools/dev.py check installs the tree")
@@ -65,7 +65,7 @@ def macko_process():
 
 @pytest.fixture
 def tiny(tmp_path):
-    """A small dense GGUF with a tensor of every kind."""
+    """A small dense GGUF that has a tensor of every kind."""
     return generators.write_gguf(tmp_path / "tiny.gguf", generators.tiny_tensors())
 
 
@@ -83,7 +83,7 @@ def sparse(tmp_path_factory):
 
 @pytest.fixture
 def shared_models():
-    """A folder of real models, which the repository does not have. Skips the test without it."""
+    """A folder of real models outside of the repository. Skips the test without it."""
     if not generators.SHARED.is_dir():
         pytest.skip(f"no models in {generators.SHARED}")
     return generators.SHARED

@@ -92,7 +92,7 @@ struct layer {
             CHECKED(op_rope_attention(ctx, r, pos, nullptr, c, a, scratch));
             return;
         }
-        c.v = k, c.v.data = v.data;    // by heads
+        c.v = k, c.v.data = v.data;    // stored by heads
         constexpr int64_t V_SIZE = 64; // of the matrix for values
         CHECKED(op_rope_hadamard_cache(ctx, r, pos, nullptr, c, V_SIZE));
         enqueue_attention();
@@ -121,7 +121,7 @@ layer_times time_of_layers(const shape & s) {
     char * scratch = allocate(op_attention_scratch_nbytes(layers[0].a) + 256);
     memory.push_back(scratch);
     for (layer & l : layers) {
-        l.a.mask  = &l.mask; // the vector has moved them
+        l.a.mask  = &l.mask; // the vector has moved the elements
         l.scratch = scratch;
     }
     const auto time_of_each = [&](void (layer::*enqueue)()) {
@@ -157,7 +157,7 @@ void bench_attention(const bench_options & options, cudaStream_t stream) {
     };
     // heads of Q, their elements, heads of K and V
     static const int64_t HEADS[][3] = { { 32, 128, 32 }, { 32, 128, 8 }, { 32, 64, 8 } };
-    // tokens; positions, of which the mask hides none
+    // tokens; positions, all visible
     std::vector<std::pair<int64_t, int64_t>> cases;
     for (const int64_t tokens : { 1, 2, 4, 8 }) {
         for (const int64_t n_kv : { 256, 512, 4096, 16384 }) {

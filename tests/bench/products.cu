@@ -49,7 +49,7 @@ struct value_kind {
     const char * format;
     int32_t      type;       // of the dense matrix
     int32_t      value_type; // value_type of packed; 0: not packed
-    bool         pruned;     // by magnitude
+    bool         pruned;     // pruned by magnitude
     int          significant_bits;
 };
 const value_kind VALUE_KINDS[] = {
@@ -533,7 +533,7 @@ void bench_layer(const bench_options & options, cudaStream_t stream) {
     }
 }
 
-// ---- what the plugin chooses, beside the alternatives ----
+// ---- the plugin's choice, compared with the alternatives ----
 
 namespace {
 

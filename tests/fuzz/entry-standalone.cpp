@@ -4,7 +4,7 @@
 //     fuzz-header [--seconds=5] [--seed=N] [FILE or FOLDER ...]
 //
 // Prints its seed, the number of inputs, and the number of accepted ones. Fails if almost all or almost none were
-// accepted, because then one side is hardly tested. The current input is in the file fuzz-NAME.input, which remains if
+// accepted, because then the target tests little. The current input is in the file fuzz-NAME.input, which remains if
 // the process dies.
 #include "fuzz.h"
 
@@ -62,7 +62,7 @@ void   operator delete[](void * p, size_t) noexcept { counted_free(p); }
 
 constexpr int64_t MEM_PER_BYTE = 64; // dense bytes that an accepted file may represent, per byte
 
-// ---- mutations that know nothing of the input ----
+// ---- mutations without regard to the structure of the input ----
 
 static rng random_source(0);
 
@@ -81,7 +81,7 @@ extern "C" size_t LLVMFuzzerMutate(uint8_t * data, size_t size, size_t max_size)
         case 1: data[at] = static_cast<uint8_t>(r.bits()); return size;
         case 2: data[at] = static_cast<uint8_t>(data[at] + (r.one_in(2) ? 1 : -1)); return size;
         case 3: memmove(data + at, data + at + n, size - at - n); return size - n;
-        case 4: { // n bytes more
+        case 4: { // n additional bytes
             const size_t more = std::min(n, max_size - size);
             memmove(data + at + more, data + at, size - at);
             return size + more;
@@ -97,7 +97,7 @@ extern "C" size_t LLVMFuzzerMutate(uint8_t * data, size_t size, size_t max_size)
             memcpy(data + at, &v, std::min<size_t>(size - at, 4));
             return size;
         }
-        default: return r.one_in(4) ? at : size; // cut off the end
+        default: return r.one_in(4) ? at : size; // truncate
     }
 }
 
@@ -140,7 +140,7 @@ struct runner {
         memset(shown + b.size(), 0, TARGET.max_nbytes - b.size());
         const int64_t live   = mem_live;
         mem_peak             = live;
-        const clock_t before = clock(); // CPU time, so that a busy machine does not look like an endless loop
+        const clock_t before = clock(); // CPU time, so that a busy machine is not mistaken for an endless loop
         n_accepted += TARGET.run(b.data(), b.size()) ? 1 : 0;
         const double  seconds = static_cast<double>(clock() - before) / CLOCKS_PER_SEC;
         const int64_t used    = mem_peak - live;
@@ -210,7 +210,7 @@ int main(int argc, char ** argv) {
            static_cast<long long>(n), static_cast<double>(r.n_run) / elapsed(), 100 * accepted,
            static_cast<double>(r.mem_worst) / 1024, 1000 * r.slowest);
     if (n >= 2000 && (accepted < 0.01 || accepted > 0.97)) {
-        fprintf(stderr, "fuzz-%s: %.3f of the mutants accepted: one side is hardly tested\n", TARGET.name, accepted);
+        fprintf(stderr, "fuzz-%s: %.3f of the mutants accepted: too few or too many\n", TARGET.name, accepted);
         return 1;
     }
     return 0;

@@ -11,7 +11,7 @@ static bool run(const uint8_t * data, size_t size) {
     const ggml_macko_matrix & m      = in.encoded.matrix;
     const int                 status = ggml_macko_validate(&m, 1);
     check_status(status);
-    FUZZ_CHECK(status == GGML_MACKO_STATUS_OK || in.patched, "what the encoder wrote is refused: %s",
+    FUZZ_CHECK(status == GGML_MACKO_STATUS_OK || in.patched, "the encoder's matrix is refused: %s",
                ggml_macko_last_error());
     bytes     dense(in.dense.size(), 0xee);
     const int decoded = ggml_macko_decode(&m, dense.data(), 1);
@@ -20,7 +20,7 @@ static bool run(const uint8_t * data, size_t size) {
         return false;
     }
     const bool coded = m.value_type == GGML_MACKO_TYPE_CODED, quantized = m.value_type != m.type && !coded;
-    FUZZ_CHECK(in.patched || quantized || dense == in.dense, "decoded to something else");
+    FUZZ_CHECK(in.patched || quantized || dense == in.dense, "decoded to another matrix");
     if (quantized || strcmp(m.format, "ec-csr") == 0) { // these formats can store an equal matrix in several ways
         return true;
     }

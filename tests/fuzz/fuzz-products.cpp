@@ -197,7 +197,7 @@ bool run(const uint8_t * data, size_t size) {
     compute_reference(weights, &p);
     bytes again(dense.size());
     densify(p.w, m.type, 0, m.rows, again.data());
-    FUZZ_CHECK(is_quant_type(m.value_type) || again == dense, "values of type %d turn back into others", m.type);
+    FUZZ_CHECK(is_quant_type(m.value_type) || again == dense, "values of type %d change in the copy", m.type);
     check_layouts(p);
     const int64_t most = coded ? max_short_outliers(m.nnz, m.type, m.arrays[0].nbytes) : -1;
     if (can_stay_coded(desc, most)) {
@@ -205,7 +205,7 @@ bool run(const uint8_t * data, size_t size) {
         const aligned<uint8_t> coded_memory(as_stored.nbytes);
         FUZZ_CHECK(pack(m, as_stored, coded_memory, &p.w), "not packed: %s", ggml_macko_last_error());
         densify(p.w, m.type, 0, m.rows, again.data());
-        FUZZ_CHECK(again == dense, "coded values of type %d turn back into others", m.type);
+        FUZZ_CHECK(again == dense, "coded values of type %d change in the copy", m.type);
         check_layouts(p);
     }
     return true;
@@ -216,7 +216,7 @@ std::vector<bytes> seeds() {
     uint8_t            n = 0;
     for (const bytes & matrix : encode_seeds()) {
         bytes b = { static_cast<uint8_t>(n % 3 ? n : 0),
-                    // what is not quantized, the first of the options of an encoder, keeps its type
+                    // values that are not quantized, the first option of an encoder, keep their type
                     static_cast<uint8_t>(n % SEED_OPTIONS == 0 ? 3 : n / SEED_OPTIONS * 4 + n % 2 * 2), n, 0, 0, 0 };
         b.insert(b.end(), matrix.begin(), matrix.end());
         all.push_back(b);

@@ -1,6 +1,6 @@
 // Shared by the fuzz targets. A target is one program: its inputs are short byte strings, and it ends the process
 // (abort) if the library breaks a rule. It is linked either with libFuzzer (entry-libfuzzer.cpp, GGML_MACKO_FUZZ=ON
-// with clang) or with a small driver of our own (entry-standalone.cpp, any compiler).
+// with clang) or with this project's small driver (entry-standalone.cpp, any compiler).
 #pragma once
 
 #include "gguf-builder.h"

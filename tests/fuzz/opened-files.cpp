@@ -9,7 +9,7 @@
 namespace fuzz {
 
 constexpr size_t MAX_PARTS = 3;
-constexpr int    FIRST_FD  = 900; // fixed descriptors of the parts, so that their names can stay
+constexpr int    FIRST_FD  = 900; // fixed descriptors of the parts, so that their names never change
 
 // A folder with a symbolic link to the descriptor of each part, for each number of parts. It exists until the process
 // ends.
@@ -82,7 +82,7 @@ static bool open_once(const std::vector<bytes> & parts, macko::compression how) 
         if (how == macko::compression::on) {
             macko::drop_negative_zeros(stored.data(), m.desc.type, m.desc.rows * m.desc.cols, 1);
         }
-        FUZZ_CHECK(dense == stored, "%s: compressed to something else", m.name.c_str());
+        FUZZ_CHECK(dense == stored, "%s: compressed to another matrix", m.name.c_str());
     }
     return accepted;
 }

@@ -12,19 +12,19 @@ MANTISSA_BITS, EXPONENT_BITS = (7, 10), (2, 3)
 
 
 def widths_of_type(type_id: int) -> list[tuple[int, int]]:
-    """(mantissa bits, exponent bits) that values of a dense type may have."""
+    """(mantissa bits, exponent bits) of each coding of a dense type."""
     return [(m, e) for m in MANTISSA_BITS for e in EXPONENT_BITS if m == 7 or type_id != TYPE_BF16]
 
 
 def _fields(values: Array, type_id: int) -> tuple[Array, Array, Array]:
-    """(sign, exponent, mantissa) of bit patterns, int64."""
+    """(sign, exponent, mantissa) of bit patterns as int64."""
     stored = SIGNIFICAND_BITS[type_id] - 1
     v = values.astype(np.int64)
     return v >> (value_bits(type_id) - 1), (v & EXPONENT[type_id]) >> stored, v & ((1 << stored) - 1)
 
 
 def _codes(values: Array, type_id: int, w: Widths) -> Array:
-    """The code of each value, 0 of an outlier."""
+    """The code of each value; 0 for an outlier."""
     _, exponent, mantissa = _fields(values, type_id)
     dropped = SIGNIFICAND_BITS[type_id] - 1 - w.mantissa_bits
     code = exponent - w.base
@@ -33,7 +33,7 @@ def _codes(values: Array, type_id: int, w: Widths) -> Array:
 
 
 def best_base(values: Array, type_id: int, mantissa_bits: int, exponent_bits: int) -> int:
-    """The lowest of those that code the most values."""
+    """The lowest exponent base that codes the most values."""
     infinite = EXPONENT[type_id] >> (SIGNIFICAND_BITS[type_id] - 1)
     _, exponent, mantissa = _fields(values, type_id)
     dropped = SIGNIFICAND_BITS[type_id] - 1 - mantissa_bits
@@ -43,13 +43,13 @@ def best_base(values: Array, type_id: int, mantissa_bits: int, exponent_bits: in
 
 
 def encode(values: Array, type_id: int, mantissa_bits: int | None = None, exponent_bits: int | None = None) -> Array:
-    """The words (int32) of n bit patterns of a dense type, none zero and all finite. None: what takes the fewest."""
+    """The words (int32) of n bit patterns of a dense type, non-zero and finite. None: the fewest words."""
     found = [
         _encode(values, type_id, Widths(m, e, best_base(values, type_id, m, e)))
         for m, e in widths_of_type(type_id)
         if mantissa_bits in (None, m) and exponent_bits in (None, e)
     ]
-    return min(found, key=len)  # the first of equals
+    return min(found, key=len)  # the first of several with the same length
 
 
 def _encode(values: Array, type_id: int, w: Widths) -> Array:
@@ -74,7 +74,7 @@ def _encode(values: Array, type_id: int, w: Widths) -> Array:
 
 
 def decode(words: Array, type_id: int, n: int) -> Array:
-    """The n bit patterns of words that the C library accepts."""
+    """The n bit patterns in words that the C library accepts."""
     coding, data = coded.coding_of(words), words[coded.HEADER_WORDS :].view(np.uint8)
     w, stored = coding.widths, SIGNIFICAND_BITS[type_id] - 1
     end = coded.n_places(n) // BLOCK * 4 * w.bits
@@ -82,7 +82,7 @@ def decode(words: Array, type_id: int, n: int) -> Array:
     octets = blocks[:, :BLOCK].reshape(-1)[:n].astype(np.int64)
 
     def mask(i: int) -> Array:
-        """Word i behind the bytes of each block, a number for each value."""
+        """Word i behind the bytes of each block, as one number for each value."""
         at = BLOCK + 4 * i
         return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little").reshape(-1)[:n].astype(np.int64)
 

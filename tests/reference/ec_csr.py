@@ -1,5 +1,5 @@
-"""EC-CSR: blocks of rows that share columns (FORMAT.md section 6). Arrays to blocks, blocks to arrays, and every check
-that a reader makes. The C library alone decides which blocks a matrix is cut into.
+"""EC-CSR: blocks of rows that share columns (FORMAT.md section 6). Converts arrays to blocks and back, and has every
+check of a reader. Only the C library divides a matrix into blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def base_dtype(cols: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class EcCsrMatrix:
-    """The arrays of one matrix; exactly what stands in a file."""
+    """The arrays of one matrix, exactly as in a file."""
 
     rows: int
     cols: int
@@ -50,7 +50,7 @@ class EcCsrMatrix:
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """In file order."""
+        """The arrays in file order."""
         return tuple(getattr(self, name) for name in ARRAYS)
 
     def encoded(self) -> EncodedMatrix:
@@ -74,17 +74,17 @@ class EcCsrMatrix:
 
 @dataclass(frozen=True)
 class Block:
-    """A block with its stored columns, fillers and padding among them."""
+    """A block with its stored columns, including fillers and padding."""
 
     vector_size: int
     rows: Array  # g row indices
     cols: Array  # n columns
     values: Array  # (n, g) bit patterns
-    bases: Array  # of the 32 lanes
+    bases: Array  # for the 32 lanes
 
 
 def _places(n: int, vector_size: int) -> Array:
-    """Where column i of a block's list stands in the arrays, in columns."""
+    """The position in the arrays, in columns, of column i of a block's list."""
     lane, k = np.divmod(np.arange(n), n // LANES)
     found: Array = k // vector_size * (LANES * vector_size) + lane * vector_size + k % vector_size
     return found
@@ -103,7 +103,7 @@ def sets(m: EcCsrMatrix) -> Array:
 
 
 def blocks(m: EcCsrMatrix) -> Iterator[Block]:
-    """The blocks of a matrix whose structure is right, in the order of the arrays."""
+    """The blocks of a matrix with a valid structure, in the order of the arrays."""
     deltas = _unpack(m.deltas, m.delta_bits)
     bases = m.bases.astype(np.int64).reshape(-1, LANES)
     block = row = ptr = col = value = 0
@@ -127,7 +127,7 @@ def blocks(m: EcCsrMatrix) -> Iterator[Block]:
 
 
 def validate(m: EcCsrMatrix) -> None:
-    """Raises PayloadError or FileFormatError unless m is what FORMAT.md section 6 says."""
+    """Raises PayloadError or FileFormatError unless m follows FORMAT.md section 6."""
     _check_structure(m)
     seen = np.zeros((m.rows, m.cols), dtype=bool)
     nnz = 0
@@ -190,7 +190,7 @@ def _check_structure(m: EcCsrMatrix) -> None:
 
 
 def _check_columns(m: EcCsrMatrix, block: Block) -> None:
-    """Columns, deltas, fillers and padding of one block."""
+    """Checks columns, deltas, fillers and padding of one block."""
     n, g = block.values.shape
     if np.any((block.cols < 0) | (block.cols >= m.cols)):
         raise errors.error(errors.BAD_COLUMN, f"a column of row {block.rows[0]} is not below {m.cols}")
@@ -222,7 +222,7 @@ def decode(m: EcCsrMatrix) -> Array:
 
 
 def stored_columns(real: Array, vector_size: int, delta_bits: int) -> tuple[Array, Array]:
-    """(columns, is it a non-zero) of a block of one row: fillers in wide gaps, padding to a whole unit."""
+    """(columns, is it a non-zero) for a block of one row: fillers in wide gaps, padding to a whole unit."""
     widest = (1 << delta_bits) - 1
     step = np.diff(real, prepend=real[:1])
     n_fillers = np.maximum(step - 1, 0) // widest
@@ -232,7 +232,7 @@ def stored_columns(real: Array, vector_size: int, delta_bits: int) -> tuple[Arra
     cols = np.full((max(n, 1) + unit - 1) // unit * unit, real[-1] if len(real) else 0)
     is_real = np.zeros(len(cols), dtype=bool)
     is_real[at] = True
-    # filler j of a gap lies j * widest behind the non-zero before it
+    # filler j of a gap is j * widest columns after the non-zero before it
     owner = np.repeat(np.arange(len(real)), n_fillers + 1)
     back = at[owner] - np.arange(n)
     cols[:n] = np.where(back == 0, real[owner], real[owner - 1] + (n_fillers[owner] + 1 - back) * widest)
@@ -240,20 +240,20 @@ def stored_columns(real: Array, vector_size: int, delta_bits: int) -> tuple[Arra
 
 
 class Part(NamedTuple):
-    """What a block covers."""
+    """The rows, columns and values of a block."""
 
     vector_size: int
     rows: Array
-    cols: Array  # of its non-zeros
+    cols: Array  # columns of its non-zeros
 
 
 def take_apart(m: EcCsrMatrix) -> list[Part]:
-    """The parts that a matrix was cut into."""
+    """The parts into which a matrix was divided."""
     return [Part(b.vector_size, b.rows, b.cols[np.any(b.values != 0, axis=1)]) for b in blocks(m)]
 
 
 def assemble(dense: Array, type_id: int, delta_bits: int, parts: Sequence[Part]) -> EcCsrMatrix:
-    """The canonical arrays of blocks (as take_apart gives them, in any order) of a matrix of bit patterns."""
+    """The canonical arrays for blocks (as take_apart returns them, in any order) of a matrix of bit patterns."""
     stored = []
     for v, rows, real in parts:
         if len(rows) > 1:

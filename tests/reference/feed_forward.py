@@ -1,4 +1,4 @@
-"""Feed-forward parts in float64, from the products that llama.cpp computed."""
+"""Feed-forward blocks in float64, computed from the products of llama.cpp."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FFN = ("ffn_gate.weight", "ffn_up.weight", "ffn_down.weight")
 
 
 class Recorder(feed_forward_parts.FeedForwardTap):
-    """Also keeps the inputs and results of the products with feed-forward weights: name -> (input, result)."""
+    """Also stores the inputs and results of the products with feed-forward weights: name -> (input, result)."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ def squared_relu(x):
     return np.maximum(x, 0) ** 2
 
 
-# file -> (activation function, where its argument is: in a product with gate, in that with up before up, or all of it)
+# file -> (activation function, source of its argument: product with gate, product with up before up, or all of it)
 MODELS = {
     "docs-4m": (silu, "gate"),
     "qwen3": (silu, "gate"),
@@ -61,8 +61,8 @@ SCORES = {
 
 
 def gate_up_and_norms(name, weights, products, layer):
-    """Activated gate, up and the norms of the columns of down, float64, from the products that llama.cpp computed.
-    Where there is no gate: activated up, and ones.
+    """Activated gate, up and the norms of the columns of down in float64, from the products of llama.cpp. Without a
+    gate: activated up, and ones.
     """
     act, place = MODELS[name]
     up = products[f"blk.{layer}.ffn_up.weight"][1].astype(np.float64)

@@ -1,4 +1,4 @@
-"""The forward pass of Llama in float64 NumPy, as reference for logits. Shares no code with llama.cpp or our kernels."""
+"""The forward pass of Llama in float64 NumPy, a reference for logits without code of llama.cpp or the plugin."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Float64Llama:
         return out
 
     def logits(self, tokens: list[int]) -> np.ndarray:
-        """(tokens, vocabulary) float64"""
+        """Returns (tokens, vocabulary) in float64."""
         w = self.weights
         x = w["token_embd.weight"][tokens]
         n = len(tokens)

@@ -1,4 +1,4 @@
-"""MACKO: non-zeros and the distances between them (FORMAT.md section 3)."""
+"""MACKO: non-zeros and the gaps between them (FORMAT.md section 3)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ggml_macko.values import EXPONENT, TYPE_I8, TYPE_I32, Array, bits_dtype
 
 @dataclass(frozen=True)
 class MackoMatrix:
-    """The canonical arrays of one matrix; exactly what stands in a file."""
+    """The canonical arrays of one matrix, exactly as in a file."""
 
     rows: int
     cols: int
@@ -62,7 +62,7 @@ def encode(dense: Array, type_id: int, delta_bits: int) -> MackoMatrix:
     step = col - previous  # 1 ... cols
     n_fillers = (step - 1) // span
 
-    at = np.cumsum(n_fillers + 1) - 1  # the entry that each non-zero lands on
+    at = np.cumsum(n_fillers + 1) - 1  # the entry of each non-zero
     n_stored = int(at[-1]) + 1 if len(at) else 0
     values = np.zeros(n_padded(n_stored), dtype=bits_dtype(type_id))
     values[at] = dense[row, col]
@@ -139,14 +139,14 @@ def decode(m: MackoMatrix) -> Array:
     return dense
 
 
-# ---- sizes (paper, section 4.1): bytes over those of the dense matrix, row pointers left out ----
+# ---- sizes (paper, section 4.1): bytes relative to those of the dense matrix, without row pointers ----
 
 
 def effective_density_best(density: float, delta_bits: int = 4, bits_value: int = 16) -> float:
-    """No gap is longer than one code spans."""
+    """The density if no gap is longer than the span of one code."""
     return density * (bits_value + delta_bits) / bits_value
 
 
 def effective_density_worst(density: float, delta_bits: int = 4, bits_value: int = 16) -> float:
-    """All zeros lie in runs that fillers must cover."""
+    """The density if all zeros are in runs that need fillers."""
     return float((density + (1 - density) / 2**delta_bits) * (bits_value + delta_bits) / bits_value)

@@ -24,14 +24,14 @@ from ggml_macko.native.codec import EncodedMatrix
 from ggml_macko.values import SIGNIFICAND_BITS, TYPE_I8, TYPE_I32, Array, bits_dtype, from_float, to_float
 from reference import coded
 
-BITMAP = 0  # index_bits; else bits of a gap code
+BITMAP = 0  # index_bits; otherwise the bits of a gap code
 INDEX_BITS = (BITMAP, 2, 4, 8)
 ARRAYS = ("values", "index", "row_ptr")  # the order of the components in a file
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """The arrays of one matrix; exactly what stands in a file."""
+    """The arrays of one matrix, exactly as in a file."""
 
     rows: int
     cols: int
@@ -73,7 +73,7 @@ class PackedMatrix:
 
 
 def round_to_blocks(values: Array, value_type: int) -> Array:
-    """uint8 (blocks, bytes) of float32 values, as many as fill blocks; ggml's reference rounding."""
+    """Blocks as uint8 (blocks, bytes) of float32 values that fill whole blocks; rounded like ggml's reference."""
     x = values.reshape(-1, BLOCK)
     extreme = np.take_along_axis(x, np.argmax(np.abs(x), axis=1)[:, None], axis=1)
     low = Q_RANGE[value_type][0]
@@ -93,7 +93,7 @@ def round_to_blocks(values: Array, value_type: int) -> Array:
     return pack_blocks(scale, q, value_type)
 
 
-_MIDDLES = (LEVELS[:, 1:].astype(np.float64) + LEVELS[:, :-1]) / 2  # where levels of Q4_NL meet: halves
+_MIDDLES = (LEVELS[:, 1:].astype(np.float64) + LEVELS[:, :-1]) / 2  # borders between levels of Q4_NL: halves
 _NEAREST = np.array([np.searchsorted(m, np.arange(-256, 256) / 2, side="right") for m in _MIDDLES])
 
 
@@ -107,29 +107,29 @@ def _nearest_levels(x: Array, d: Array, table: int | Array) -> Array:
 
 
 def _scale_with_table(d: Array, table: Array) -> Array:
-    """uint16, the F16 nearest to d that has the table in its lowest bit."""
+    """uint16: the F16 nearest to d whose lowest bit is the table."""
     with np.errstate(over="ignore"):
         h = d.astype(np.float16).view(np.uint16)
     if np.any(h & 0x7FFF == 0x7C00):
         raise errors.error(errors.NOT_FINITE, "values are too large for a scale in F16")
-    below, above = h - np.uint16(1), h + np.uint16(1)  # of magnitude
+    below, above = h - np.uint16(1), h + np.uint16(1)  # by magnitude
     has_below, has_above = h & 0x7FFF != 0, above & 0x7FFF != 0x7C00
     with np.errstate(invalid="ignore"):
         nearer = np.abs(below.view(np.float16) - d) <= np.abs(
             above.view(np.float16) - d
-        )  # in float32, as the C library
+        )  # in float32, like the C library
     return np.where(h & 1 == table, h, np.where(has_below & (~has_above | nearer), below, above))
 
 
-# Scales tried for Q4_NL, with both tables and both signs: they put the largest magnitude at this share of the outermost
-# level. The best for each table is replaced twice more by the best scale for the levels that it leads to.
+# Scales tried for Q4_NL, with both tables and both signs: the largest magnitude becomes this share of the outermost
+# level. The best for each table is replaced twice by the best scale for the levels that follow from it.
 _TRIED = (0.78, 0.84, 0.9, 0.95, 1, 1.05, 1.1, 1.16)
 
 
 def _best_scale(x: Array, w: Array, table: int, d: Array) -> tuple[Array, Array]:
     """The best (scale, gain) of each block for the levels of any scale in d (blocks, scales)."""
     wxq, wqq = np.zeros((2, *d.shape))
-    for value, weight in zip(x.T[:, :, None], w.T[:, :, None]):  # added in the order in which the C library does it
+    for value, weight in zip(x.T[:, :, None], w.T[:, :, None]):  # the C library adds in this order
         q = LEVELS[table][_nearest_levels(value, d, table)].astype(np.float64)
         wxq, wqq = wxq + weight * value * q, wqq + weight * (q * q)
     ratio = wxq / wqq
@@ -140,7 +140,7 @@ def _best_scale(x: Array, w: Array, table: int, d: Array) -> tuple[Array, Array]
 
 
 def quantize_levels(values: Array, weights: Array | None = None) -> Array:
-    """uint8 (blocks, bytes) of float32 values as Q4_NL; weights: how much the square of an error counts."""
+    """Blocks as uint8 (blocks, bytes) of float32 values in Q4_NL; weights: factors of the squared errors."""
     n = len(values)
     x, w = np.zeros((2, n_values(n)), dtype=np.float32)
     x[:n], w[:n] = values, 1 if weights is None else weights
@@ -161,7 +161,7 @@ def quantize_levels(values: Array, weights: Array | None = None) -> Array:
 
 
 def dequantize(values: Array, value_type: int) -> tuple[Array, Array]:
-    """(d, q) of each value: float32, int."""
+    """(d, q) of each value as float32 and int."""
     blocks = values.reshape(-1, BLOCK_NBYTES[value_type])
     d = blocks[:, :2].copy().view(np.float16).astype(np.float32)
     if value_type == TYPE_Q8_0:
@@ -205,9 +205,7 @@ def encode(
     mantissa_bits: int | None = None,
     exponent_bits: int | None = None,
 ) -> PackedMatrix:
-    """dense: bit patterns (rows, cols), finite. The last two are those of coded values, None what takes the fewest
-    bytes.
-    """
+    """dense: bit patterns (rows, cols), finite. The last two arguments are for coded values; None: the fewest bytes."""
     rows, cols = dense.shape
     row, col = np.nonzero(dense)
     if index_bits == BITMAP:
@@ -241,10 +239,10 @@ def places(m: PackedMatrix) -> tuple[Array, Array]:
     codes = bits[: len(bits) // m.index_bits * m.index_bits].reshape(-1, m.index_bits).astype(np.int64)
     codes = codes @ (1 << np.arange(m.index_bits))
     escape = (1 << m.index_bits) - 1
-    ends = np.flatnonzero(codes != escape)[: m.nnz]  # the codes that stand for a non-zero
+    ends = np.flatnonzero(codes != escape)[: m.nnz]  # the codes of non-zeros
     column = np.cumsum(np.where(codes == escape, escape, codes + 1))[ends]
     row = np.repeat(np.arange(m.rows), np.diff(m.row_ptr))
-    before = np.concatenate([[0], column])[m.row_ptr[:-1]]  # where the row starts
+    before = np.concatenate([[0], column])[m.row_ptr[:-1]]  # at the start of the row
     return row, column - before[row] - 1
 
 
@@ -264,28 +262,27 @@ def decode(m: PackedMatrix) -> Array:
 
 
 def nearest_q(values: Array, d: Array, value_type: int) -> Array:
-    """The q of one of ggml's types whose d * q is nearest to each value; 0 where d is 0."""
+    """The q of a ggml type whose d * q is nearest to each value; 0 if d is 0."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         q = np.clip(np.rint(values / d), *Q_RANGE[value_type])
     return np.where(d == 0, 0, q).astype(np.int8)
 
 
 def _ratio(values: Array, d: Array) -> Array:
-    """values / d; 0 where d is 0."""
+    """values / d; 0 if d is 0."""
     return np.divide(values, d, out=np.zeros_like(values), where=d != 0)
 
 
 def error_bound(m: PackedMatrix, source: Array) -> Array:
-    """How far each non-zero's dense value may be from `source`, the values (float32) that were quantized.
+    """The maximum distance of each non-zero's dense value from `source`, the values (float32) before quantization.
 
-    That is the distance to the nearest d * q, plus the rounding of the scale to F16 and of the product to the dense
-    type. A value beyond twice the largest |q| cannot belong to this scale: searched scales cut off less than half of a
-    value.
+    It is the distance to the nearest d * q, plus the rounding of the scale to F16 and of the product to the dense type.
+    A value of more than twice the largest |q| cannot belong to this scale: searched scales cut off less than half.
     """
     d, q = (x[: m.nnz] for x in dequantize(m.values, m.value_type))
     d, source = d.astype(np.float64), source.astype(np.float64)
     most = 2 - Q_RANGE[m.value_type][0]
-    scale_error = 2 * most * (np.abs(d) * 2.0**-11 + 2.0**-25)  # twice: it may turn a q just beside a tie
+    scale_error = 2 * most * (np.abs(d) * 2.0**-11 + 2.0**-25)  # twice, because it may change a q close to a tie
     if m.value_type == TYPE_Q4_NL:
         table = np.repeat(m.values.reshape(-1, BLOCK_NBYTES[TYPE_Q4_NL])[:, 0] & 1, BLOCK)[: m.nnz]
         best = np.where(

@@ -1,4 +1,4 @@
-"""Products in float64, and how near float32 must come."""
+"""The error bound of float32 products compared with float64."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 
 
 def assert_close_to_float64(y: np.ndarray, w: np.ndarray, x: np.ndarray) -> None:
-    """Each element within 2 gamma_n sum |w x| + half a unit in the last place: the bound of any order of float32
-    additions.
+    """Asserts that each element is within 2 gamma_n sum |w x| + half a unit in the last place: the bound for float32
+    additions in any order.
     """
     exact = w @ x.astype(np.float64)
     gamma = w.shape[1] * 2.0**-24

@@ -34,7 +34,7 @@ from typing import IO, Any, NamedTuple
 from tabulate import tabulate
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-PROMPT = "The function returns"  # generated on the GPU token by token, the prompt at once
+PROMPT = "The function returns"  # the GPU generates token by token, after the prompt in one batch
 LONG_PROMPT = PROMPT + " the objective of the structure" * 20
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 ERRORS = {"out of memory": OUT_OF_MEMORY, "GPU failure": 719}  # cudaErrorLaunchFailure
@@ -173,7 +173,7 @@ def run_one(package: pathlib.Path, path: str, call: int, error: int) -> list[Tri
 
 
 def run_all(package: pathlib.Path, path: str, first: int, step: int) -> list[Trial]:
-    """Every step-th call in processes that have loaded the model before; a new one replaces one that ended early."""
+    """Tests every step-th call in processes that have loaded the model before; a new process replaces an ended one."""
     found: list[Trial] = []
     while True:
         trials, end = run(package, ["--worker-of-all", path, first, step])

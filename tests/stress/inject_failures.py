@@ -47,9 +47,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SHIM = ROOT / "tests" / "support" / "fail-nth.c"
 
 TIMEOUT = 60.0  # seconds after which a run hangs
-SLICE = 40  # calls that a worker tries before it gets more
+SLICE = 40  # calls that a worker tries at a time
 WHERE_NBYTES = 4096
-MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a file system without waiting for a disk
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a file system in memory
 ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
@@ -108,7 +108,7 @@ THIRD_PARTIES = (  # start of a module's name -> project
     ("libggml-macko", ""),
     ("libllama", "llama.cpp"),
     ("libggml", "llama.cpp"),
-    ("libgomp", ""),  # its caller counts
+    ("libgomp", ""),  # the caller is reported instead
     ("_cffi_backend", "cffi"),
     ("_multiarray", "NumPy"),
     ("_umath", "NumPy"),
@@ -147,7 +147,7 @@ def quiet() -> Iterator[None]:
 
 
 def make_inputs(folder: pathlib.Path) -> None:
-    """dense.gguf, sparse.gguf, q4.gguf, imatrix.gguf, text.txt, CACHE"""
+    """Writes dense.gguf, sparse.gguf, q4.gguf, imatrix.gguf, text.txt, CACHE."""
     sys.path.insert(0, str(ROOT / "tests"))
     from ggml_macko.commands import cli
     from support import gguf_bytes, tiny_models
@@ -228,7 +228,7 @@ class Worker:
             shutil.copytree(self.inputs / CACHE, self.folder / CACHE)
 
     def run(self, operation: str, kind: Kind, n: int) -> Run:
-        """n: the call that fails; 0: none."""
+        """Runs the operation. n: the call that fails; 0: none."""
         self.empty_folder(operation)
         self.shared[:] = bytes(len(self.shared))
         out, err = (os.memfd_create(name) for name in ("out", "err"))
@@ -294,7 +294,7 @@ def wait(pid: int) -> int:
 
 
 def third_party(where: str) -> str:
-    """The project whose code made the failing call; "" if it is ours."""
+    """The project whose code made the failing call; "" for this project."""
     for entry in where.split():
         for start, name in THIRD_PARTIES:
             if entry.startswith(start):
@@ -305,7 +305,7 @@ def third_party(where: str) -> str:
 
 
 def judge(run: Run, right: Run, kind: Kind, folder: str, inputs: str) -> tuple[str, str]:
-    """(outcome, detail)"""
+    """Returns (outcome, detail)."""
     lines = [line for line in run.err.splitlines() if line.startswith("error: ")]
     last = run.err.rstrip().splitlines()[-1:] or [""]
     detail = (lines or last)[-1].replace(folder + "/", "").replace(inputs + "/", "")
@@ -337,13 +337,13 @@ def judge(run: Run, right: Run, kind: Kind, folder: str, inputs: str) -> tuple[s
     return "refused", detail
 
 
-# ---- all of them ----
+# ---- all operations ----
 
 worker: Worker
 
 
 def start_worker(inputs: pathlib.Path, number: Any) -> None:
-    """In each process of the pool. number: a counter that the processes share."""
+    """Starts a worker in each process of the pool. number: a counter that the processes share."""
     global worker
     with number:
         number.value += 1
@@ -381,7 +381,7 @@ def results_of(
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown: a row per group of operations and kind."""
+    """A Markdown table: one row per group of operations and kind."""
     groups: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for r in results:
         groups[r.operation.split()[0], r.kind]["fault" if r.is_fault else r.outcome] += 1
@@ -427,7 +427,7 @@ def main() -> int:
         subprocess.run(["cc", "-O1", "-g", "-shared", "-fPIC", "-o", str(shim), str(SHIM), "-ldl"], check=True)
         with quiet():
             make_inputs(folder)
-        os.environ.update(ENVIRONMENT, LD_PRELOAD=str(shim))  # of the processes of the pool, which are new programs
+        os.environ.update(ENVIRONMENT, LD_PRELOAD=str(shim))  # for the processes of the pool, which are new programs
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(
             args.jobs, context, start_worker, (folder, context.Value("i", 0))

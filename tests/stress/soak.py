@@ -96,7 +96,7 @@ def soak(args: argparse.Namespace, models: list[tuple[str, pathlib.Path, bool]])
 
 
 def problems(seen: np.ndarray, max_slope: float) -> list[str]:
-    """The resources that grew."""
+    """Messages for the resources that grew."""
     seen = seen[len(seen) // 10 :]
     slope = float(np.polyfit(np.arange(len(seen)), seen[:, 0], 1)[0]) if len(seen) > 1 else 0.0
     print(f"\nresident memory behind the warm-up: {slope:+.3f} KiB per cycle, at most {max_slope} are allowed")

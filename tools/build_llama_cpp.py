@@ -3,7 +3,7 @@
 
   python3 tools/build_llama_cpp.py               with the CPU backend for this machine: build/llama.cpp/bin
   python3 tools/build_llama_cpp.py --dynamic     backends as plugins (GGML_BACKEND_DL), AVX2: build/llama.cpp-dl/bin
-  python3 tools/build_llama_cpp.py llama-server  only that program
+  python3 tools/build_llama_cpp.py llama-server  this program only
 
 `macko run` works with any llama.cpp of this version whose libllama and libggml are shared libraries. Building all
 programs takes half an hour on 2 cores and needs CMake and a C++17 compiler.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Stores a pruned GGUF sparse: the same as `macko convert`; see --help."""
+"""Converts a pruned GGUF to a sparse file, like `macko convert`; see --help."""
 
 import sys
 

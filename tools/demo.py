@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Shows what sparse weights bring on this machine, in two parts and one table. `tools/dev.py demo` runs it.
+"""Shows the effect of sparse weights on this machine, in two parts and one table. `tools/dev.py demo` runs it.
 
-1. The bundled model, trained with 70 % zeros: prune, convert, verify bit for bit, generate the same text. With --dense
-   MODEL.gguf that model too, pruned to 30 % and to 50 % zeros. At 4 M weights there is no time to win.
-2. A random model large enough to be limited by memory, made in a few seconds and removed at the end, with 50 % and 70 %
-   zeros: file size, memory and speed beside the same model dense, in F16 and in Q8_0.
+1. The bundled model, trained with 70 % zeros: prune, convert, verify bit for bit, generate the same text. --dense
+   MODEL.gguf adds that model, pruned to 30 % and to 50 % zeros. A model of 4 M weights does not become faster.
+2. A random model large enough to be limited by memory, generated in a few seconds and deleted at the end, with 50 % and
+   70 % zeros: file size, memory and speed compared with the same model in dense F16 and Q8_0.
 
-It runs the installed package from any folder. What part 1 writes stays in demo-out/ there; part 2 needs 1 GB of disk
-meanwhile. GGML_MACKO_CPU_KERNELS chooses the kernels, as everywhere.
+It runs the installed package from any folder. Files of part 1 remain in demo-out/ there; part 2 needs 1 GB of disk
+temporarily. GGML_MACKO_CPU_KERNELS selects the kernels, as always.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SAMPLE = ROOT / "models" / "sample.txt"
 OUT = pathlib.Path("demo-out")
 PROMPT = "The function returns"
 N_TOKENS = 48
-# F16 weights of 380 MB, more than caches hold: what generates a token is reading them
+# F16 weights of 380 MB, more than caches hold, so that reading them limits the generation
 SHAPE = [
     "--layers=4",
     "--embd=2048",
@@ -44,18 +44,18 @@ SHAPE = [
     "--smallest",
 ]
 DENSITIES = (0.5, 0.3)
-MAX_SPREAD = 1.15  # of the speeds of one model, largest over smallest: runs that differ more are repeated
+MAX_SPREAD = 1.15  # largest over smallest speed of one model; runs that differ more are repeated
 MAX_ROUNDS = 4  # of three runs each
 
 
 class Row(NamedTuple):
-    """A line of the table: what was measured, and against which speed."""
+    """A line of the table: a measured model, and the speed that it is compared with."""
 
     model: str
     weights: str
     nbytes: int
     measured: dict[str, Any]  # of `macko bench --json`
-    gen_tps: list[float]  # of each run
+    gen_tps: list[float]  # per run
     dense_tps: list[float]
 
     @property
@@ -91,7 +91,7 @@ def generated_text(path: pathlib.Path) -> str:
 
 
 def perplexity(path: pathlib.Path) -> str:
-    """Of the sample text, with its error."""
+    """The perplexity of the sample text, with its error."""
     return macko("perplexity", "-m", path, "-f", SAMPLE, quiet=True).strip().split("PPL = ")[1]
 
 
@@ -115,7 +115,7 @@ def bench(label: str, models: dict[str, pathlib.Path], gpu: bool, n_gen: int = 6
 
 
 def compare(model: pathlib.Path, sparsity: float, per: str, label: str, gpu: bool) -> list[Row]:
-    """Prunes and converts a model, checks that nothing else changes, and measures it dense and sparse."""
+    """Prunes and converts a model, compares the results, and measures it dense and sparse."""
     stem = f"{model.stem}-{sparsity:.0%}".rstrip("%")
     dense, sparse = OUT / f"{stem}.gguf", OUT / f"{stem}-sparse.gguf"
     macko("prune", model, dense, "--sparsity", sparsity, "--compare-within", per, "--force", quiet=True)
@@ -130,7 +130,7 @@ def compare(model: pathlib.Path, sparsity: float, per: str, label: str, gpu: boo
 
 
 def compare_large(folder: pathlib.Path, gpu: bool) -> list[Row]:
-    """A random model at two densities. Both dense files are of one size, so one of them is the baseline."""
+    """Measures a random model at two densities. Both dense files have the same size, so one of them is the baseline."""
     from ggml_macko.benchmark.forms import quantize
 
     models = {"dense F16": folder / "dense.gguf", "dense Q8_0": folder / "q8_0.gguf"}
@@ -181,7 +181,7 @@ def print_table(rows: list[Row], gpu: bool, version: str) -> None:
 
 
 def conclusion(rows: list[Row]) -> str:
-    """A difference counts only where the runs of two models do not overlap."""
+    """Reports a difference only if the runs of two models do not overlap."""
     best = max((row for row in rows if row.weights.startswith("sparse,")), key=lambda row: row.ratio)
     low, high = min(best.gen_tps) / max(best.dense_tps), max(best.gen_tps) / min(best.dense_tps)
     if max(spread(best.gen_tps), spread(best.dense_tps)) > MAX_SPREAD:
@@ -204,7 +204,7 @@ def main() -> None:
     version = macko("--version")
     gpu = "GPU: none" not in version
 
-    # trained with 70 % zeros: pruning each tensor at its own sparsity makes its negative zeros plain ones, so that the
+    # trained with 70 % zeros: pruning each tensor at its own sparsity only makes its negative zeros positive, so the
     # files are the same bit for bit
     rows = compare(BUNDLED, 0.7, "tensor", "bundled, 70 % zeros", gpu)
     if args.dense:

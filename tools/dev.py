@@ -32,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-READY = VENV / "ready"  # the pyproject.toml whose requirements .venv has, beside the editable package
+READY = VENV / "ready"  # a copy of the pyproject.toml whose requirements .venv has, next to the editable package
 BUILD = ROOT / "build" / "dev"
 DIST = ROOT / "build" / "dist"
 SANITIZED = ROOT / "build" / "sanitized"
@@ -42,7 +42,7 @@ CUDA = os.environ.pop("GGML_MACKO_CUDA", "")  # the library refuses names that i
 FIX = "python3 tools/dev.py check --fix"
 
 MAX_COLUMNS = 120
-# folders of what clang-format formats, which are no tables of data (*.inc)
+# folders with files for clang-format, except tables of data (*.inc)
 FORMATTED = ("examples", "ggml-macko", "tests", "tools")
 CPP_SUFFIXES = {".c", ".cpp", ".cu", ".cuh", ".h"}
 
@@ -77,7 +77,7 @@ def run_together(commands: dict[str, list[object]]) -> None:
 
 
 def cuda_architectures() -> str:
-    """Those of the GPUs here. Without one, the oldest and the newest paths of the code; a release builds all."""
+    """The architectures of this machine's GPUs. Without one, the oldest and the newest code path; a release has all."""
     try:
         query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
         found = subprocess.run(query, check=True, capture_output=True, text=True, timeout=60).stdout.split()
@@ -115,7 +115,7 @@ def create_venv() -> None:
 
 
 def install_package(package: list[object], extra: str) -> None:
-    """Installs the package, and then what it and its extra need."""
+    """Installs the package, then the requirements of the package and its extra."""
     run(PYTHON, "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", "--no-build-isolation", *package)
     # llama-cpp-python is compiled here, without the library of llama.cpp's command-line programs
     hook = shlex.quote(f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={ROOT / 'cmake' / 'llama-cpp-python.cmake'}")
@@ -129,7 +129,7 @@ def install_build_requirements() -> None:
 
 
 def prepare() -> None:
-    """Makes .venv what check and test need: the package in editable mode, all requirements of tests, and the tools."""
+    """Prepares .venv for check and test: the package in editable mode, all requirements of tests, and the tools."""
     create_venv()
     wanted = (ROOT / "pyproject.toml").read_text()
     if READY.exists() and READY.read_text() == wanted:
@@ -183,7 +183,7 @@ def cmake_files() -> list[pathlib.Path]:
 
 
 def long_lines() -> Iterator[str]:
-    """clang-format cannot break comments and strings, and ruff looks at Python only."""
+    """Lines of more than 120 columns: clang-format cannot break comments and strings, and ruff checks only Python."""
     for path in [*cpp_files(), *cmake_files()]:
         for number, line in enumerate((ROOT / path).read_text().splitlines(), 1):
             if len(line) > MAX_COLUMNS:
@@ -206,7 +206,7 @@ def style_checks() -> dict[str, list[object]]:
 
 
 def type_check() -> dict[str, list[object]]:
-    """mypy reads the types of the installed dependencies."""
+    """Runs mypy, which reads the types of the installed dependencies."""
     return {"mypy": [PYTHON, "-m", "mypy"]}
 
 
@@ -222,7 +222,7 @@ def fix_style() -> None:
 def demo(args: argparse.Namespace) -> None:
     install_build_requirements()
     wheel = build_wheel(cuda_options("AUTO" if has_gpu() else "OFF"))
-    READY.unlink(missing_ok=True)  # the wheel takes the place of the editable package
+    READY.unlink(missing_ok=True)  # the wheel replaces the editable package
     install_package([wheel], "plot")
     run(PYTHON, "tools/demo.py", *(["--dense", args.dense] if args.dense else []))
 
@@ -248,7 +248,7 @@ def missing_for_arm64() -> list[str]:
 
 
 def build_everything() -> None:
-    """All builds at the same time, with format, lint and types: what one leaves idle, another uses."""
+    """Runs all builds, format, lint and types at the same time, so that no core is idle."""
     core_only = ["-GNinja", "-DGGML_MACKO_PLUGIN=OFF", "-DGGML_MACKO_CUDA=OFF", f"-DPython3_EXECUTABLE={PYTHON}"]
     run("cmake", "-S", ROOT, "-B", SANITIZED, "-DGGML_MACKO_SANITIZE=ON", *core_only)
     builds: dict[str, list[object]] = {
@@ -270,13 +270,13 @@ def run_ctest(folder: pathlib.Path, env: dict[str, str] | None = None) -> None:
 
 
 def run_pytest(*args: object, env: dict[str, str]) -> None:
-    """One process per core: waiting threads of one must not take the core of another."""
+    """Runs one process per core: waiting threads of one must not take the core of another."""
     environment = {"OMP_WAIT_POLICY": "passive", **os.environ, **env}
     run(PYTHON, "-m", "pytest", "-n", CPUS, "--dist", "worksteal", *args, env=environment)
 
 
 def test_debug_build() -> None:
-    """The plugin without optimization, with libstdc++'s assertions; its link compares the definitions of every type."""
+    """Builds the plugin without optimization, with libstdc++'s assertions; its link compares the types' definitions."""
     package = BUILD / "debug" / "ggml_macko"
     ignored = shutil.ignore_patterns("*.so", "__pycache__")  # links to the optimized libraries
     shutil.copytree(ROOT / "python" / "ggml_macko", package, ignore=ignored, dirs_exist_ok=True)
@@ -291,7 +291,7 @@ def test(_: argparse.Namespace) -> None:
     cuda = cuda_options("AUTO")
     configure(*cuda)
     build_everything()
-    build_wheel(cuda)  # test_wheel.py looks inside
+    build_wheel(cuda)  # for test_wheel.py
     run_ctest(BUILD)
     run_ctest(SANITIZED)
     if not missing_for_arm64():

@@ -41,7 +41,7 @@ def paragraph(text: str) -> str:
 
 
 def argument_row(action: argparse.Action, formatter: argparse.HelpFormatter) -> str:
-    """| `-n N, --n-gen N` | what it does |"""
+    """A row of a table: | `-n N, --n-gen N` | description |"""
     if action.option_strings:
         value = "" if action.nargs == 0 else " " + formatter._format_args(action, action.dest.upper())
         name = ", ".join(action.option_strings) + value
@@ -52,7 +52,7 @@ def argument_row(action: argparse.Action, formatter: argparse.HelpFormatter) -> 
 
 
 def usage_of(parser: argparse.ArgumentParser) -> str:
-    """`macko convert [options] IN OUT [TYPE] ...`: arguments without a dash, options summed up."""
+    """`macko convert [options] IN OUT [TYPE] ...`: arguments without a dash; options are abbreviated."""
     formatter = argparse.HelpFormatter(parser.prog)
     names = [formatter._format_args(a, a.dest.upper()) for a in positionals(parser)]
     return " ".join([parser.prog, "[options]", *names])

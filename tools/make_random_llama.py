@@ -4,7 +4,7 @@
 Weights are normally distributed with standard deviation 1/sqrt(fan-in), which keeps logits in range. Zeros are at
 independent random places of the block matrices, or at the smallest magnitudes. Memory holds 4 M weights at a time. The
 vocabulary is a valid SentencePiece vocabulary with byte fallback. With --relu-zeros, the architecture is Arcee: the
-feed-forward part is down(relu(up x)^2), and the mean of up makes about this share of the activations zero.
+feed-forward block is down(relu(up x)^2), and the mean of up makes about this share of the activations zero.
 
     Llama 1B:    --layers 16 --embd 2048 --ff 8192 --heads 32 --kv-heads 8 --vocab 32000 --tied --density 0.5 OUT
     ReLU, 7B:    --layers 32 --embd 4096 --ff 11008 --heads 32 --kv-heads 32 --density 0.5 --relu-zeros 0.9 OUT

@@ -41,7 +41,7 @@ def rows() -> list[tuple[str, str, float, float]]:
 
 
 def draw(ink: str) -> Figure:
-    """The figure with text and axes in one color, on a transparent ground."""
+    """Draws the figure with text and axes in one color on a transparent background."""
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     figure.patch.set_alpha(0)
     axes = figure.subplots()

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Measures what a day with a model is made of, beside llama.cpp's own backend: one token at several depths, a quantized
-cache, several sequences, prompts, and some of the layers in host memory.
+"""Measures everyday uses of a model with the plugin and with llama.cpp's own backend: one token at several depths, a
+quantized cache, several sequences, prompts, and some of the layers in host memory.
 
   python3 tools/build_llama_cpp.py llama-bench llama-batched-bench       # for the plugin: no CUDA backend of llama.cpp
   cmake -S LLAMA_CPP -B cuda -DGGML_CUDA=ON && cmake --build cuda --target llama-bench llama-batched-bench
   lab/scripts/bench_everyday.py build/llama.cpp/bin sparse=sparse.gguf --other cuda/bin F16=f16.gguf Q8_0=q8_0.gguf
 
-A column for each NAME=MODEL. The first ones run with the plugin, those behind --other with that build as it is. Models
-take turns: each row is measured for all of them before the next one. Flash attention is on, micro-batches have 512
-tokens. Prints a table; --json adds a line per figure to a file.
+Each NAME=MODEL is a column. The first ones run with the plugin, those after --other with that build and no plugin.
+Models take turns: each row is measured for all of them before the next one. Flash attention is on, micro-batches have
+512 tokens. Prints a table; --json adds a line per figure to a file.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Model(NamedTuple):
     name: str
     path: str
     folder: pathlib.Path
-    """Of the programs that run it."""
+    """The folder of the programs that run it."""
     plugin: bool
 
 
 def output_of(model: Model, program: str, *args: object) -> list[dict[str, Any]]:
-    """What a program prints in JSON lines. Raises RuntimeError unless it exits with 0."""
+    """The JSON lines that a program prints. Raises RuntimeError unless it exits with 0."""
     path = model.folder / program
     words = ["-m", model.path, "-fa", 1, *args]
     command = programs.command(path, *words) if model.plugin else [str(path), *map(str, words)]
@@ -51,7 +51,7 @@ def output_of(model: Model, program: str, *args: object) -> list[dict[str, Any]]
 
 
 def tests(model: Model, repetitions: int, *args: object) -> list[dict[str, Any]]:
-    """llama-bench: a dictionary for each of its tests."""
+    """The results of llama-bench, one dictionary per test."""
     return output_of(model, "llama-bench", "-r", repetitions, "-o", "jsonl", *args)
 
 
@@ -75,7 +75,7 @@ def prompts(model: Model, args: argparse.Namespace, cache: str, depth: int) -> s
 
 
 def sequences(model: Model, _: argparse.Namespace) -> str:
-    """Milliseconds of a step in which each sequence makes a token."""
+    """Milliseconds of a step in which each sequence generates a token."""
     steps = 32
     context = max(SEQUENCES) * (16 + steps)
     for _ in range(20):  # its logger may lose the end of its output (llama_programs.run_logged)
@@ -95,7 +95,7 @@ def offloaded(model: Model, args: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=pathlib.Path, help="of the programs that run with the plugin")
+    parser.add_argument("folder", type=pathlib.Path, help="folder of the programs that run with the plugin")
     parser.add_argument("models", nargs="*", metavar="NAME=MODEL")
     parser.add_argument(
         "--other", nargs="+", default=[], metavar="ARG", help="folder of other programs, and the NAME=MODEL they run"
@@ -106,9 +106,9 @@ def main() -> None:
         help="decode, cache (the same with one in Q8_0), prompt, sequences, offload (default: %(default)s)"
     )  # fmt: skip
     parser.add_argument(
-        "--layers", type=int, default=20, metavar="N", help="on the GPU, for offload (default: %(default)s)"
+        "--layers", type=int, default=20, metavar="N", help="layers on the GPU, for offload (default: %(default)s)"
     )
-    parser.add_argument("-t", "--threads", type=int, default=16, help="for that row (default: %(default)s)")
+    parser.add_argument("-t", "--threads", type=int, default=16, help="threads for offload (default: %(default)s)")
     parser.add_argument("-r", "--repetitions", type=int, default=3, metavar="N")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
     args = parser.parse_args()

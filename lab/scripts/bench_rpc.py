@@ -5,12 +5,12 @@
   python3 lab/scripts/bench_rpc.py build/llama.cpp/bin sparse.gguf    # servers on the loopback
   sudo python3 lab/scripts/bench_rpc.py --hosts build/llama.cpp/bin sparse.gguf   # each in a namespace of its own
 
-A row for this machine alone, and one for 1, 2 ... servers that hold all layers. The text must be the same; exits with 1
-if it is not. ms per token: the smallest of the repetitions. A server's memory is its anonymous memory while it
-generates; of sent bytes, those of loading. Traffic is counted with --hosts only. Where there are GPUs, a server
-computes on one of them, the first on the first, by turns if there are more servers; with --client-gpu the client has
-the first one for some of the layers, and the servers have the others. GPU memory is what a run takes of all, beside
-what the servers keep: their contexts, and the memory in which weights become dense.
+The table has a row for this machine alone, and one each for 1, 2 ... servers that hold all layers. Exits with 1 if the
+texts differ. The time per token is the minimum of the repetitions. The memory of a server is its anonymous memory
+during generation; "sent" counts the bytes while loading, and --hosts is required to count traffic. With GPUs, each
+server computes on one of them in turn; with --client-gpu, the client uses the first GPU for some of the layers, and the
+servers use the others. GPU memory is that of a run on all GPUs, without the servers' permanent memory: contexts, and
+buffers for dense copies of weights.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Run(NamedTuple):
     ms_per_token: float
     load_ms: float
     client_memory: int  # peak, bytes
-    server_memory: list[int]  # while they generate, bytes
+    server_memory: list[int]  # during generation, bytes
     gpu_memory: int  # at most, of all processes, bytes
     traffic: list[int]  # bytes, by server
 
 
 def free_on_gpu() -> int:
-    """Bytes, of all GPUs; 0 where there is none."""
+    """Free bytes of all GPUs; 0 without a GPU."""
     return sum(gpu.free for gpu in devices.gpus())
 
 
@@ -64,9 +64,9 @@ def run_once(
     count: bool,
     client_gpu: str | None,
 ) -> Run | None:
-    """client_gpu: by its number, that computes beside the servers; None: the servers alone, or all without servers.
+    """client_gpu: number of the GPU on which the client computes some layers, or None.
 
-    None if the logger's thread lost the end of its output, with the figures.
+    Returns None if the logger's thread lost the end of its output, which has the figures.
     """
     place = ["-ngl", "99" if servers or devices.gpus() else "0"]
     environment = dict(os.environ)
@@ -92,7 +92,7 @@ def run_once(
             samples.append([s.memory() for s in servers])
             lowest = min(lowest, free_on_gpu())
             time.sleep(0.01)
-        process.returncode = status  # it has been waited for
+        process.returncode = status  # os.wait4 has already waited
         out.seek(0)
         err.seek(0)
         text, log = out.read().decode(errors="replace"), err.read().decode(errors="replace")
@@ -109,7 +109,7 @@ def run_once(
 
 
 def run(*args: Any) -> Run:
-    """run_once(), until its figures are known."""
+    """Repeats run_once() until its figures are complete."""
     for _ in range(20):
         found = run_once(*args)
         if found is not None:
@@ -119,14 +119,14 @@ def run(*args: Any) -> Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=pathlib.Path, help="of llama.cpp's programs")
+    parser.add_argument("folder", type=pathlib.Path, help="folder of llama.cpp's programs")
     parser.add_argument("model", type=pathlib.Path)
     parser.add_argument("--hosts", action="store_true", help="a network namespace for each server")
     parser.add_argument("--servers", default="0,1,2,3", metavar="N,N...", help="a row for each (default: %(default)s)")
-    parser.add_argument("-t", "--threads", type=int, default=2, help="of the client, and of each server")
+    parser.add_argument("-t", "--threads", type=int, default=2, help="threads of the client, and of each server")
     parser.add_argument("-r", "--repetitions", type=int, default=3, metavar="N")
     parser.add_argument("--stock", action="store_true", help="servers without the plugin")
-    parser.add_argument("--client-gpu", action="store_true", help="a GPU for the client, too, beside the servers'")
+    parser.add_argument("--client-gpu", action="store_true", help="also use a GPU for the client")
     args = parser.parse_args()
     if args.client_gpu and not devices.gpus():
         parser.error("--client-gpu: there is no GPU")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Error of quantized non-zeros whose scales belong to windows of columns (lab/quantized.md). Needs PyTorch.
+"""Error of quantized non-zeros with one scale for each window of columns (lab/quantized.md). Needs PyTorch.
 
   python3 lab/scripts/column_windows.py --density .5 [--magnitude] [--blocks N] MODEL.gguf
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOP = 127  # largest level
-GRID = (0.72, 0.8, 0.87, 0.93, 1.0, 1.08)  # scales that the search starts from, relative to the largest value
+GRID = (0.72, 0.8, 0.87, 0.93, 1.0, 1.08)  # first scales of the search, relative to the largest value
 # FORMAT.md, section 7
 Q4_NL = (
     (-127, -100, -81, -67, -54, -42, -31, -17, 10, 25, 38, 50, 63, 77, 94, 121),
@@ -56,7 +56,7 @@ def squared_error(x: Tensor, d: Tensor, levels: Tensor) -> Tensor:
 
 
 def search(x: Tensor, levels: Tensor) -> Tensor:
-    """The scale of each window, of either sign: the best of a grid, each improved twice by least squares."""
+    """The best scale of either sign for each window from a grid, each improved twice by least squares."""
     largest = x.abs().amax(1)
     best, chosen = torch.full_like(largest, torch.inf), torch.ones_like(largest)
     for start in (sign * g for sign in (1, -1) for g in GRID):
@@ -71,7 +71,7 @@ def search(x: Tensor, levels: Tensor) -> Tensor:
 
 
 def fit_levels(x: Tensor, n: int) -> Tensor:
-    """Levels of a matrix: quantiles, improved by turns of scales and weighted means, and rounded to integers."""
+    """Levels of a matrix: quantiles, improved by alternating scales and weighted means, and rounded to integers."""
     largest = x.gather(1, x.abs().argmax(1, keepdim=True))[:, 0]
     by_largest = torch.where(largest == 0, torch.ones_like(largest), largest / -TOP)
     values = (x / by_largest[:, None])[x != 0]
@@ -88,7 +88,7 @@ def fit_levels(x: Tensor, n: int) -> Tensor:
 
 
 def rounded_scales(d: Tensor, kind: str, per_row: int) -> Tensor:
-    """Scales as a file would store them."""
+    """Scales as stored in a file."""
     if kind == "F16":
         return d.half().float()
     if kind == "8-bit float":  # sign, 3 exponent bits and 4 mantissa bits, times a float for each row

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Perplexity of a dense model pruned by every method at several sparsities: one table, made by one command.
+"""Perplexity of a dense model pruned by every method at several sparsities, as one table.
 
     lab/scripts/prune_quality.py model-f16.gguf -f calibration.txt --held-out held-out.txt -o table.md
 
-Statistics of the dense model are taken once and serve all sparsities. --sequential adds Wanda, SparseGPT and ALPS with
-statistics that are taken anew after each block, which costs a pass over the text per block, sparsity and method;
---asymmetric adds ALPS with targets of the dense model, which costs two per input of a block. Results are written to
-FILE.json as they come; a run that was interrupted goes on from there.
+Statistics of the dense model are computed once for all sparsities. --sequential adds Wanda, SparseGPT and ALPS with
+statistics that are computed again after each block, which costs a pass over the text per block, sparsity and method;
+--asymmetric adds ALPS with targets of the dense model, which costs two passes per input of a block. Results are written
+to FILE.json at once; the next run continues from there after an interruption.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Method(NamedTuple):
 
     label: str
     method: str
-    per: str  # within what weights are compared
+    per: str  # the unit within which weights are compared
     refit: bool = False
 
 
@@ -68,7 +68,7 @@ class Job:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """Nothing is printed within the block."""
+    """Suppresses all output within the block."""
     with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
         yield
 
@@ -196,7 +196,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("model", metavar="MODEL", help="dense F16 model")
-    parser.add_argument("--other", action="append", default=[], metavar="FNAME", help="a model to measure as it is")
+    parser.add_argument("--other", action="append", default=[], metavar="FNAME", help="model to measure, not to prune")
     parser.add_argument("-f", "--file", required=True, help="calibration text")
     parser.add_argument("--chunks", type=int, default=128, help="chunks of it (default: 128)")
     parser.add_argument("--held-out", required=True, metavar="FNAME", help="text to measure perplexity on")
@@ -204,7 +204,7 @@ def main() -> int:
     parser.add_argument("--sparsities", default="0.3,0.4,0.5,0.6,0.7", help="default: %(default)s")
     parser.add_argument("--sequential", metavar="S,...", help="also with sequential statistics at these sparsities")
     parser.add_argument("--asymmetric", metavar="S,...", help="also ALPS with --asymmetric at these sparsities")
-    parser.add_argument("--shares", default="0,0.5,1", help="of --asymmetric (default: %(default)s)")
+    parser.add_argument("--shares", default="0,0.5,1", help="values of --asymmetric (default: %(default)s)")
     parser.add_argument("--methods", metavar="LABEL;...", help="only these rows, by their labels in the table")
     parser.add_argument("-o", "--output", required=True, metavar="FILE.md", help="table to write")
     args = parser.parse_args()

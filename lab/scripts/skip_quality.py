@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Perplexity of models some of whose feed-forward neurons are skipped: tables and a plot, made by one command.
+"""Perplexity of models with skipped feed-forward neurons, as tables and a plot.
 
     lab/scripts/skip_quality.py model-f16.gguf [MODEL ...] -f calibration.txt --held-out held-out.txt -o table.md
 
-All scores and allocations of `macko perplexity --skip`, at several shares. Thresholds and losses come from the
-calibration text. Each model is also measured as it is, without listening to its activations; skipping a share of 0 must
-give the same figure to the last bit. Results are written to FILE.json as they come; a run that was interrupted goes on
-from there. The plot is FILE.png.
+The tables have all scores and allocations of `macko perplexity --skip` at several shares. Thresholds and losses come
+from the calibration text. Each model is also measured without a look at its activations; a share of 0 must give the
+same figure to the last digit. Results are written to FILE.json at once; the next run continues from there after an
+interruption. The plot is FILE.png.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ STYLES = {"uniform": "-", "greedy": "--"}
 
 
 def bytes_read(score: str, share: float) -> float:
-    """The part of the feed-forward weights that one token needs. CATS knows before up is computed what it skips; the
-    others know it once up is computed, so only columns of down are left to skip.
+    """The share of the feed-forward weights that one token needs. CATS selects neurons before up is computed; the other
+    scores need up, so they skip only columns of down.
     """
     return (1 + 2 * (1 - share)) / 3 if score == "cats" else (2 + (1 - share)) / 3
 
 
 def cell(result: dict[str, Any]) -> str:
-    """Perplexity, and its rise with the standard error of the paired difference."""
+    """Perplexity, and its increase with the standard error of the paired difference."""
     rise = 100 * math.expm1(result["rise"])
     return f"{result['ppl']:.2f} ({rise:+.1f} ± {(100 + rise) * result['rise_error']:.1f} %)"
 
@@ -60,7 +60,7 @@ def measure(model: TextModel, chunks: Chunks) -> tuple[Estimate, Array]:
 
 
 class Sweep:
-    """Measures models, and keeps what it found in a file."""
+    """Measures models and stores the results in a file."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -86,7 +86,7 @@ class Sweep:
                     self.measure_score(path, model, score, todo)
 
     def as_it_is(self, path: str, model: str) -> Array:
-        """Negative log-likelihoods of the model without skipping; measured once per process, they are not kept."""
+        """Negative log-likelihoods of the model without skipping; measured once per process, never stored."""
         if model in self.tokens:
             return self.tokens[model]
         with TextModel.opened_with(path, self.args.held_out, N_CTX, -1, n_threads=self.args.threads) as (llama, chunks):
@@ -153,7 +153,7 @@ class Sweep:
         return "\n".join(out)
 
     def draw(self) -> plot.Figure:
-        """Perplexity over the share of skipped neurons, and over the part of the feed-forward weights that is read."""
+        """Perplexity over the share of skipped neurons, and over the share of the feed-forward weights that is read."""
         models = [pathlib.Path(path).stem for path in self.args.models]
         figure = plot.figure_class()(figsize=(11, 4.2 * len(models)), layout="constrained", facecolor="white")
         for model, axes in zip(models, figure.subplots(len(models), 2, sharey="row", squeeze=False)):

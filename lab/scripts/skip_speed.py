@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Tokens per second of models whose weights are zero, of some whose neurons are skipped by thresholds at run time, and
-of both, against perplexity: a table and a plot, made by one command.
+"""Tokens per second of models with zeros in their weights, with neurons skipped by thresholds at run time, and with
+both, against perplexity: a table and a plot.
 
     lab/scripts/skip_quality.py MODEL ... -f calibration.txt --held-out held-out.txt -o quality.md
     lab/scripts/skip_speed.py MODEL ... -f calibration.txt --held-out held-out.txt --quality quality.json -o speed.md
 
-MODEL: dense files of one model with more and more zeros. Each is converted, and gets thresholds for each share from the
-calibration text (score product, uniform); a model without zeros stays dense, and nothing of it is skipped. All files
-are loaded into one process with GGML_MACKO_LOAD=act-thresholds, and read the beginning of the other text one token at a
-time, in turn, round after round. Speeds are medians of rounds, and so is how many times as fast a file is as the first
-one in the same round, which other work on the machine changes little. Perplexities are those that skip_quality.py has
-found; without them there is a table only. Times are kept in FILE.json; a run that finds them only draws. The plot is
-FILE.png.
+MODEL: dense files of one model with increasing numbers of zeros. Each is converted, and gets thresholds for each share
+from the calibration text (score product, uniform); a model without zeros stays dense, and none of its neurons are
+skipped. All files are loaded into one process with GGML_MACKO_LOAD=act-thresholds, and evaluate the beginning of the
+held-out text one token at a time, in turn, round after round. Speeds are medians of rounds, and so are ratios to the
+first file in the same round, which other work on the machine affects little. Perplexities are from skip_quality.py;
+without them the script prints a table only. Times are stored in FILE.json; a run that finds this file only draws. The
+plot is FILE.png.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def label(model: str, share: float) -> str:
 
 
 def measure(args: argparse.Namespace, shares: list[float]) -> dict[str, Any]:
-    """Median milliseconds of a token in each round, and what they were measured with."""
+    """Median milliseconds of a token in each round, with the number of threads and the kernels."""
     with tempfile.TemporaryDirectory(dir=pathlib.Path(args.output).resolve().parent) as folder:
         files = {}
         for path in map(pathlib.Path, args.models):
@@ -77,7 +77,7 @@ class Row(NamedTuple):
     model: str
     share: float
     speed: float  # tokens per second
-    times: float  # of the first model's speed
+    times: float  # relative to the first model's speed
     ppl: float | None
 
 
@@ -93,7 +93,7 @@ def table(rows: list[Row]) -> str:
 
 
 def draw(rows: list[Row], title: str) -> plot.Figure:
-    """A line through the models as they are, and one from each of them through its shares."""
+    """A line through the models without skipping, and one from each of them through its shares."""
     figure = plot.figure_class()(figsize=(8, 5), layout="constrained", facecolor="white")
     axes = figure.subplots()
     whole = [r for r in rows if r.share == 0]
@@ -110,7 +110,7 @@ def draw(rows: list[Row], title: str) -> plot.Figure:
     axes.set(xlabel="tokens per second, one at a time", ylabel="perplexity (log)", yscale="log", title=title)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
-    axes.margins(x=0.18, y=0.1)  # room for the labels
+    axes.margins(x=0.18, y=0.1)  # space for the labels
     axes.grid(alpha=0.25, which="both")
     axes.legend(frameon=False)
     return figure
@@ -125,8 +125,8 @@ def main() -> int:
     parser.add_argument("--chunks", type=int, default=N_CHUNKS, help="chunks of it (default: %(default)s)")
     parser.add_argument("-c", "--ctx", type=int, default=N_CTX, help="tokens of a chunk (default: %(default)s)")
     parser.add_argument("--held-out", required=True, metavar="FNAME", help="text to read while time is taken")
-    parser.add_argument("--quality", metavar="FILE.json", help="what skip_quality.py found")
-    parser.add_argument("--shares", default="0.5,0.6,0.7", help="of its shares (default: %(default)s)")
+    parser.add_argument("--quality", metavar="FILE.json", help="results of skip_quality.py")
+    parser.add_argument("--shares", default="0.5,0.6,0.7", help="shares of skipped neurons (default: %(default)s)")
     parser.add_argument("--type", default="auto", help="TYPE of macko convert (default: auto)")
     parser.add_argument("-n", "--n-gen", type=int, default=64, help="tokens of a round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=24, help="default: %(default)s")

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Trains a dense model of any width and depth: to measure pruning and activation sparsity on.
+"""Trains a dense model of any width and depth, for measurements of pruning and activation sparsity.
 
     lab/scripts/train_dense.py docs-23m-f16.gguf OUT -f calibration.txt --layers 12 --embd 768 --ff 2048 --heads 12 \\
         --kv-heads 6 --self-generated 38000 --batch-size 16 --epochs 1 --learning-rate 8e-4
 
-Another model is the teacher, usually a smaller one: the new one has its vocabulary, and learns its probabilities of the
-next token on a text and on chunks that it writes, as `macko recover` does. Its architecture is llama, or arcee: a Llama
-whose feed-forward parts are down(relu(up(h))^2), so that most of what down is multiplied with becomes exactly zero.
-Weights are random at the beginning; with --from-teacher, tensors that the teacher has in the same shape are the
-teacher's. Needs PyTorch. The result has F16 matrices.
+The teacher is another model, usually a smaller one: the new model has its vocabulary, and learns its probabilities of
+the next token on a text and on chunks that the teacher writes, as in `macko recover`. The architecture is llama, or
+arcee: a Llama with feed-forward blocks down(relu(up(h))^2), so that most inputs of down become exactly zero. Weights
+are random at the start; with --from-teacher, tensors with the shape of the teacher's are copies of the teacher's. Needs
+PyTorch. The result has F16 matrices.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from ggml_macko.values import TYPE_F16, TYPE_F32, Array, to_float
 ARCHITECTURES = ("llama", "arcee")
 
 EMBEDDING_DEVIATION = 0.02
-"""Standard deviation of embeddings and head at the beginning: all tokens are about as likely."""
+"""Standard deviation of embeddings and head at the start: all tokens are about equally likely."""
 
 
 class Size(NamedTuple):
-    """Of a model."""
+    """The dimensions of a model."""
 
     layers: int
     embd: int
@@ -52,7 +52,7 @@ class Size(NamedTuple):
 
 
 def metadata(teacher: Model, arch: str, size: Size) -> list[Key]:
-    """Of a model of this architecture and size with the teacher's vocabulary and context."""
+    """The keys of a model of this architecture and size with the teacher's vocabulary and context."""
     kept = [key for key in teacher.keys if key.name.startswith("tokenizer.")]
     keys = {key.name: key.value() for key in teacher.keys}
     numbers = {
@@ -76,7 +76,7 @@ def metadata(teacher: Model, arch: str, size: Size) -> list[Key]:
 
 
 def tensors(arch: str, size: Size, n_vocab: int) -> list[NewTensor]:
-    """All of a model: matrices of F16, vectors of F32."""
+    """The tensors of a model: matrices in F16, vectors in F32."""
     kv = size.kv_heads * size.head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "token_embd": (size.embd, n_vocab),
@@ -105,7 +105,7 @@ def tensors(arch: str, size: Size, n_vocab: int) -> list[NewTensor]:
 
 
 def deviation(t: NewTensor, size: Size) -> float:
-    """Standard deviation of a matrix's random weights; what is added to the hidden states grows with no depth."""
+    """Standard deviation of a matrix's random weights; additions to the hidden states do not grow with the depth."""
     if not t.name.startswith("blk."):
         return EMBEDDING_DEVIATION
     is_added = "attn_output" in t.name or "ffn_down" in t.name
@@ -113,7 +113,7 @@ def deviation(t: NewTensor, size: Size) -> float:
 
 
 def of_teacher(model: Model) -> dict[str, Tensor]:
-    """The teacher's tensors by name; its head, too, where that is the embeddings."""
+    """The teacher's tensors by name, including its head, which may be the embeddings."""
     found = {t.name: t for t in model.tensors}
     found.setdefault("output.weight", found["token_embd.weight"])
     return found
@@ -122,8 +122,8 @@ def of_teacher(model: Model) -> dict[str, Tensor]:
 def write_start(
     path: Path, teacher: Path, size: Size, seed: int, *, arch: str = "llama", from_teacher: bool = False
 ) -> None:
-    """A model with the teacher's vocabulary. Its weights are random; from_teacher: those of which the teacher has
-    tensors of the same shape are the teacher's.
+    """Writes a model with random weights and the teacher's vocabulary. from_teacher: copies the teacher's tensors of
+    the same shape.
     """
     rng = np.random.default_rng(seed)
     with Model(teacher) as model, AtomicOutput(path, [teacher], force=True) as output:
@@ -146,7 +146,7 @@ def write_start(
 
 
 def check_vocabulary(model: Model, teacher: Model) -> None:
-    """Raises MackoError unless the two read the same tokens."""
+    """Raises MackoError unless the two models have the same vocabulary."""
     found, wanted = (
         {key.name: key.record for key in m.keys if key.name.startswith("tokenizer.ggml.")} for m in (model, teacher)
     )
@@ -161,8 +161,8 @@ def imitate(
     *,
     teacher: str | os.PathLike[str],
 ) -> RecoverReport:
-    """Trains all weights of a dense GGUF, embeddings and head too, so that it behaves like `teacher`, a model of any
-    shape with the same vocabulary; see recover.recover(). Weights that are zero stay zero.
+    """Trains all weights of a dense GGUF, including embeddings and head, to behave like `teacher`, a model of any shape
+    with the same vocabulary; see recover.recover(). Weights that are zero stay zero.
     """
     options.check()
     task = Task(check_vocabulary, lambda model: model.tensors, lambda options, report: [])
@@ -179,18 +179,18 @@ def main() -> int:
     parser.add_argument("--arch", choices=ARCHITECTURES, default="llama", help="architecture (default: %(default)s)")
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--embd", type=int, required=True, help="width")
-    parser.add_argument("--ff", type=int, required=True, help="width of the feed-forward part")
+    parser.add_argument("--ff", type=int, required=True, help="width of the feed-forward blocks")
     parser.add_argument("--heads", type=int, required=True)
     parser.add_argument("--kv-heads", type=int, required=True)
     parser.add_argument(
         "--from-teacher", action="store_true", help="start from the teacher's tensors where they have the same shape"
     )
     parser.add_argument("-c", "--ctx-size", type=int, default=512, help="tokens of a chunk (default: %(default)s)")
-    parser.add_argument("--self-generated", type=int, default=0, help="chunks more that the teacher writes")
+    parser.add_argument("--self-generated", type=int, default=0, help="additional chunks that the teacher writes")
     parser.add_argument("--batch-size", type=int, default=16, help="chunks of a step (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=1, help="how often the text is read (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=0.0, help="the highest (default: by the width)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the text")
+    parser.add_argument("--epochs", type=int, default=1, help="number of passes over the text (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=0.0, help="maximum rate (default: from the width)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the order of the text")
     args = parser.parse_args()
     size = Size(args.layers, args.embd, args.ff, args.heads, args.kv_heads)
     if min(size) < 1 or args.embd % (2 * args.heads) or args.heads % args.kv_heads:

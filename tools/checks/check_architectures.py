@@ -4,8 +4,8 @@
   python3 tools/checks/check_architectures.py             all of the installed llama.cpp, about five minutes on 2 cores
   python3 tools/checks/check_architectures.py mamba rwkv7 these
   python3 tools/checks/check_architectures.py --table docs/design/architectures.md   all, into the file
-  python3 tools/checks/check_architectures.py --gpu -j 8  on the GPU, too, sparse and dense
-  python3 tools/checks/check_architectures.py --rows FILE --gpu --table PAGE      from what --json printed
+  python3 tools/checks/check_architectures.py --gpu -j 8  also on the GPU, sparse and dense
+  python3 tools/checks/check_architectures.py --rows FILE --gpu --table PAGE      from the output of --json
 
 For each architecture, the tool builds a random model of a few hundred kilobytes (tests/support/architectures.py),
 prunes it to 70 % zeros and converts it. It loads the dense and the sparse file with GGML_MACKO_LOAD=sparse-only and
@@ -82,7 +82,7 @@ def build(folder: pathlib.Path, arch: str) -> dict[str, Any]:
 
 
 def outputs(path: pathlib.Path, arch: str, gpu: bool = False) -> npt.NDArray[np.float32]:
-    """Logits, or embeddings, of every token: of a batch, then of single tokens."""
+    """Logits or embeddings of every token: of a batch, then of single tokens."""
     import llama_cpp.llama_cpp as api
 
     from ggml_macko import register

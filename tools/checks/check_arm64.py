@@ -35,7 +35,7 @@ MACKO = (sys.executable, "-m", "ggml_macko.commands.cli")
 
 
 def compile_program(compiler: str, source: pathlib.Path, libraries: pathlib.Path, out: pathlib.Path) -> pathlib.Path:
-    """tests/support/run-llama.c with the libllama in a folder."""
+    """Compiles tests/support/run-llama.c with the libllama in a folder."""
     include = (f"-I{source}/include", f"-I{source}/ggml/include")
     link = (f"-L{libraries}", "-lllama", f"-Wl,-rpath,{libraries}", f"-Wl,-rpath-link,{libraries}")
     build_llama_cpp.run(compiler, "-o", out, ROOT / "tests" / "support" / "run-llama.c", *include, *link)

@@ -190,7 +190,7 @@ def check_place(
             with programs.Server(folder, model, *options, "-np", 1) as server:
                 answers.append(server.complete(programs.PROMPT))
         report.add(f"{name}: llama-server", "", "", answers[0] == answers[1])
-        bench = [option.replace(",", "/") for option in place]  # llama-bench's way to name devices of one run
+        bench = [option.replace(",", "/") for option in place]  # llama-bench needs this form for the devices of one run
         check_speed(report, folder, dense, sparse, f"{name}: ", *bench, "-t", 1, "-p", 64, "-n", 32, "-r", 3)
     except (RuntimeError, OSError, subprocess.SubprocessError) as e:
         report.add(f"{name}: {e}", "", "", False)

@@ -84,7 +84,7 @@ def versions_in_range() -> list[str]:
 
 
 def header_paths(tree: pathlib.Path) -> list[pathlib.Path]:
-    """In a llama.cpp tree, in the order of HEADERS."""
+    """The header files in a llama.cpp tree, in the order of HEADERS."""
     folders = [tree / "ggml" / "include", tree / "ggml" / "src", tree / "include"]
     return [next(p for p in (folder / name for folder in folders) if p.exists()) for name in HEADERS]
 
@@ -103,7 +103,7 @@ def names_in_sources(pattern: str) -> set[str]:
 
 
 def probe_program(tree: pathlib.Path) -> str:
-    """C++ that prints "name<tab>value" for every fact of a tree's headers."""
+    """A C++ program that prints "name<tab>value" for every fact of a tree's headers."""
     text = "\n".join(path.read_text() for path in header_paths(tree))
     text = re.sub(r"//[^\n]*", "", text)
     enumerators = set(re.findall(r"^\s+((?:GGML|LLAMA)_[A-Z0-9_]+)\s*(?:=[^,\n]*)?(?:,|\n)", text, re.MULTILINE))

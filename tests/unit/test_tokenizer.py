@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from llama_cpp._logger import set_verbose
 
 from ggml_macko.evaluation import tokenizer
+from ggml_macko.evaluation.text_model import TextModel
 from support import generators, tiny_models
 from support import gguf_bytes as gb
 
@@ -112,3 +113,27 @@ def test_only_as_many_pieces_as_needed_are_tokenized(models, monkeypatch):
     monkeypatch.setattr(tokenizer.system, "available_cores", lambda: 2)
     assert np.array_equal(of.tokens(text, 1000), whole[:1000])
     assert len(found) == 2 and max(found) < tokenizer.PIECE + 50  # one for each core
+
+
+def test_text_is_tokenized_once_for_a_file(tmp_path, monkeypatch):
+    """Of the same content; a file that changed, or another text, is tokenized anew."""
+    calls, tokens = [], tokenizer.Tokenizer.tokens
+    monkeypatch.setattr(tokenizer.Tokenizer, "tokens", lambda self, *args: calls.append(args) or tokens(self, *args))
+    model, text, other = (tmp_path / name for name in ("model.gguf", "text.txt", "other.txt"))
+    file = tiny_models.make("llama")
+    model.write_bytes(gb.write(file))
+    text.write_text("ab a " * 100)
+    other.write_text("b ab " * 100)
+
+    def read(path, n_chunks=-1):
+        with TextModel.opened_with(model, path, 32, n_chunks) as (_, chunks):
+            return chunks.tolist()
+
+    first = read(text)
+    assert read(text) == first and len(calls) == 1
+    assert read(other) != first and len(calls) == 2
+    assert read(other, 2) == read(other)[:2] and len(calls) == 4
+    file.set("tokenizer.ggml.add_space_prefix", gb.BOOL, 0)
+    model.write_bytes(gb.write(file))
+    changed = read(text)
+    assert changed != first and len(calls) == 5

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy.typing as npt
 
 from .. import console, errors, system
 from ..evaluation.activations import Consumer, InputTap, Tap
-from ..evaluation.tokenizer import Tokenizer
+from ..evaluation.tokenizer import Tokenizer, Tokens
 from ..native.file import File
 from ..regular_files import read_bytes
 
@@ -37,6 +38,10 @@ Chunks = npt.NDArray[np.int32]
 
 Logits = npt.NDArray[np.float32]
 """Logits (..., n_vocab) of positions."""
+
+
+_remembered: dict[tuple[object, ...], Tokens] = {}
+"""The tokens of the last file and text, which each pass of `prune` reads again."""
 
 
 class EvaluationOptions(TypedDict, total=False):
@@ -155,8 +160,7 @@ class TextModel:
     def _chunks(self, text: bytes, text_path: str | os.PathLike[str], n_chunks: int, *, evenly: bool = False) -> Chunks:
         warn_of_crlf(text, text_path)
         text = text[:-1] if text.endswith(b"\n") else text  # llama.cpp's tools drop one newline
-        n_tokens = -1 if n_chunks < 0 or evenly else max(n_chunks, 2) * self.n_ctx
-        tokens = Tokenizer(self._api, self._model).tokens(text, n_tokens)
+        tokens = self._tokens(text, -1 if n_chunks < 0 or evenly else max(n_chunks, 2) * self.n_ctx)
         if len(tokens) < 2 * self.n_ctx:
             raise errors.bad_argument(
                 f"{text_path}: {len(tokens)} tokens; at least {2 * self.n_ctx} are needed for chunks of {self.n_ctx} "
@@ -167,6 +171,15 @@ class TextModel:
         if n_chunks < 0:
             return chunks
         return spread(chunks, n_chunks) if evenly else chunks[:n_chunks]
+
+    def _tokens(self, text: bytes, n: int) -> Tokens:
+        """Tokenizer.tokens(), remembered while the same file and text are used."""
+        file = os.stat(self.path)
+        key = (file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns, hashlib.sha256(text).digest(), n)
+        if key not in _remembered:
+            _remembered.clear()
+            _remembered[key] = Tokenizer(self._api, self._model).tokens(text, n)
+        return _remembered[key]
 
     @property
     def first_token(self) -> int | None:

@@ -7,7 +7,6 @@ imatrix), so that the error of products is small. Without them, all weights are 
 
 from __future__ import annotations
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 
@@ -68,6 +67,8 @@ def dense_error(
     n_threads: int = 0,
 ) -> MatrixError:
     """The error of ggml type `type_id` for bit patterns (rows, cols); data: the bytes of the quantized tensor."""
+    import gguf  # other commands start faster without it
+
     kind, blocks = gguf.GGMLQuantizationType(type_id), data.reshape(len(bits), -1)
 
     def measure(rows: tuple[int, int]) -> tuple[Array, ...]:

@@ -6,14 +6,15 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import gguf
+from typing import TYPE_CHECKING, Any
 
 from .. import errors, system
 from ..gguf import tensor_rules
 from ..gguf.files import Model
 from ..native import devices
+
+if TYPE_CHECKING:
+    import gguf
 
 CTX_STEP = 256  # llama.cpp rounds the context up to a multiple of this
 UBATCH = 512  # tokens of a matrix product, llama.cpp's default
@@ -54,6 +55,8 @@ def cache_type(name: str) -> gguf.GGMLQuantizationType:
     """The ggml type of a name in CACHE_TYPES. Raises MackoError for other names."""
     if name not in CACHE_TYPES:
         raise errors.bad_argument(f"{name} is no type of a cache: {', '.join(CACHE_TYPES)}")
+    import gguf  # commands without a cache start faster without it
+
     return gguf.GGMLQuantizationType[name.upper()]
 
 
@@ -61,12 +64,21 @@ DEFAULT_N_CTX = 4096
 """Tokens of a context at most, unless an option asks for more."""
 
 
+def _block_of(name: str) -> tuple[int, int]:
+    """Values and bytes of a block of a cache type."""
+    kind = cache_type(name)
+    import gguf
+
+    values, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    return values, nbytes
+
+
 def is_quantized_cache(name: str) -> bool:
-    return bool(gguf.GGML_QUANT_SIZES[cache_type(name)][0] > 1)
+    return _block_of(name)[0] > 1
 
 
 def _cache_nbytes(n_elements: int, name: str) -> int:
-    block, nbytes = gguf.GGML_QUANT_SIZES[cache_type(name)]
+    block, nbytes = _block_of(name)
     return int(-(-n_elements // block) * nbytes)
 
 

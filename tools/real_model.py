@@ -125,6 +125,10 @@ def run(args: argparse.Namespace) -> None:
     if not has_gpu:
         skipped.append("speed on a GPU, and recovery on millions of tokens: there is no GPU that ggml-macko supports")
     print()
+    if dense.parent == out:
+        print(
+            f"note: {dense.name} has the values of a quantized file, so a comparison with the type of that file is void"
+        )
     for what in skipped:
         print(f"skipped: {what}")
 

@@ -42,6 +42,7 @@ def test_a_quantized_model_goes_through_all_steps(tmp_path):
     rows = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")]
     assert rows[1:] == ["dense-f16", "Q4_0", *(f"{m}-sparse" for m in reversed(made))]
     assert f"{made[-1]}-sparse.gguf" in card.split("## Files")[1]
+    assert ("tokens of it" in card) == (len(made) > 1) and "note: dense-f16.gguf has the values of" in done.stdout
     assert ("skipped: recovery: PyTorch is not installed" in done.stdout) == (len(made) == 1)
 
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "real-model").glob("*.gguf")}

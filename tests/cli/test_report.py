@@ -175,6 +175,18 @@ def test_existing_plot_is_kept_without_force(made, macko, tmp_path, name):
     assert [p.name for p in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    "low, high, ticks",
+    [
+        (15, 17.9, [15, 15.5, 16, 16.5, 17, 17.5]),
+        (18, 120, [20, 30, 50, 70, 100]),
+        (1, 200, [1, 2, 5, 10, 20, 50, 100, 200]),
+    ],
+)
+def test_axes_have_round_numbers(low, high, ticks):
+    assert page._ticks(low, high) == pytest.approx(ticks)
+
+
 def test_page_escapes_names_and_texts():
     """Also control characters; line ends and tabs of a text remain."""
     name, text = "<i>\x1b", "a\n\t<script>\x07"

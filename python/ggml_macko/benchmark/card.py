@@ -219,6 +219,9 @@ _PRUNING = {
     "macko.prune.tensor_sparsity": "of single tensors",
     "macko.prune.datasets": "calibration text",
     "macko.prune.chunks_count": "chunks of it",
+    "macko.prune.recover.method": "recovery",
+    "macko.prune.recover.datasets": "text of the recovery",
+    "macko.prune.recover.n_tokens": "tokens of it",
 }
 
 

@@ -149,10 +149,11 @@ class _Axis:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers: 1, 2 and 5 times powers of ten, or for less than a decade equal steps."""
-    if high / low > 10:
+    """Round numbers: about equally far from each other on a logarithmic axis, or on a short one with equal steps."""
+    if high / low > 3:
+        digits = (1.0, 2.0, 5.0) if high / low > 30 else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
         tens = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
-        return [t for ten in tens for m in (1, 2, 5) if low <= (t := m * 10.0**ten) <= high]
+        return [t for ten in tens for digit in digits if low <= (t := digit * 10.0**ten) <= high]
     rough = (high - low) / 6
     ten = 10.0 ** math.floor(math.log10(rough))
     step = next(m * ten for m in (1, 2, 5, 10) if m * ten >= rough)

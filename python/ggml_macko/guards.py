@@ -39,7 +39,7 @@ class Guard:
     failure: str  # of the function without the check
     report: str | None  # section of upstream-reports.md; None: not reported
     replace: Callable[[Any], Any]  # the function -> the one that takes its place
-    versions: tuple[str, str] = (OLDEST, NEWEST)  # of llama-cpp-python that are known to fail
+    versions: tuple[str, str] = (OLDEST, NEWEST)  # versions of llama-cpp-python that fail
 
 
 # ---- checks of Llama: context managers around a method ----

@@ -30,7 +30,7 @@ class SparseMatrix:
     """
 
     __array_ufunc__ = None
-    """So that NumPy leaves x @ self to __rmatmul__, and refuses all else."""
+    """Makes NumPy pass x @ self to __rmatmul__, and refuse all other operations."""
 
     def __init__(self, arrays: EncodedMatrix):
         """arrays: of any origin. Raises MackoError unless they follow every rule of FORMAT.md."""

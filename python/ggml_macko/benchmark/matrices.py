@@ -1,4 +1,4 @@
-"""Speed of products of a matrix and a vector on the CPU: our kernels and ggml's on a dense matrix of the same shape.
+"""Speed of products of a matrix and a vector on the CPU: the plugin's kernels, and ggml's with dense matrices.
 
 The compared functions run in turn, round by round. Results are medians.
 """
@@ -33,7 +33,7 @@ K_QUANT_BLOCK = 256
 
 
 class _InitParams(ctypes.Structure):
-    """struct ggml_init_params"""
+    """The struct ggml_init_params of ggml.h."""
 
     _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
 

@@ -97,7 +97,7 @@ def as_json(result: object) -> dict[str, object]:
 
 @contextlib.contextmanager
 def dense_twin(models: Sequence[LabelledModel]) -> Iterator[LabelledModel | None]:
-    """A dense copy of the first sparse model, in a temporary folder beside it; None if no model is sparse."""
+    """A dense copy of the first sparse model, in a temporary folder next to it; None if no model is sparse."""
     for label, path in models:
         with Model(path) as model:
             if not model.is_sparse:

@@ -161,7 +161,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _labels(points: Sequence[tuple[float, float, str]]) -> list[str]:
-    """The labels of points (x, y, label), each beside its marker and off the others; empty where there is no room."""
+    """Labels for points (x, y, label), each next to its marker without overlap; points without free space get none."""
     taken = [(x - 8, y - 8, x + 8, y + 8) for x, y, _ in points]
     out = []
     for x, y, label in points:

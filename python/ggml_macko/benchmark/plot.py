@@ -143,7 +143,7 @@ def _label_points(axes: Axes, points: Sequence[Point]) -> None:
         box = text.get_window_extent()
         best = (math.inf, (0.0, 0.0), box)
         for dx, dy in _directions():
-            dx += box.width / pixels / 2 * (abs(dx) > 3) * math.copysign(1, dx)  # beside the marker, not across it
+            dx += box.width / pixels / 2 * (abs(dx) > 3) * math.copysign(1, dx)  # next to the marker, not across it
             moved = box.translated(dx * pixels, dy * pixels)
             bad = badness(moved, leader(moved, x, y))
             if bad < best[0]:

@@ -63,8 +63,8 @@ def add_threads(parser: argparse.ArgumentParser, *names: str, **more: Any) -> No
 
 
 def add_chunks(group: argparse._ActionsContainer, n_chunks: int | None, what: str, default: str = "all") -> None:
-    """-c and --chunks of commands that read a text in chunks. n_chunks: the default. default: what it means, where it
-    is no number of chunks.
+    """-c and --chunks for commands that read a text in chunks. n_chunks: the default number. default: the text for the
+    help if the default is not a number.
     """
     group.add_argument(
         "-c",

@@ -104,7 +104,7 @@ class PrintCompletion(argparse.Action):
             subparsers = command.choices.values() if isinstance(command, argparse._SubParsersAction) else ()
             for action in (action for subparser in subparsers for action in subparser._actions):
                 if action.metavar in FILES:
-                    action.complete = shtab.FILE  # where shtab looks for it
+                    action.complete = shtab.FILE  # shtab reads this member
         print(shtab.complete(parser, shell))
         parser.exit()
 
@@ -161,8 +161,8 @@ def _load_with(words: Sequence[str]) -> Iterator[None]:
 
 
 def _prepare_streams() -> None:
-    """A standard stream that is closed becomes /dev/null: else a file that we write could get its number, and with it
-    what a C library prints. A name that is not UTF-8 is printed with escapes.
+    """Opens /dev/null for each closed standard stream; otherwise an output file could get the number of a stream, and C
+    libraries would print into it. Names that are not UTF-8 are printed with escapes.
     """
     while True:
         fd = os.open(os.devnull, os.O_RDWR)

@@ -18,7 +18,7 @@ from ..native.codec import DeviceLayout
 HELP = "show the contents of a model file"
 
 MAX_LAYERS, MAX_MATRICES = 512, 128
-"""What a plot shows: llama.cpp's limit of layers, matrices of each."""
+"""The size limits of a plot: llama.cpp's limit of layers, and a number of matrices in each."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     skip_options = given(
         text=args.skip_text, score=args.skip_score, allocation=args.skip_allocation, n_chunks=args.skip_chunks
     )
-    args.limit = 0  # of chunks that were not asked for
+    args.limit = 0  # the default limit of chunks; 0: none
     if args.n_chunks is None:
         args.limit = 0 if args.kl_divergence else max(1, N_TOKENS // args.n_ctx)
         args.n_chunks = args.limit or -1
@@ -156,7 +156,7 @@ def estimate_values(estimate: Estimate) -> dict[str, float]:
 
 
 def log_limit(args: argparse.Namespace, estimate: Estimate) -> None:
-    """Tells that the text may be longer than what was measured."""
+    """Logs that the text may be longer than the measured part."""
     if args.limit and estimate.n_tokens >= args.limit * (args.n_ctx - 1 - args.n_ctx // 2):
         console.log(f"note: the first {args.limit} chunks of the text; --chunks -1 measures all of it")
 

@@ -22,7 +22,7 @@ def variables(options: load_model.LoadOptions) -> dict[str, str]:
     for path in (library.PRELOAD_PATH, library.LIBRARY_PATH):
         if not path.exists():
             raise errors.error(errors.IO, f"{path} is missing: install ggml-macko again")
-        if set(str(path)) & set(system.PRELOAD_SEPARATORS):  # the dynamic linker would see two paths, and only warn
+        if set(str(path)) & set(system.PRELOAD_SEPARATORS):  # the dynamic linker would split the path
             text = f"{path}: {system.PRELOAD_VARIABLE} cannot name a path with a space or a colon"
             raise errors.error(errors.IO, text)
     return {
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if others := os.environ.get(system.PRELOAD_VARIABLE):
         environ[system.PRELOAD_VARIABLE] += f":{others}"
     for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would pass that on
-        if name != signal.SIGPIPE or not serves_rpc:  # a client that leaves would end llama.cpp's server
+        if name != signal.SIGPIPE or not serves_rpc:  # SIGPIPE would end llama.cpp's server
             signal.signal(name, signal.SIG_DFL)
     try:
         os.execvpe(program[0], program, environ)

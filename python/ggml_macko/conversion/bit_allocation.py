@@ -28,9 +28,9 @@ def choose(
 
     candidates: the points of each tensor. nbytes_of(picks): size of the file with one point for each tensor.
 
-    Greedy: from the smallest, again and again the step that saves most error per byte and still fits. That follows the
-    lower convex hulls of the tensors' points, the optimum for a Lagrange multiplier, until the limit is near, and then
-    fills up what is left.
+    Greedy: from the smallest points on, repeats the step that saves most error per byte and still fits. That follows
+    the lower convex hulls of the tensors' points, the optimum for a Lagrange multiplier, until the limit is near, and
+    then uses the remaining bytes.
     """
     picks = [min(range(len(c)), key=lambda i: c[i]) for c in candidates]
     size = nbytes_of(picks)

@@ -73,7 +73,7 @@ class ConversionReport:
 
     @property
     def n_negative_zeros(self) -> int:
-        """-0.0 that became +0.0."""
+        """The number of -0.0 that became +0.0."""
         return sum(t.n_negative_zeros for t in self.tensors)
 
     @property
@@ -117,11 +117,11 @@ def convert(
     options: ConvertOptions | None = None,
     force: bool = False,
 ) -> ConversionReport:
-    """Stores a pruned model sparse: weights of blocks and the output head where that is smaller, all else as it is.
+    """Stores a pruned model sparse: weights of blocks and the output head if that is smaller, all other data unchanged.
 
-    Lossless but for the quantized types: the result is read back and compared with the source, bit for bit or within
-    the type's error, before it gets its name. A -0.0 of a tensor that is stored sparse becomes +0.0, with which
-    llama.cpp computes the same.
+    Lossless except for the quantized types: the result is read back and compared with the source, bit for bit or within
+    the type's error, before it gets its name. A -0.0 of a tensor that is stored sparse becomes +0.0, which gives the
+    same results in llama.cpp.
 
     source: a GGUF model, dense or sparse; the first file of a split one. output: the file to write; None is a dry run.
     type: a TYPE of `macko convert`: macko (MACKO paper, section 4), packed, sparse-lossless (packed, its values coded

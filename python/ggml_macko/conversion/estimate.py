@@ -35,7 +35,7 @@ _BLOCK_ROWS = 16
 Q8_0, Q4_K_M = "Q8_0", "Q4_K_M"
 """Types of llama-quantize for comparison."""
 
-_K_TYPES = {"q4_k": "q5_0", "q6_k": "q8_0"}  # what llama-quantize takes where the columns are no multiple of 256
+_K_TYPES = {"q4_k": "q5_0", "q6_k": "q8_0"}  # llama-quantize's types if the number of columns is not a multiple of 256
 
 # ---- results ----
 
@@ -48,12 +48,12 @@ class GroupPlan:
     n_tensors: int
     n_parameters: int
     type: str  # of the dense tensors
-    density: float | None  # non-zeros over weights, -0.0 counted as zero; None where a type has no pattern for zero
+    density: float | None  # non-zeros over weights, -0.0 counted as zero; None for types without a pattern for zero
     n_negative_zeros: int
-    nbytes: int  # as they are in this file
+    nbytes: int  # in this file
     nbytes_as: Mapping[str, int]  # TYPE of `macko convert`, or of llama-quantize -> bytes in a file
-    value_bits: float | None  # of a non-zero as sparse-lossless codes it; None where no tensor would be stored so
-    coverage: float | None  # share of those non-zeros that are no outliers
+    value_bits: float | None  # of a non-zero in sparse-lossless; None if no tensor would be stored in it
+    coverage: float | None  # share of those non-zeros that are not outliers
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class TypePlan:
     nbytes_gpu: int  # of the tensors in GPU memory, as the plugin reserves it
     nbytes_cpu: int  # in memory of the process
     bits_per_weight: float
-    below: Mapping[str, float]  # dense type -> density of block weights below which the file is smaller than in it
-    speed: Mapping[str, Mapping[str, float]]  # machine -> dense type -> measured speed over that type's
+    below: Mapping[str, float]  # dense type -> density of block weights below which the file is smaller
+    speed: Mapping[str, Mapping[str, float]]  # machine -> dense type -> measured speed relative to that type
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,13 @@ class ModelPlan:
     density: float | None  # of the weights that can be stored sparse
     n_sparse_parameters: int  # weights in tensors that can be stored sparse
     n_negative_zeros: int
-    sampled: float  # share of the weights that were looked at; 1: sizes are exact but for metadata
+    sampled: float  # share of the read weights; 1: sizes are exact except for metadata
     groups: tuple[GroupPlan, ...]
     types: tuple[TypePlan, ...]
-    context: ContextMemory | None  # None: the metadata do not tell
+    context: ContextMemory | None  # None: the metadata lack the dimensions
     gpus: tuple[DeviceMemory, ...]
     host: DeviceMemory | None
-    advice: tuple[str, ...]  # what to do, in sentences
+    advice: tuple[str, ...]  # recommendations, in sentences
 
 
 # ---- planning ----
@@ -106,12 +106,12 @@ def plan(
     all_rows: bool = False,
     n_threads: int = 0,
 ) -> ModelPlan:
-    """What storing a GGUF model sparse would bring: size, memory and speed for each type, and what to do.
+    """Predicts the results of storing a GGUF model sparse: size, memory and speed for each type, and recommendations.
 
-    model: dense or sparse; the first file of a split one. types: TYPEs of convert() to look at; by default all but
-    ec-csr and auto. n_ctx: tokens of the context that memory is estimated for; 0: 4096, or the model's own length if
-    that is less. cache_type_k, cache_type_v: of its cache of keys and values, as llama.cpp names them. all_rows: look
-    at all weights, not at a sample of those of large tensors. n_threads: 0 uses all cores.
+    model: dense or sparse; the first file of a split one. types: TYPEs of convert() to try; by default all but ec-csr
+    and auto. n_ctx: tokens of the context for the estimate of memory; 0: 4096, or the model's own length if that is
+    less. cache_type_k, cache_type_v: types of its KV cache, with llama.cpp's names. all_rows: read all weights, not a
+    sample of those of large tensors. n_threads: 0 uses all cores.
 
     -0.0 counts as zero. Shows its progress. Raises MackoError for an unknown type or an invalid model, OSError if it
     cannot be read.
@@ -170,7 +170,7 @@ class _Frame:
     """Settings that influence the size of a tensor."""
 
     alignment: int
-    head: str  # the tensor that gives the logits
+    head: str  # the output head, or the embedding that replaces it
     n_layer: int
     nbytes: int  # of the metadata and the tensor table
 
@@ -189,9 +189,9 @@ class _Stored:
 
     nbytes: int
     is_sparse: bool
-    nbytes_memory: int  # where the CPU multiplies with it
-    nbytes_gpu: int  # that are reserved where a GPU does
-    name: str = ""  # of what is stored, such as packed-d0
+    nbytes_memory: int  # with the CPU's kernels
+    nbytes_gpu: int  # reserved on a GPU
+    name: str = ""  # of the storage, such as packed-d0
     coding: ValueCoding | None = None
 
 
@@ -205,8 +205,8 @@ class _Looked:
 
     tensor: Tensor
     can_be_sparse: bool
-    n_looked_at: int  # weights
-    nnz: float | None  # estimated from them, -0.0 not counted
+    n_looked_at: int  # number of read weights
+    nnz: float | None  # estimated from the read weights, without -0.0
     n_negative_zeros: int
     stored: Mapping[str, _Stored]
 
@@ -223,7 +223,7 @@ def sample_rows(t: Tensor, all_rows: bool, n_threads: int = 0) -> Array:
 
 
 def _starts(rows: int, n: int) -> Array:
-    """First rows of the blocks that give about n of the rows."""
+    """First rows of the blocks that have about n of the rows."""
     return np.linspace(0, rows - _BLOCK_ROWS, max(1, n // _BLOCK_ROWS)).astype(np.int64)
 
 
@@ -282,7 +282,7 @@ def _stored(t: Tensor, source: Source, wanted: str, alignment: int, scale: float
 
 
 def _coding(c: Candidate, scale: float) -> ValueCoding | None:
-    """Of the whole tensor, of which `scale` times less was looked at."""
+    """The coding of the whole tensor; the read part is smaller by the factor `scale`."""
     if c.matrix is None:
         return None
     found = c.codec.coding(EncodedArrays(c.matrix, c.components), c.value_type, c.matrix.nnz)
@@ -290,7 +290,7 @@ def _coding(c: Candidate, scale: float) -> ValueCoding | None:
 
 
 def _quantized_nbytes(t: Tensor, name: str, of: _Frame) -> float:
-    """Of a tensor in a file of llama-quantize (its rules for models of the llama architecture)."""
+    """Bytes of the tensor in a file of llama-quantize (its rules for models of the llama architecture)."""
     if len(t.ne) < 2 or not tensor_rules.is_value_type(t.type) or not t.name.endswith(".weight"):
         return t.nbytes
     if t.name.endswith("ffn_gate_inp.weight"):  # a router
@@ -387,7 +387,7 @@ def _type_plan(name: str, looked: Sequence[_Looked], frame: _Frame, n_threads: i
 
 
 def _end(name: str, x: _Looked) -> str:
-    """How an embedding or head is stored."""
+    """The type of the stored embedding or head."""
     if x.stored[name].is_sparse:
         return x.stored[name].name
     t, nbytes = x.tensor, x.stored[name].nbytes
@@ -396,8 +396,8 @@ def _end(name: str, x: _Looked) -> str:
 
 
 def _host_nbytes(name: str, looked: Sequence[_Looked]) -> int:
-    """Bytes that no GPU gets: llama.cpp looks up embeddings on the CPU, and only a model without a head multiplies with
-    a copy of them."""
+    """Bytes that no GPU gets: llama.cpp looks up embeddings on the CPU, and only a model without a head multiplies by a
+    copy of them."""
     stored = {x.tensor.name: x.stored[name] for x in looked}
     embedding = stored.get(tensor_rules.EMBEDDING)
     return 0 if embedding is None or embedding.is_sparse or tensor_rules.HEAD not in stored else embedding.nbytes
@@ -483,7 +483,7 @@ def _speeds(
 
 # ---- advice ----
 
-_PRUNED = 0.95  # a density from which on nobody would call a model sparse
+_PRUNED = 0.95  # models of a higher density are not pruned
 
 
 def _advice(p: ModelPlan) -> Iterator[str]:
@@ -512,7 +512,7 @@ def _advice(p: ModelPlan) -> Iterator[str]:
     smaller = [t for t in sparse if t.nbytes_file < quantized.nbytes_file]
     q4_k_m = console.size(quantized.nbytes_file)
     if smaller:
-        t = max(smaller, key=lambda t: t.nbytes_file)  # the one that loses least
+        t = max(smaller, key=lambda t: t.nbytes_file)  # the one with the least loss
         yield (
             f"{t.type} ({console.size(t.nbytes_file)}) is smaller than dense Q4_K_M ({q4_k_m}); it quantizes the "
             "non-zeros, embeddings and head: measure perplexity."

@@ -40,15 +40,15 @@ class TensorReport:
     shape: tuple[int, ...]  # ggml order: the number of columns first
     storage: str  # dense, or a TYPE of `macko convert` with its index
     density: float | None  # non-zeros over weights; None for types without a bit pattern for zero
-    padding: float | None  # share of stored entries that only bridge gaps; None of a dense tensor
+    padding: float | None  # share of stored entries that only bridge gaps; None for a dense tensor
     nbytes: int  # as stored
     nbytes_dense: int
     n_elements: int
-    break_even_density: float | None  # of random non-zeros, from which on this format, or the default one of a dense
-    # tensor that could be stored sparse, is as large as dense
-    sets: tuple[BlockSet, ...] | None = None  # of a format in blocks
-    coding: ValueCoding | None = None  # of values that are coded without loss
-    layout: DeviceLayout | None = None  # in the memory of the device that was asked for
+    break_even_density: float | None  # of random non-zeros at which this format is as large as dense, or the
+    # default format of a dense tensor that could be stored sparse
+    sets: tuple[BlockSet, ...] | None = None  # for a format in blocks
+    coding: ValueCoding | None = None  # for values that are coded without loss
+    layout: DeviceLayout | None = None  # in the memory of the requested device
 
     @property
     def effective_density(self) -> float:
@@ -68,7 +68,7 @@ class ModelReport:
     is_sparse: bool
     format_version: int | None  # macko.version
     metadata: Mapping[str, Any]  # name, architecture and macko.* keys
-    skip_rule: SkipRule | None  # which neurons may be skipped for a token, if the file says so
+    skip_rule: SkipRule | None  # the neurons that may be skipped for a token, if the file has a rule
     nbytes: int  # on disk
     tensors: tuple[TensorReport, ...]
 

@@ -44,11 +44,11 @@ class Machine:
             if d0 <= density <= d1:
                 x = (density - d0) / (d1 - d0)
                 return math.exp((1 - x) * math.log(s0) + x * math.log(s1)) / self.dense[dense_type]
-        return points[0][1] / self.dense[dense_type]  # one density only
+        return points[0][1] / self.dense[dense_type]  # only one density
 
     def seconds(self, bits: float) -> float:
-        """Time of a dense weight of so many bits, up to a factor: in proportion to bits from the nearest measured type
-        that is no wider, or else the narrowest.
+        """Time of a dense weight with this number of bits, up to a factor: in proportion to the nearest measured type
+        that is not wider, or else the narrowest type.
         """
         nearest = max((name for name in self.dense if BITS[name] <= bits), key=lambda name: BITS[name], default=None)
         nearest = nearest or min(self.dense, key=lambda name: BITS[name])

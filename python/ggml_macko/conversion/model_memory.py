@@ -38,8 +38,8 @@ class ContextMemory:
     type_v: str
     kv_cache: int  # an upper bound for models with attention windows
     compute: int  # an estimate of what llama.cpp reserves
-    host: int  # beside weights and cache in the memory of a process that computes on the CPU: an estimate
-    gpu: int  # beside these on a GPU, for a sparse model: an estimate
+    host: int  # of a process that computes on the CPU, without weights and cache: an estimate
+    gpu: int  # of a GPU in addition to these, for a sparse model: an estimate
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def cache_type(name: str) -> gguf.GGMLQuantizationType:
 
 
 DEFAULT_N_CTX = 4096
-"""Tokens of a context at most, unless an option asks for more."""
+"""The largest number of tokens of a context, unless an option sets more."""
 
 
 def _block_of(name: str) -> tuple[int, int]:
@@ -83,7 +83,7 @@ def _cache_nbytes(n_elements: int, name: str) -> int:
 
 
 def trained_n_ctx(model: Model) -> int:
-    """Tokens of a context in the model's training; 4096 if the metadata do not tell."""
+    """Tokens of a context in the model's training; 4096 if the metadata do not have it."""
     keys = {k.name: k for k in model.keys}
     key = keys.get(f"{keys['general.architecture'].value()}.context_length") if "general.architecture" in keys else None
     value = None if key is None else key.value()
@@ -93,9 +93,9 @@ def trained_n_ctx(model: Model) -> int:
 def context_memory(
     model: Model, n_ctx: int, type_k: str = "f16", type_v: str = "f16", gpu_total: int | None = None
 ) -> ContextMemory | None:
-    """Of a context of n_ctx tokens; 0: 4096, or what the model was trained with if that is less. type_k, type_v: of the
-    cache. gpu_total: bytes of the GPU's memory; None: as much as an H100 has. None if the metadata do not tell. Raises
-    MackoError for a type that a cache cannot have.
+    """Memory of a context of n_ctx tokens; 0: 4096, or the model's training context if that is less. type_k, type_v:
+    types of the cache. gpu_total: bytes of the GPU's memory; None: those of an H100. Returns None if the metadata lack
+    the dimensions. Raises MackoError for a type that a cache cannot have.
     """
     keys = {k.name: k for k in model.keys}
 
@@ -126,7 +126,7 @@ def context_memory(
     n_vocab = next((t.rows for t in model.tensors if t.name in ("output.weight", "token_embd.weight")), 0)
     # logits of a micro-batch or the inner results of a block, whichever is more, and the mask of attention
     compute = UBATCH * (4 * max(n_vocab + n_embd, 2 * n_ff + 3 * n_embd) + 4 * n_ctx)
-    # of the logits, a process touches those of the last token only
+    # a process touches only the logits of the last token
     host = min(compute, UBATCH * 4 * (2 * n_ff + 3 * n_embd + n_ctx)) + 4 * n_vocab
     host += PROCESS_NBYTES + n_vocab * TOKEN_NBYTES
     return ContextMemory(n_ctx, type_k, type_v, kv_cache, compute, host, _gpu_nbytes(model, gpu_total))
@@ -141,7 +141,7 @@ def _gpu_nbytes(model: Model, total: int | None) -> int:
 
 
 def _per_layer(value: Any, n_layer: int) -> Sequence[int] | None:
-    """A list of a number, or of the numbers of all layers."""
+    """The numbers of all layers, from a list or one number for all."""
     numbers = value if isinstance(value, list) else [value] * n_layer
     return numbers if all(isinstance(n, int) and n >= 0 for n in numbers) and numbers else None
 

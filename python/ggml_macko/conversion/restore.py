@@ -27,9 +27,9 @@ class RestorationReport:
 def restore(
     source: str | os.PathLike[str], output: str | os.PathLike[str], *, n_threads: int = 0, force: bool = False
 ) -> RestorationReport:
-    """Writes the dense GGUF that a sparse one stands for: the same metadata and tensors in the same order, each value
-    bit for bit. Quantized values become what they stand for, rounded to the dense type. Negative zeros that convert()
-    counted as zeros do not come back: keep_negative_zeros there keeps them. Also merges a split model.
+    """Writes the dense GGUF of a sparse one: the same metadata and tensors in the same order, each value bit for bit.
+    Quantized values are rounded to the dense type. Negative zeros that convert() counted as zeros remain positive. Also
+    merges a split model.
 
     n_threads=0 uses all cores; force=True replaces an output that exists. Raises MackoError if the source is not a
     valid model or the output exists, OSError if a file cannot be read or written; the output then does not exist.

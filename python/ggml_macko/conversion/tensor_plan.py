@@ -287,8 +287,8 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Te
 
 
 def why_dense(t: Tensor, asked: str | None, wanted: str) -> str | None:
-    """Why a tensor cannot be stored sparse, whatever its values are: empty where nobody would expect it; None if it
-    can.
+    """The reason why a tensor cannot be stored sparse, regardless of its values: empty if obvious; None if it can be
+    stored sparse.
     """
     if not tensor_rules.is_multiplied(t.name, len(t.ne)):
         return "llama.cpp does not only multiply with it" if asked and asked != DENSE else ""
@@ -316,14 +316,14 @@ def try_choices(t: Tensor, source: Source, choices: Sequence[Choice], options: O
 
 
 def dense_nbytes(t: Tensor, name: str | None) -> float:
-    """Of the tensor in a quantized ggml type; infinite if there is no such type, or its blocks do not fit the rows."""
+    """Bytes of the tensor in a quantized ggml type; infinite if there is no such type or its blocks do not fit."""
     type_id = None if name is None else ggml_quants.DENSE_TYPES.get(name)
     return float("inf") if type_id is None else ggml_quants.nbytes(type_id, t.rows, t.cols)
 
 
 def end_type(t: Tensor, wanted: str) -> str | None:
-    """The dense type of an embedding or an output head, where TYPE `wanted` quantizes the other weights: like
-    llama-quantize, Q6_K, or Q8_0 if TYPE has 8 bits, too, or rows are no multiple of Q6_K's blocks. None: it stays.
+    """The dense type of an embedding or an output head, if TYPE `wanted` quantizes the other weights: like
+    llama-quantize, Q6_K, or Q8_0 if TYPE also has 8 bits or Q6_K's blocks do not fit the rows. None: it stays.
     """
     if t.name not in tensor_rules.ENDS or not tensor_rules.is_value_type(t.type):
         return None
@@ -333,8 +333,8 @@ def end_type(t: Tensor, wanted: str) -> str | None:
 
 
 def dense_instead(t: Tensor, wanted: str, source: Source, chosen: Candidate, nbytes: int) -> str | None:
-    """The quantized type in which a tensor stays dense that has too few zeros to pay for an index: that of its values,
-    or end_type(). None: it is stored sparse. source: all rows or a sample; nbytes: of all rows, stored sparse.
+    """The dense quantized type of a tensor with too few zeros for an index: the type of its values, or end_type().
+    None: the tensor is stored sparse. source: all rows or a sample; nbytes: of all rows, stored sparse.
     """
     name = chosen.codec.value_name(chosen.value_type)
     end = None if name is None else end_type(t, wanted)
@@ -397,8 +397,8 @@ def _tracked(tensors: Sequence[Tensor], what: str) -> Iterator[Tensor]:
 
 
 def plan_for_target(model: Model, options: Options, target_bpw: float, spool: Spool) -> list[TensorPlan]:
-    """The types with the least error that keep the file within target_bpw bits per weight. All are tried; what is
-    chosen is made again, so that no more than one form of a tensor is kept.
+    """The types with the least error that keep the file within target_bpw bits per weight. All types are tried; the
+    chosen ones are made again, so that memory holds only one form of a tensor.
     """
     n_elements = sum(t.n_elements for t in model.tensors)
     limit = int(target_bpw * n_elements / 8)
@@ -444,10 +444,10 @@ def _unreachable(target_bpw: float, least: int, n_elements: int) -> errors.Macko
 
 
 def _smallest_plan(t: Tensor, options: Options, alignment: int) -> TensorPlan:
-    """What a tensor takes at least. Sizes follow from where the non-zeros are, so that no scale is searched for."""
+    """The smallest form of a tensor. Its size depends only on the positions of the non-zeros, not on scales."""
     if options.dense_types.get(t.name, DENSE) != DENSE:
         type_id = ggml_quants.DENSE_TYPES[options.dense_types[t.name]]
-        if t.cols % ggml_quants.block_size(type_id) == 0:  # else plan_dense says why it cannot be
+        if t.cols % ggml_quants.block_size(type_id) == 0:  # otherwise plan_dense reports the reason
             nbytes = int(ggml_quants.nbytes(type_id, t.rows, t.cols))
             return TensorPlan(t, QuantizedDense(type_id, nbytes, -1), align(nbytes, alignment))
     if options.is_fixed(t) or why_dense(t, None, options.type) is not None:

@@ -66,10 +66,10 @@ def verify(
 ) -> Verification:
     """Compares two GGUF models, each dense, sparse or split: metadata, tensor names, types, shapes and values.
 
-    The order of tensors and keys does not count, nor how a tensor is stored. A tensor that only one of the models has
-    with quantized values need not be identical: errors must be within the limits of quantize.excess(), and zeros must
-    be zeros. Where one model has -0.0 and the other +0.0, as convert() leaves it, the places are counted; with
-    exact=True that is a difference like any other.
+    The order of tensors and keys and their storage do not matter. A tensor that only one of the models has with
+    quantized values need not be identical: errors must be within the limits of quantize.excess(), and zeros must be
+    zeros. Positions with -0.0 in one model and +0.0 in the other, as convert() leaves them, are counted; with
+    exact=True each is a difference.
 
     metadata=False compares tensors only; n_threads=0 uses all cores.
     Raises MackoError if a file is not a valid model, OSError if it cannot be read. A difference is a result, no error.

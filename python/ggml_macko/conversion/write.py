@@ -75,9 +75,9 @@ def encode_as_planned(p: TensorPlan, storage: StoredSparse, options: Options) ->
 def check_and_commit(
     model: Model, output: AtomicOutput, n_threads: int = 0, *, exact: bool
 ) -> tuple[QuantizationError, ...]:
-    """Seals the output, reads it back through the C library, compares it with the source, and gives it its name.
-    exact: the signs of zeros count, too. Returns the errors of tensors that were quantized. Raises MackoError if what
-    was written is not what was read.
+    """Seals the output, reads it back with the C library, compares it with the source, and gives it its name. exact:
+    the signs of zeros must be equal. Returns the errors of tensors that were quantized. Raises MackoError if the file
+    differs from the source.
     """
     output.seal()
     comparison = Comparison(n_threads, exact, allow_quantized=True)

@@ -1,4 +1,4 @@
-"""A quantized GGUF -> a temporary F16 one, for what works on F16, BF16 and F32 weights."""
+"""A quantized GGUF -> a temporary F16 one, for code that reads F16, BF16 and F32 weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LARGEST = float(np.finfo(np.float16).max)
 
 
 def is_quantized(t: Tensor) -> bool:
-    """Has blocks of a quantized type of ggml, which dequantized() can read."""
+    """Whether a tensor has blocks of a quantized ggml type that dequantized() can read."""
     return t.type not in TYPE_NAMES and ggml_quants.can_dequantize(t.type)
 
 
@@ -31,9 +31,9 @@ def is_quantized(t: Tensor) -> bool:
 def dequantized(source: str | os.PathLike[str], near: str | os.PathLike[str] | None) -> Iterator[Path]:
     """A model without quantized tensors: the source itself, or a temporary copy in which they are F16.
 
-    near: the output; the copy lies beside it, and the next run that makes it removes what a killed run left. None: the
-    copy lies in the system's folder. The copy has the time of the source, so that runs that are interrupted find it
-    unchanged. Logs what this costs. Raises MackoError or OSError.
+    near: the output; the copy is in its folder, and the next run with the same copy removes the file of a killed run.
+    None: the copy is in the system's temporary folder. The copy has the time of the source, so that interrupted runs
+    find it unchanged. Logs the size of the copy. Raises MackoError or OSError.
     """
     with contextlib.ExitStack() as stack:
         path = Path(source)

@@ -242,7 +242,7 @@ class Tensor:
 
     @property
     def codec(self) -> Codec | None:
-        """Of a sparse tensor."""
+        """The codec of a sparse tensor."""
         return None if self.sparse is None else registry.codec(self.sparse.format)
 
     @property
@@ -380,7 +380,7 @@ class Model:
         return next((k for k in self.shards[0].keys if k.name == name), None)
 
     def not_finite(self) -> str | None:
-        """Names the first F16, BF16 or F32 tensor with a NaN or an infinity, and says how many it has."""
+        """Names the first F16, BF16 or F32 tensor with a NaN or an infinity, with their number."""
         for t in self.tensors:
             n = count_dense(t.read_bits(), t.type).n_nonfinite if t.type in TYPE_NAMES else 0
             if n:
@@ -413,7 +413,7 @@ def _part_path(path: Path, name: re.Match[str], no: int) -> Path:
 
 
 def shard_paths(path: str | os.PathLike[str]) -> list[Path]:
-    """The files of a model up to the first that is missing, as far as their names tell; no file is opened."""
+    """The files of a model up to the first missing one, according to their names; no file is opened."""
     path = Path(path)
     name = _part_name(path)
     paths = [path] if name is None else (_part_path(path, name, no) for no in range(int(name[3])))

@@ -1,7 +1,7 @@
-"""Checkpoints of Hugging Face: safetensors files, compressed-tensors weights, the way to GGUF, and the hub.
+"""Checkpoints of Hugging Face: safetensors files, compressed-tensors weights, the conversion to GGUF, and the hub.
 
-Modules here may import `errors`, `console`, `values`, `native`, `codecs` and `gguf`. Nothing needs PyTorch; what
-downloads needs huggingface-hub, and what makes a GGUF needs llama.cpp's converter, where it is used.
+Modules here may import `errors`, `console`, `values`, `native`, `codecs` and `gguf`. No module needs PyTorch; downloads
+need huggingface-hub, and the conversion to GGUF runs llama.cpp's converter.
 """
 
 from __future__ import annotations

@@ -90,20 +90,20 @@ def prune(
     force: bool = False,
 ) -> PruneReport:
     """Sets the least important weights of a dense GGUF (the first file of a split one) to zero and writes a dense GGUF,
-    of the same size if no tensor is quantized; dense_copy.py makes quantized ones F16. output None: a dry run. force:
-    replace output if it exists.
+    of the same size if no tensor is quantized; dense_copy.py converts quantized ones to F16. output None: a dry run.
+    force: replace output if it exists.
 
-    A run that prunes while it reads the text keeps its state in OUTPUT.checkpoint: if it is interrupted or killed, the
-    same call goes on and gives the same bytes.
+    A run that prunes while it reads the text stores its state in OUTPUT.checkpoint: after an interruption, the same
+    call continues and gives the same bytes.
 
-    Raises MackoError (options that do not go together, weights that are not finite, a sparse source) or OSError; no
-    output is left behind then.
+    Raises MackoError (options that do not go together, weights that are not finite, a sparse source) or OSError; then
+    there is no output.
     """
     return prune_with(option_rules.parse(options), source, output, force=force)
 
 
 def check_inputs(options: ParsedOptions, source: str | os.PathLike[str]) -> None:
-    """Raises what prune_with() would find wrong with the files and names that it gets, before any work is done."""
+    """Raises the errors of prune_with() for the files and names in its arguments, before any work."""
     with Model(source) as model, console.quiet():
         _check_table(model, tensors_to_prune(model, options.include, options.exclude), options.table)
         if options.imatrix is not None:
@@ -152,11 +152,11 @@ def prune_with(
 
 class _Selected(NamedTuple):
     tensor: Tensor
-    obstacle: str  # why the tensor cannot be pruned, or empty
+    obstacle: str  # the reason why the tensor cannot be pruned, or empty
 
 
 def tensors_to_prune(model: Model, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Tensor]:
-    """The tensors that are asked for and can be pruned; logs a warning for those that cannot.
+    """The selected tensors that can be pruned; logs a warning for the others.
 
     Raises MackoError (BAD_ARGUMENT) if the model is sparse or none is left.
     """
@@ -180,7 +180,7 @@ def tensors_to_prune(model: Model, include: Sequence[str] = (), exclude: Sequenc
 
 
 def _check_table(model: Model, tensors: Sequence[Tensor], table: Iterable[TableEntry]) -> None:
-    """Raises MackoError (BAD_ARGUMENT) if an entry is for none of the tensors that are pruned."""
+    """Raises MackoError (BAD_ARGUMENT) if an entry matches none of the pruned tensors."""
     names, all_names = ([t.name for t in ts] for ts in (tensors, model.tensors))
     for entry in table:
         text = f"--tensor-sparsity {entry.regex.pattern}={float(entry.sparsity):g}"
@@ -304,8 +304,8 @@ def _prune_model(
 def write_model(
     model: Model, names: set[str], pruner: Pruner, keys: list[Key], output: AtomicOutput | None
 ) -> list[PrunedTensor]:
-    """Writes the model with the tensors of these names pruned, and with keys in place of the macko.prune.* it has. A
-    rule for skipping neurons is left out.
+    """Writes the model with the tensors of these names pruned, and with keys that replace its macko.prune.*. A rule for
+    skipping neurons is omitted.
 
     Without an output, the tensors are pruned in memory and only counted.
     """

@@ -1,8 +1,8 @@
-"""The file in which a model is pruned tensor by tensor: a run that was interrupted goes on from what it holds.
+"""The file in which a model is pruned tensor by tensor; a run continues from it after an interruption.
 
-A GGUF like the model, whose first metadata count the tensors that are done. They are counted after the data are on
-disk, so that a run that is killed at any moment has pruned at least as many as the file says; the others are restored
-before the run goes on.
+A GGUF like the model, whose first metadata count the finished tensors. The count is updated after the data are on disk,
+so a killed run has pruned at least as many tensors as the file counts; the others are restored before the run
+continues.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ class TensorFile:
         self.file.close()
 
     def write(self, t: Tensor, bits: Bits) -> None:
-        """Gives a tensor new bit patterns."""
+        """Writes the bit patterns of a tensor."""
         with named(self.path):
             write_at(self.file, self._offset[t.name], bits.data.cast("B"))
 
     def restore(self, tensors: Iterable[Tensor]) -> None:
-        """Gives tensors of the model the weights that they have there."""
+        """Writes the weights that these tensors have in the model."""
         for t in tensors:
             self.write(t, t.read_bits())
 
 
 class WorkingCopy:
-    """The working copy of a model at `path`, made or, if there is one of the same run, continued.
+    """The working copy of a model at `path`: a new one, or the existing one of the same run.
 
-    run: what the result depends on, by the name that an error gives it. Raises MackoError if the file is another's, or
-    OSError. Leaving the block removes the file, unless an exception ends a run that has pruned something.
+    run: name -> value of everything that the result depends on, for errors. Raises MackoError for a file of another
+    run, or OSError. Leaving the block removes the file, unless an exception ends a run that has pruned a tensor.
     """
 
     def __init__(self, model: Model, path: Path, run: Mapping[str, str]) -> None:
@@ -116,7 +116,7 @@ class WorkingCopy:
         self.n_done, self.n_chunks = found[_DONE], found[_CHUNKS]
 
     def count(self, n_tensors: int, n_chunks: int) -> None:
-        """Says that n_tensors more are done, with n_chunks chunks of the text; all that was written is durable then."""
+        """Records that n_tensors more are finished, after n_chunks chunks of the text. All data are durable then."""
         file = self.tensors.file
         with named(self.path):
             os.fsync(file.fileno())

@@ -220,7 +220,7 @@ int load_session::begin(bool sparse_only, const char * cache_for, FILE ** stream
     }
     loaded_.assign(file_->sparse.size(), false);
     for (const sparse_tensor_info & m : file_->sparse) {
-        // llama.cpp asks a device about one operation per weight, but an architecture may also use the weight in
+        // llama.cpp checks one operation per weight for a device, but an architecture may also use the weight in
         // another operation, which ends the process if the weight is sparse. So for an architecture without rules, only
         // weights with a known use in a product become sparse.
         if (file_->has_rules || weight_use(m.name, m.n_dims) != GGML_MACKO_WEIGHT_OTHER) {

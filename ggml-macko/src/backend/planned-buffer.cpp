@@ -17,7 +17,7 @@ const planned & planned_of(ggml_backend_buffer_type_t buft) { return *static_cas
 
 const char * get_name(ggml_backend_buffer_type_t buft) { return ggml_backend_buft_name(planned_of(buft).real); }
 
-// for tensors beside the model's weights; the weights get a buffer of 0 bytes, which ggml makes itself
+// for tensors other than the model's weights; the weights get a buffer of 0 bytes, which ggml makes itself
 ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     return ggml_backend_buft_alloc_buffer(planned_of(buft).real, size);
 }

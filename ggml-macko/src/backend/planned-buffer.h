@@ -1,4 +1,4 @@
-// A buffer type for models that are loaded without allocation (params.no_alloc). llama.cpp asks for the sizes of the
+// A buffer type for models that are loaded without allocation (params.no_alloc). llama.cpp needs the sizes of the
 // weights after the load, when the file that describes the tensors is closed, so each such buffer type stores the sizes
 // for one model. No weight is ever allocated in it.
 #pragma once

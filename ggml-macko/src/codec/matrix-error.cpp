@@ -112,7 +112,7 @@ row_error measure_row(const codec_view & view, const dense_source<T> & source, i
 
 // Adds the totals of the rows, in row order, and finds the worst row. Two kinds of rows do not compete: a row with less
 // than two blocks of values, because it may share all its scales with larger rows; and a row below what sums in F32
-// resolve beside the largest row, an untrained token for example.
+// resolve next to the largest row, an untrained token for example.
 ggml_macko_error sum_rows(const std::vector<row_error> & rows, const std::vector<int64_t> & first) {
     ggml_macko_error out     = {};
     double           sum_rms = 0, least = 0, lost = 0, power = 0;

@@ -200,7 +200,7 @@ static int find_matrices(const model_file & file, bool bit_exact, std::vector<sp
     return file.check_unchanged();
 }
 
-// ---- cache of the last result, because llama.cpp opens a model several times to see what fits into memory ----
+// ---- cache of the last result, because llama.cpp opens a model several times to find what fits into memory ----
 
 namespace {
 

@@ -4,9 +4,9 @@
 // placeholder and fetches the payload itself.
 //
 // There are as many zeros as bytes in the dense tensor, and stdio copies all bytes that it reads: one second for 7B.
-// llama.cpp asks a stream for its position before each read, and reads no further than the end of the file. So the
-// stream reports a position that leaves only the placeholder before the end of the file. A reader that does not ask for
-// the position gets the zeros.
+// llama.cpp reads a stream's position before each read, and reads no further than the end of the file. So the stream
+// reports a position that leaves only the placeholder before the end of the file. A reader that does not use the
+// position gets the zeros.
 #pragma once
 
 #include "load/model-file.h"

@@ -14,7 +14,7 @@ namespace macko {
 constexpr uint32_t RPC_VERSION = 1; // message version; must be equal on client and server
 
 enum class rpc_kind : uint32_t {
-    HELLO  = 1, // get_tensor of a rpc_hello: asks for a plugin and its version
+    HELLO  = 1, // get_tensor of a rpc_hello: requests the version of the plugin
     CHUNK  = 2, // set_tensor of a chunk of the weight's matrix file (load/matrix-file.h)
     RESULT = 3, // get_tensor of a rpc_result: the outcome of the chunks
 };

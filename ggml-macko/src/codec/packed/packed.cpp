@@ -129,7 +129,7 @@ private:
 };
 
 // Finds where the codes of each row begin: after the row_ptr[r]-th code that stores a value. The first pass counts
-// these codes in chunks of the index, which tells which rows begin in each chunk. Rows that begin after the end of the
+// these codes in chunks of the index, and so gives the rows that begin in each. Rows that begin after the end of the
 // index get its end. Returns the number of codes that store a value.
 static int64_t find_rows(const packed_arrays & a, int n_threads, std::vector<int64_t> * row_codes) {
     constexpr int64_t    CHUNK  = 1 << 14; // bytes

@@ -40,8 +40,8 @@ bool fills_tiles(const attention_params & p) {
 }
 
 enum tile_class : unsigned char {
-    TILE_HIDDEN, // no token sees a position
-    TILE_PLAIN,  // every token sees every position, and nothing is added to the scores
+    TILE_HIDDEN, // no position is visible to any token
+    TILE_PLAIN,  // every position is visible to every token, and nothing is added to the scores
     TILE_MIXED,
 };
 
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(CLASS_THREADS)
 }
 
 // Combines the splits of a block's rows in order, in the block that finishes last. is_last: in shared memory of the
-// caller; a declaration here would not fit beside the tiles if a block has 64 KB.
+// caller; a declaration here would not fit in addition to the tiles if a block has 64 KB.
 template <int HEAD_DIM, int THREADS>
 __device__ __forceinline__ void combine_tile_splits(const attention_args & p, int token0, int n_rows, int head,
                                                     int64_t first_row, unsigned * counter, bool * is_last) {

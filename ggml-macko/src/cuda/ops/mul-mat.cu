@@ -817,7 +817,7 @@ static cudaError_t mul_mat_sorted(const op_context & ctx, mul_mat_args p, bool v
     const int * begin = reinterpret_cast<const int *>(scratch);
     p.expert_begin    = begin + first_expert;
     p.expert_entries  = begin + p.n_experts + 1;
-    // the host cannot tell how many tokens an expert has, so blocks without work return
+    // the number of tokens of an expert is only on the GPU, so blocks without work return
     return launch_gemm<T, true>(ctx, p, vector, gemm_grid(p.m, n_tokens * p.n_used, some_experts));
 }
 

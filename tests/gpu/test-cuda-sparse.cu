@@ -797,9 +797,9 @@ GPU_TEST(matrices_that_share_x) {
         if (seed % 4 == 0) {
             all(MACKO, 0);
         } else if ((cut || seed % 8 == 7) && all(EXP_CODED, EXP_CODED_LANES)) {
-            n_coded++; // exponents of their own
+            n_coded++; // one exponent for each matrix
         } else if (all(INLINE_DELTA, random_lanes(random, INLINE_DELTA, a))) {
-            (type == GGML_MACKO_TYPE_F16 ? n_fused : n_bf16)++; // exponents of their own
+            (type == GGML_MACKO_TYPE_F16 ? n_fused : n_bf16)++; // one exponent for each matrix
         }
         for (const int64_t n : { 1, 3, 6, 20 }) {
             options o;
@@ -947,7 +947,7 @@ TEST(memory_stays_near_the_file) {
             const double     file  = static_cast<double>(padded * 2 + deltas_nbytes(padded, best) + 4 * (rows + 1));
             const double     ratio = reserved(desc, padded) / file;
             const double per_row = d * static_cast<double>(cols); // in short rows bases and half-full groups weigh more
-            const double fillers = best == 8 ? 0.015 : 0; // INLINE_DELTA has more of them beside deltas of 6 bits
+            const double fillers = best == 8 ? 0.015 : 0; // with deltas of 6 bits, INLINE_DELTA has more of them
             const double limit   = per_row >= 1000  ? 1.02
                                    : per_row >= 400 ? 1.03 + fillers
                                    : per_row >= 200 ? 1.06

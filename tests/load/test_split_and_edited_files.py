@@ -101,7 +101,7 @@ def test_broken_split_is_refused(name, sparse, tmp_path):
 
 
 def test_second_part_alone_is_refused(sparse, tmp_path):
-    """It has no macko.* key, and llama.cpp asks for the first part."""
+    """It has no macko.* key, so llama.cpp refuses it and requests the first part."""
     with pytest.raises(ValueError, match="Failed to load model"):
         open_model(gb.split(sparse, tmp_path, [47, 47])[1])
 

@@ -165,8 +165,8 @@ TEST(what_overwrites_a_weight_drops_it) {
                 case 2:  CHECK(c.buffer->iface.cpy_tensor(c.buffer, source.bytes(0, 1), t), "no copy"); break;
                 default: c.buffer->iface.clear(c.buffer, 'x'); break;
             }
-            CHECK(c.memory->weights.empty(), "the weight is there after write %d", how);
-            CHECK(c.result(512) != GGML_MACKO_STATUS_OK, "write %d: there is a result", how);
+            CHECK(c.memory->weights.empty(), "the weight still exists after write %d", how);
+            CHECK(c.result(512) != GGML_MACKO_STATUS_OK, "write %d: the weight has a result", how);
         }
     }
 }
@@ -235,7 +235,7 @@ TEST(only_the_exact_product_is_computed) {
 TEST(strange_nodes_are_vetted) {
     client c;
     CHECK(c.send(512) == GGML_MACKO_STATUS_OK, "refused");
-    CHECK(rpc_vet(nullptr) == rpc_verdict::ABSENT, "there is no node");
+    CHECK(rpc_vet(nullptr) == rpc_verdict::ABSENT, "no node");
     ggml_tensor * y = c.product(c.weight(512));
     y->flags        = 0;
     CHECK(rpc_vet(y) == rpc_verdict::SKIPPED, "a node that is switched off");

@@ -126,7 +126,7 @@ running: set[subprocess.Popen[bytes]] = set()
 
 
 def wait(process: subprocess.Popen[bytes], err: IO[str]) -> str:
-    """How the process failed; empty after a success."""
+    """The way in which the process failed; empty after a success."""
     nbytes, since = 0, time.monotonic()
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Random models of a few hundred kilobytes of every architecture that the installed llama.cpp knows.
+"""Random models of a few hundred kilobytes for every architecture of the installed llama.cpp.
 
 The metadata follow llama.cpp's test-llama-archs. The tensors and their shapes are those that llama.cpp requests when
 it builds a model from metadata alone (llama_model_init_from_user), so this file has no list of tensors that could

@@ -1,5 +1,5 @@
 // Makes one call of the CUDA runtime fail, to test the consequences. The target ggml-macko-failing is the plugin,
-// linked so that its calls go through this file (--wrap). inject_cuda_failures.py counts the calls and lets each one
+// linked so that its calls go through this file (--wrap). inject_cuda_failures.py counts the calls and makes each one
 // fail in turn.
 #include <cuda_runtime_api.h>
 #include <stdatomic.h>

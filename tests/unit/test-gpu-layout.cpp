@@ -151,7 +151,7 @@ TEST(a_layout_that_is_asked_for_is_the_only_candidate) {
     CHECK(choose_only(m, d, "EXP_CODED", 8).candidates.empty(), "no kernels with 8 lanes");
     CHECK(choose_only(m, d, "INLINE_DELTA", 32).candidates.size() == 2, "3 and 4 bits");
     CHECK(choose_only(m, d, "none", 0).candidates.empty(), "no such layout");
-    CHECK(settle(choose_only(m, d, "none", 0), {}).candidate == 0, "behind the last candidate");
+    CHECK(settle(choose_only(m, d, "none", 0), {}).candidate == 0, "after the last candidate");
 }
 
 // Matrices share a launch if one kernel works for all of them: entries in bank order and ascending columns do not mix.
@@ -160,7 +160,7 @@ TEST(same_kernel) {
     const auto       inlined = [&](int bits, int lanes, bool banked) {
         return bind_layout(m, inline_delta_shape{ { bits, lanes, banked } }, 0, nullptr);
     };
-    CHECK(have_same_kernel(inlined(4, 8, true), inlined(4, 8, true)), "alike");
+    CHECK(have_same_kernel(inlined(4, 8, true), inlined(4, 8, true)), "equal layouts");
     CHECK(!have_same_kernel(inlined(4, 8, true), inlined(4, 8, false)), "another order");
     CHECK(!have_same_kernel(inlined(4, 8, true), inlined(3, 8, true)), "other deltas");
     CHECK(!have_same_kernel(inlined(4, 8, true), inlined(4, 16, true)), "other lanes");
@@ -182,11 +182,11 @@ template <typename F> static std::string settled(const gpu_plan & plan, F && ans
             return text_of(v.shape);
         }
         shape_survey & of = found.of[plan.candidates[v.candidate].survey];
-        CHECK(of.done < v.needs, "asks again");
+        CHECK(of.done < v.needs, "the same survey is requested again");
         answer(v, of);
         of.done = v.needs;
     }
-    return "asks for ever";
+    return "surveys are requested forever";
 }
 
 TEST(survey_settles_the_plan) {
@@ -219,7 +219,7 @@ TEST(outliers_settle_quantized_plans) {
     const auto     with = [&](int64_t outliers) {
         layout_survey  found = {};
         layout_verdict v     = settle(plan, found);
-        CHECK(v.needs == survey_step::OUTLIERS && v.candidate == 0, "asks");
+        CHECK(v.needs == survey_step::OUTLIERS && v.candidate == 0, "no survey is requested");
         found.of[0] = { survey_step::OUTLIERS, 0, 0, 0, 0, false, 0, outliers };
         found.of[1] = { survey_step::OUTLIERS, 0, 0, 0, 0, false, 0, 5 };
         return settle(plan, found);

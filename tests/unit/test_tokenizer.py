@@ -116,7 +116,7 @@ def test_only_as_many_pieces_as_needed_are_tokenized(models, monkeypatch):
 
 
 def test_text_is_tokenized_once_for_a_file(tmp_path, monkeypatch):
-    """Of the same content; a file that changed, or another text, is tokenized anew."""
+    """The tokens of a file are cached by its content; a changed file or another text is tokenized again."""
     calls, tokens = [], tokenizer.Tokenizer.tokens
     monkeypatch.setattr(tokenizer.Tokenizer, "tokens", lambda self, *args: calls.append(args) or tokens(self, *args))
     model, text, other = (tmp_path / name for name in ("model.gguf", "text.txt", "other.txt"))

@@ -164,7 +164,7 @@ TEST(dense_stream_is_the_dense_file) {
                   "stream at %lld", static_cast<long long>(at));
         }
         CHECK(fseeko(stream, -1, SEEK_SET) != 0 && errno == EINVAL, "seek before the start");
-        CHECK(fseeko(stream, v->size() + 1, SEEK_SET) != 0 && errno == EINVAL, "seek behind the end");
+        CHECK(fseeko(stream, v->size() + 1, SEEK_SET) != 0 && errno == EINVAL, "seek past the end");
         CHECK(fseeko(stream, 0, SEEK_END) == 0 && ftello(stream) == v->size(), "seek to the end");
         CHECK(fputc('x', stream) == EOF || fflush(stream) != 0, "the stream is read-only");
         clearerr(stream);
@@ -336,7 +336,7 @@ TEST(forged_placeholders_do_not_match) {
     CHECK(a->match_placeholder(&h, sizeof(h) - 1) == -1 && a->match_placeholder(nullptr, 0) == -1, "too short");
     macko::tensor_placeholder forged = h;
     forged.index                     = m.sparse.size();
-    CHECK(a->match_placeholder(&forged, sizeof(forged)) == -1, "index behind the end");
+    CHECK(a->match_placeholder(&forged, sizeof(forged)) == -1, "index past the end");
     forged.index = UINT64_MAX;
     CHECK(a->match_placeholder(&forged, sizeof(forged)) == -1, "index 2^64-1");
     for (size_t i = 0; i < sizeof(h.nonce); i++) {

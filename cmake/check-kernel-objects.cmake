@@ -1,8 +1,8 @@
 # Fails if an object file of cpu/kernels/kernels-*.cpp defines a symbol that another translation unit may define, too.
 #
-# Those files are compiled for instruction sets that not every CPU has. Of an inline function or a template instance
-# that several translation units emit, the linker keeps any one: a copy with AVX-512 instructions could then run on any
-# CPU. The objects are compiled without optimization, since inlining hides such functions.
+# These files are compiled for instruction sets that not every CPU has. If several translation units define an inline
+# function or a template instance, the linker keeps any one: a copy with AVX-512 instructions could then run on any CPU.
+# The objects are compiled without optimization, because inlining hides such functions.
 #
 #   cmake -DNM=nm "-DOBJECTS=a.o;b.o" -P check-kernel-objects.cmake
 if(NOT OBJECTS)

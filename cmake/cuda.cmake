@@ -29,8 +29,8 @@ if(GGML_MACKO_CUDA STREQUAL "ON" OR (GGML_MACKO_CUDA STREQUAL "AUTO" AND CMAKE_C
         list(APPEND macko_cuda_flags "SHELL:-gencode arch=compute_${arch},code=compute_${arch}")
     endforeach()
     list(APPEND macko_cuda_flags --expt-relaxed-constexpr -Wno-deprecated-gpu-targets)
-    # Machine code compresses to a seventh. Any driver that runs programs of CUDA 13 reads the denser coding; older
-    # toolkits also serve drivers that do not, and their own -compress-all is what those read.
+    # Machine code compresses to a seventh. Every driver for programs of CUDA 13 reads the denser coding; programs of
+    # older toolkits also run with older drivers, which read only that of -compress-all.
     if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
         list(APPEND macko_cuda_flags --compress-mode=size)
     else()

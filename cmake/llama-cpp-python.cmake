@@ -3,9 +3,9 @@
 # the files to compile.
 set(LLAMA_BUILD_COMMON OFF)
 
-# Without GCC's fault 114098 (mended in 12.4, 13.3 and 14) the AMX kernels of llama.cpp's CPU backend work: the compiler
-# takes the stores of a tile configuration for dead, and `ldtilecfg` ends the process when a dense quantized model reads
-# a prompt on a CPU with AMX. -march=native turns AMX on, so these flags stand behind all others.
+# GCC's bug 114098 (fixed in 12.4, 13.3 and 14) breaks the AMX kernels of llama.cpp's CPU backend: the compiler removes
+# the stores of a tile configuration, and `ldtilecfg` ends the process when a dense quantized model reads a prompt on a
+# CPU with AMX. -march=native enables AMX, so these flags must follow all others.
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64" AND
    (CMAKE_CXX_COMPILER_VERSION VERSION_LESS 12.4 OR
     (CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 13 AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13.3)))

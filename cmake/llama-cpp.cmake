@@ -3,7 +3,7 @@
 #   LLAMA_CPP_PYTHON_OLDEST   the ends of the range in pyproject.toml
 #   LLAMA_CPP_PYTHON_VERSION
 #   LLAMA_CPP_DIR             tree with include/, ggml/include/, ggml/src/*.h, vendor/hash/xxhash/xxhash.h
-#   LLAMA_CPP_OLDEST_GGML     what ggml_version() returns in the oldest of the range
+#   LLAMA_CPP_OLDEST_GGML     result of ggml_version() in the oldest of the range
 #   LLAMA_CPP_GGML_VERSION    and in that tree
 string(REGEX MATCH "\"llama-cpp-python>=([0-9.]+),<=([0-9.]+)\"" _ "${GGML_MACKO_PYPROJECT}")
 set(LLAMA_CPP_PYTHON_OLDEST ${CMAKE_MATCH_1})

@@ -1,4 +1,4 @@
-# OpenMP::OpenMP_CXX: the compiler's OpenMP, or, where a sanitizer does not know it, threads of our own.
+# OpenMP::OpenMP_CXX: the compiler's OpenMP, or a replacement for sanitizers that do not support it.
 if(GGML_MACKO_FUZZ OR GGML_MACKO_SANITIZE STREQUAL "thread")
     add_library(OpenMP::OpenMP_CXX INTERFACE IMPORTED)
     target_include_directories(OpenMP::OpenMP_CXX INTERFACE ${PROJECT_SOURCE_DIR}/tests/fuzz/no-openmp)

@@ -2,7 +2,7 @@
 """Trains a dense model of any width and depth, for measurements of pruning and activation sparsity.
 
     lab/scripts/train_dense.py docs-23m-f16.gguf OUT -f calibration.txt --layers 12 --embd 768 --ff 2048 --heads 12 \\
-        --kv-heads 6 --self-generated 38000 --batch-size 16 --epochs 1 --learning-rate 8e-4
+        --kv-heads 6 --self-generated 38000 --batch-size 16 --epochs 1 --learning-rate 4e-2
 
 The teacher is another model, usually a smaller one: the new model has its vocabulary, and learns its probabilities of
 the next token on a text and on chunks that the teacher writes, as in `macko recover`. The architecture is llama, or
@@ -189,7 +189,7 @@ def main() -> int:
     parser.add_argument("--self-generated", type=int, default=0, help="additional chunks that the teacher writes")
     parser.add_argument("--batch-size", type=int, default=16, help="chunks of a step (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=1, help="number of passes over the text (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=0.0, help="maximum rate (default: from the width)")
+    parser.add_argument("--learning-rate", type=float, default=0.0, help="maximum rate (default: as `macko recover`)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the order of the text")
     args = parser.parse_args()
     size = Size(args.layers, args.embd, args.ff, args.heads, args.kv_heads)

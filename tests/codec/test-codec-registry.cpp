@@ -1,6 +1,6 @@
 // The registry of formats: the properties of each row, and a format of this test, "toy", added through register_codec()
-// like in a user's program. The loader and the C API must load, validate, decode and encode it without changes to
-// them.
+// like in a user's program. It must load, validate, decode and encode through the loader and the C API without changes
+// to them.
 #include "capi/struct-size.h"
 #include "codec/macko/encode.h"
 #include "codec/quants.h"
@@ -214,7 +214,7 @@ static int open_header(const bytes & b, macko::model_file * file) {
     return status ? status : macko::check_sparse_tensors(file);
 }
 
-// The rows for a device without toy kernels.
+// The rows that a device without toy kernels gets.
 struct decoder : macko::payload_consumer {
     std::vector<uint16_t> dense = std::vector<uint16_t>(ROWS * COLS, 0xffff);
     int                   consume(const macko::macko_view & view, int64_t) override {
@@ -223,7 +223,7 @@ struct decoder : macko::payload_consumer {
     }
 };
 
-// A device with its own kernels for the format.
+// A device with kernels of its own for the format.
 struct toy_device : macko::payload_consumer {
     std::vector<uint16_t> dense = std::vector<uint16_t>(ROWS * COLS, 0xffff);
     int                   consume(const macko::macko_view &, int64_t) override {
@@ -248,11 +248,11 @@ TEST(file_of_a_registered_format_loads) {
     CHECK(open_header(b, &file) == 0, "%s", ggml_macko_last_error());
     CHECK(file.sparse.size() == 1 && file.sparse[0].format == &toy_codec() && file.sparse[0].desc.delta_bits == 4 &&
               file.sparse[0].n_tensors == 3 && macko::dense_tensors(file).size() == 1,
-          "header of the file");
+          "what the header says of it");
     decoder    rows;
     toy_device own;
     CHECK(read_first(b, rows) == 0 && rows.dense == dense, "recoded to MACKO rows: %s", ggml_macko_last_error());
-    CHECK(read_first(b, own) == 0 && own.dense == dense, "device with its own kernels: %s", ggml_macko_last_error());
+    CHECK(read_first(b, own) == 0 && own.dense == dense, "by a device of its own: %s", ggml_macko_last_error());
 }
 
 TEST(hostile_file_of_a_registered_format_is_refused) {
@@ -339,12 +339,12 @@ TEST(c_api_serves_a_registered_format) {
     CHECK(ggml_macko_validate(&wrong, 1) == GGML_MACKO_STATUS_BAD_ARGUMENT, "an unknown format");
     wrong             = m;
     wrong.struct_size = sizeof(m) - 1;
-    CHECK(ggml_macko_validate(&wrong, 1) == GGML_MACKO_STATUS_BAD_ARGUMENT, "a struct smaller than in any API");
+    CHECK(ggml_macko_validate(&wrong, 1) == GGML_MACKO_STATUS_BAD_ARGUMENT, "a struct of an API that there never was");
     wrong.struct_size = sizeof(m) + 8;
     CHECK(ggml_macko_validate(&wrong, 1) == GGML_MACKO_STATUS_OK, "a struct of a later API");
     wrong          = m;
     wrong.n_arrays = 2;
-    CHECK(ggml_macko_validate(&wrong, 1) == GGML_MACKO_STATUS_BAD_ARGUMENT, "one array is missing");
+    CHECK(ggml_macko_validate(&wrong, 1) == GGML_MACKO_STATUS_BAD_ARGUMENT, "an array too few");
     wrong                = m;
     wrong.arrays[1].data = nullptr;
     CHECK(ggml_macko_validate(&wrong, 1) == GGML_MACKO_STATUS_BAD_ARGUMENT, "a null array");
@@ -356,7 +356,7 @@ TEST(c_api_serves_a_registered_format) {
     CHECK(ggml_macko_validate(&wrong, 1) == GGML_MACKO_STATUS_BAD_COMPONENT, "half an element");
     wrong            = m;
     wrong.value_type = GGML_MACKO_TYPE_Q8_0;
-    CHECK(ggml_macko_validate(&wrong, 1) == GGML_MACKO_STATUS_BAD_FORMAT, "an unsupported type of values");
+    CHECK(ggml_macko_validate(&wrong, 1) == GGML_MACKO_STATUS_BAD_FORMAT, "values of a type that the format has not");
     ggml_macko_encoded_free(e);
 }
 
@@ -422,7 +422,7 @@ TEST(format_beyond_the_limits_is_refused) {
     };
     CHECK(refused({ "macko", { ".values" }, {}, false }), "a name that is taken");
     CHECK(refused({ "other", {}, {}, false }), "no component");
-    CHECK(refused({ "other", { ".far_too_long" }, {}, false }), "a suffix that is too long for names");
+    CHECK(refused({ "other", { ".far_too_long" }, {}, false }), "a suffix longer than names allow for");
     CHECK(refused({ "other", { "values" }, {}, false }), "a suffix without a dot");
     CHECK(refused({ "other", std::vector<const char *>(GGML_MACKO_MAX_ARRAYS + 1, ".v"), {}, false }),
           "too many components");
@@ -432,7 +432,7 @@ int main(int argc, char ** argv) {
     if (const int code = begin_tests(argc, argv); code >= 0) {
         return code;
     }
-    CHECK(macko::find_codec("toy") == nullptr, "toy exists before it is registered");
+    CHECK(macko::find_codec("toy") == nullptr, "toy is not known before it is registered");
     CHECK(macko::register_codec(toy_codec()) == 0, "%s", ggml_macko_last_error());
     run_tests();
     return test_summary("test-codec-registry");

@@ -1,5 +1,5 @@
-// The MACKO codec against FORMAT.md: literal bytes, a slow independent encoder, round trips by bit pattern, and all
-// errors. `test-codec --bench` prints speeds instead (GB of dense F16 per second).
+// The MACKO codec against FORMAT.md: literal bytes, a slow independent encoder, round trips by bit pattern, every
+// refusal. `test-codec --bench` prints speeds instead (GB of dense F16 per second).
 #include "capi/struct-size.h"
 #include "codec/macko/encode.h"
 #include "ggml-macko.h"
@@ -180,7 +180,7 @@ template <typename T> static void check_round_trips(int32_t type, uint64_t seed)
             }
         }
     }
-    // gaps near the largest gap of a code
+    // gaps around the largest gap of a code
     for (const int64_t gap : { 1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33, 255, 256, 257, 511, 512, 513, 5000 }) {
         std::vector<T> dense((size_t)(2 * gap + 3), 0);
         dense[(size_t)gap] = dense[(size_t)(2 * gap + 1)] = 7;
@@ -232,7 +232,7 @@ struct faults {
         CHECK(got == status, "b=%d %s: %s, wanted %s (%s)", bits, what, ggml_macko_status_name(got),
               ggml_macko_status_name(status), ggml_macko_last_error());
         std::vector<uint16_t> out(3 * 600, 0x1234);
-        CHECK(bad.decode(out.data(), n_threads) == status, "b=%d %s: decode and validate differ", bits, what);
+        CHECK(bad.decode(out.data(), n_threads) == status, "b=%d %s: decode accepts what validate refuses", bits, what);
     }
 };
 

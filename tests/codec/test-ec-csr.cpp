@@ -1,4 +1,4 @@
-// EC-CSR: extraction, arrays, errors (FORMAT.md section 6), and mutated arrays. A mutant must either be refused, or
+// EC-CSR: extraction, arrays, refusals (FORMAT.md section 6), and mutated arrays. A mutant must either be refused, or
 // an independent decoder must decode it to the same matrix, which must give the same bytes when it is encoded again.
 //
 //     test-ec-csr [mutants = 60000] [seed = 1]
@@ -62,7 +62,7 @@ static uint32_t random_value(rng & r, int32_t type) {
     }
 }
 
-// n_patterns = 0: independent positions; otherwise each row follows one of n_patterns patterns, some rows partially.
+// n_patterns = 0: independent positions; otherwise each row follows one of n_patterns patterns, some only in part.
 static dense_matrix random_matrix(rng & r, int64_t rows, int64_t cols, int32_t type, double density,
                                   int64_t n_patterns) {
     dense_matrix                   m = zeros(rows, cols, type);
@@ -116,7 +116,7 @@ static bool same_arrays(const ec_csr_matrix & a, const ec_csr_matrix & b) {
            a.blk_ptr == b.blk_ptr && a.bases == b.bases && a.deltas == b.deltas && a.values == b.values;
 }
 
-// ---- the second decoder: FORMAT.md section 6 literally ----
+// ---- the other decoder: FORMAT.md section 6 word for word ----
 
 // Decodes to dense elements, and to the blocks as rows and columns of non-zeros. Relies on the library's checks.
 static bytes take_apart(const ec_csr_matrix & m, ec_csr_blocks * blocks) {
@@ -248,7 +248,7 @@ TEST(order_in_memory) {
 
 TEST(round_trips) {
     rng                           r(5);
-    std::set<std::pair<int, int>> kinds; // g, v of the generated sets
+    std::set<std::pair<int, int>> kinds; // g, v of the sets that came up
     const int64_t                 shapes[][2] = { { 1, 1 },    { 1, 128 },  { 2, 127 },  { 3, 129 }, { 5, 33 },
                                                   { 7, 1000 }, { 40, 300 }, { 64, 513 }, { 33, 700 } };
     for (const auto & shape : shapes) {
@@ -268,7 +268,7 @@ TEST(round_trips) {
                         CHECK(same_arrays(one, three), "%s: depends on the number of threads", what);
                         bytes back;
                         CHECK(decode(one, 3, &back) == 0, "%s: %s", what, ggml_macko_last_error());
-                        CHECK(back == d.data, "%s: decoded to another matrix", what);
+                        CHECK(back == d.data, "%s: decoded to something else", what);
                         check_accepted(one, back, what);
                         for (const ec_csr_set & s : one.sets) {
                             kinds.emplace(s.granularity, s.vector_size);
@@ -399,14 +399,14 @@ TEST(recoded_to_macko) {
                   "encode");
             CHECK(recoded.row_ptr == row_ptr && std::equal(values.begin(), values.end(), recoded.values.begin()) &&
                       std::equal(deltas.begin(), deltas.end(), recoded.deltas.begin()),
-                  "type %d, %d bits: differs from the MACKO encoder's arrays", type, bits);
+                  "type %d, %d bits: not what the MACKO encoder makes", type, bits);
             CHECK(n_stored <= max_recoded(m.desc), "%d entries, bound %d", static_cast<int>(n_stored),
                   static_cast<int>(max_recoded(m.desc)));
         }
     }
 }
 
-// ---- faults: each changes one part of a valid matrix, and has its own status ----
+// ---- faults: each changes one thing in a valid matrix, and must get its own status ----
 
 constexpr int BLOCK = GGML_MACKO_STATUS_BAD_BLOCK, COMPONENT = GGML_MACKO_STATUS_BAD_COMPONENT,
               CANONICAL = GGML_MACKO_STATUS_NOT_CANONICAL;
@@ -531,7 +531,7 @@ TEST(malformed_column_is_refused) {
     fault("two blocks over one element", GGML_MACKO_STATUS_OVERLAP, [](ec_csr_matrix & m) {
         ec_csr_blocks blocks;
         const bytes   dense = take_apart(m, &blocks);
-        // a copy of the last short block with a smaller first column: another base
+        // the last short block once more, with a first column less: another base
         blocks.blocks.push_back(blocks.blocks.back());
         blocks.blocks.back().cols++;
         blocks.blocks.back().n_cols--;
@@ -632,7 +632,7 @@ static void mutate(rng & r, ec_csr_matrix * m) {
             break;
         }
         case 9:  m->desc.nnz += r.range(-1, 1); break;
-        default: { // another value, which is valid if the old one was
+        default: { // another value: valid where one was
             const size_t at = nb * pick(m->values.size() / nb);
             if (std::any_of(&m->values[at], &m->values[at] + nb, [](uint8_t x) { return x != 0; })) {
                 const uint32_t x = random_value(r, m->desc.type);
@@ -678,7 +678,7 @@ TEST(mutants_are_refused_or_round_trip) {
         printf("%10lld  %s\n", static_cast<long long>(n), ggml_macko_status_name(status));
     }
     CHECK(n_mutants < 1000 || (statuses[0] > n_mutants / 20 && statuses[0] < n_mutants / 2),
-          "%lld accepted: too few or too many for the test", static_cast<long long>(statuses[0]));
+          "%lld accepted: one side is hardly tested", static_cast<long long>(statuses[0]));
 }
 
 // ---- growth ----

@@ -1,4 +1,4 @@
-"""The C codec equals its NumPy reference, byte for byte, and literal bytes from FORMAT.md."""
+"""The C codec against its NumPy twin, byte for byte, and against literal bytes from FORMAT.md."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_random_matrices_round_trip(data):
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_one_changed_byte_is_judged_alike(data):
-    """C and NumPy accept the same arrays; accepted arrays encode again to the same bytes."""
+    """C and NumPy accept the same arrays; what they accept re-encodes to the same bytes."""
     type_id = data.draw(st.sampled_from(generators.TYPES))
     delta_bits = data.draw(st.sampled_from(DELTA_BITS))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -84,7 +84,7 @@ def test_one_changed_byte_is_judged_alike(data):
 
 
 def broken_matrices() -> list:
-    """(status, matrix) with one fault each."""
+    """(status, matrix): one lie each."""
     dense = np.zeros((3, 40), dtype=np.uint16)
     dense[0, [0, 5, 39]] = 0x3C00
     dense[2, [1, 30, 31]] = 0xBC00
@@ -101,7 +101,7 @@ def broken_matrices() -> list:
         (errors.BAD_ROW_PTR, change("row_ptr", 1, -1)),
         (errors.BAD_ROW_PTR, change("row_ptr", 1, m.row_ptr[2] + 1)),
         (errors.BAD_COLUMN, change("deltas", 0, 0xFF)),
-        (errors.NOT_CANONICAL, change("values", 0, 0)),  # an unnecessary zero
+        (errors.NOT_CANONICAL, change("values", 0, 0)),  # a zero that no gap needs
         (errors.NOT_CANONICAL, change("values", n, 0x3C00)),  # hidden data
         (errors.NOT_CANONICAL, change("deltas", len(m.deltas) - 1, 0x10)),
         (errors.NOT_FINITE, change("values", 0, 0x7C00)),

@@ -1,8 +1,8 @@
-"""The registry of codecs: the rules for each row, and a format that only this test defines.
+"""The registry of codecs: what each row must say, and a format that only this test knows.
 
 The toy format stores coordinates and values, encoded and decoded by NumPy alone. The C library of this process does not
-support it, so gguf-py reads the header of its file; planning, writing, reading, verifying, inspecting and restoring use
-the code that all formats share.
+know it, so the header of its file is read by gguf-py in place of the C library; everything else, planning, writing,
+reading, verifying, inspecting and restoring, is the code that all formats share.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from support import generators
 
 
 class CoordinateCodec(Codec):
-    """Stores each non-zero with its position in the matrix, an int32."""
+    """Each non-zero with its place in the matrix, an int32."""
 
     name: ClassVar[str] = "coordinates"
     components: ClassVar[tuple[str, ...]] = ("place", "value")
@@ -73,7 +73,7 @@ class CoordinateCodec(Codec):
 
 
 class HeaderByGgufPy:
-    """The same properties as File, without its checks."""
+    """What File tells of a file, without its checks."""
 
     def __init__(self, path: object, require_model: bool = False):
         reader = gguf.GGUFReader(path)
@@ -144,7 +144,7 @@ def coordinates(monkeypatch):
 
 @pytest.fixture
 def pruned(tmp_path):
-    """A dense model; most of its matrices have 10 % non-zeros."""
+    """A dense model, most of whose matrices have one non-zero in ten."""
     return generators.write_gguf(tmp_path / "pruned.gguf", generators.tiny_tensors(density=0.1))
 
 

@@ -1,4 +1,4 @@
-"""EC-CSR in the package: the C codec equals its NumPy reference; files, tools, products, text."""
+"""EC-CSR through the package: the C codec against its NumPy twin, files, tools, products, text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from support.llama_logits import greedy, open_model
 def patterned(
     rng: np.random.Generator, rows: int, cols: int, density: float, type_id: int, noise: float = 0.03
 ) -> np.ndarray:
-    """Rows that share columns, so that blocks of several rows exist; some rows are empty."""
+    """Rows that share columns, so that blocks of several rows come up; some rows are empty."""
     bits = generators.random_bits(rng, rows, cols, 1.0, type_id)
     patterns = rng.random((3, cols)) < density
     mask = patterns[rng.integers(0, 3, rows)] ^ (rng.random((rows, cols)) < noise)
@@ -75,7 +75,7 @@ def test_random_matrices_round_trip(data):
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_one_changed_byte_is_judged_alike(data):
-    """C and NumPy accept the same arrays; accepted arrays have the same bytes when they are assembled again."""
+    """C and NumPy accept the same arrays; what they accept gives the same bytes when it is put together again."""
     type_id = data.draw(st.sampled_from(generators.TYPES))
     delta_bits = data.draw(st.sampled_from(DELTA_BITS))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -102,7 +102,7 @@ def test_one_changed_byte_is_judged_alike(data):
 
 
 def broken_matrices() -> list:
-    """(status, matrix) with one fault each; both codecs must report the same status."""
+    """(status, matrix): one lie of each kind that both codecs must name alike."""
     bits = np.zeros((4, 300), dtype=np.uint16)
     bits[:2, :256] = 0x3C00
     bits[2, [0, 5, 200]] = 0xBC00
@@ -180,7 +180,7 @@ def test_wrong_argument_is_refused(code, call):
 
 @pytest.mark.parametrize("delta_bits", DELTA_BITS)
 def test_extraction_never_makes_a_matrix_larger(delta_bits):
-    """With 8 bits, blocks of similar rows are smaller; with 4 bits, fillers for the remaining columns cost more."""
+    """Rows that are alike pay with 8 bits; with 4 bits the columns that fill no block cost more in fillers."""
     rng = np.random.default_rng(4)
     alike = generators.random_bits(rng, 200, 2048, 1.0)
     alike[np.repeat(rng.random((50, 2048)) >= 0.3, 4, axis=0)] = 0
@@ -189,7 +189,7 @@ def test_extraction_never_makes_a_matrix_larger(delta_bits):
         m = c_codecs.ec_csr(bits, TYPE_F16, delta_bits)
         assert m.nbytes <= plain.nbytes
         asked = c_codecs.ec_csr(bits, TYPE_F16, delta_bits, {"min_columns": 128})
-        assert ec_csr.sets(asked)[0, 0] > 1  # this option forces blocks
+        assert ec_csr.sets(asked)[0, 0] > 1  # who asks for blocks gets them
     assert ec_csr.sets(c_codecs.ec_csr(alike, TYPE_F16, 8))[0, 0] >= 4
 
 
@@ -221,8 +221,8 @@ def test_product_is_within_rounding_of_float64(data):
 
 
 def test_auto_takes_the_smallest_format():
-    """For 40 shapes and densities, with and without structure, the result is never larger than the best other format.
-    Half of the matrices are F32, whose long mantissas cannot be coded.
+    """40 shapes and densities, with and without structure: never larger than the best of the others. Half of the
+    matrices are F32, whose long mantissas leave nothing to code.
     """
     rng = np.random.default_rng(3)
     chosen = set()
@@ -246,7 +246,7 @@ def test_auto_takes_the_smallest_format():
 
 @pytest.fixture
 def wide(tmp_path):
-    """A dense GGUF with weights wide enough for blocks: experts, all types, rows that share columns."""
+    """A dense GGUF whose weights are wide enough for blocks: experts, all types, rows that share columns."""
     rng = np.random.default_rng(11)
 
     def f(*shape: int, density: float = 0.5, type_id: int = TYPE_F16, noise: float = 0.03) -> tuple:
@@ -287,7 +287,7 @@ def test_round_trip_keeps_every_bit(tmp_path, wide, macko, kind):
 
 
 def test_file_is_what_the_specification_says(tmp_path, wide, macko):
-    """gguf-py reads the file and the NumPy reference decodes it, without the C library."""
+    """Read with gguf-py and decoded with the NumPy twin: nothing of the C library."""
     sparse = tmp_path / "s.gguf"
     assert macko("convert", wide, sparse, "ec-csr-8", "--keep-negative-zeros").code == 0
     reader = gguf.GGUFReader(sparse)

@@ -1,4 +1,4 @@
-"""SparseMatrix with NumPy arrays: products against float64, sizes against the paper's formulas."""
+"""SparseMatrix on NumPy arrays: products against float64, sizes against the paper's formulas."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_to_dense_is_bit_exact(type_id):
 @pytest.mark.parametrize("delta_bits", DELTA_BITS)
 @pytest.mark.parametrize("density", [0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])
 def test_measured_size_follows_the_paper(delta_bits, density):
-    """Section 4.1: within 0.5 % of the expected effective density. The formula excludes row pointers, 4 bytes of each
+    """Section 4.1: within 0.5 % of the expected effective density. Row pointers are not in the formula: 4 bytes per
     row of 8192.
     """
     rows, cols = 2048, 8192
@@ -97,7 +97,7 @@ def test_density_half_costs_five_eighths():
 
 
 def test_worst_case_formula_is_reached():
-    """Runs of zeros that need fillers: the formula is an upper bound, and this matrix nearly reaches it."""
+    """Zeros in runs that fillers must cover: the formula is an upper bound, and such a matrix comes close to it."""
     bits = np.zeros((64, 4096), dtype=np.uint16)
     bits[:, 16::17] = 0x3C00  # 16 zeros before each non-zero
     m = c_codecs.macko(bits, TYPE_F16, 4)
@@ -217,12 +217,12 @@ def test_packed_matrices_multiply_as_what_they_decode_to(data):
     if format not in QUANTIZED:
         np.testing.assert_array_equal(decoded, bits)
     x = rng.standard_normal((cols, n), dtype=np.float32)
-    w = generators.to_float64(decoded, type_id)  # quantized: rounded again, by half a unit of the dense type
+    w = generators.to_float64(decoded, type_id)  # quantized: rounded once more, half a unit of the dense type
     rounding = {TYPE_F16: 2.0**-11, TYPE_BF16: 2.0**-8, TYPE_F32: 0}[type_id] if format in QUANTIZED else 0
     slack = (np.abs(w) @ np.abs(x.astype(np.float64))) * (2 * cols * 2.0**-24 + rounding) + 1e-30
     if format in QUANTIZED and type_id == TYPE_F16:
         slack += 2.0**-25 * np.abs(x).sum(axis=0)  # subnormal numbers
-    if format in QUANTIZED:  # one column: x has 16 bits (lab/quantized.md, numerics)
+    if format in QUANTIZED:  # one column: x in 16 bits (lab/quantized.md, numerics)
         slack += np.abs(w).sum(axis=1, keepdims=True) * np.abs(x).max(axis=0) * (1 / 65534 + (cols / 64 + 8) * 2.0**-23)
     assert np.all(np.abs(s @ x - w @ x.astype(np.float64)) <= slack)
 

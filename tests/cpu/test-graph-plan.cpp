@@ -1,6 +1,6 @@
 // The rows of up that the CPU device computes under a ReLU gate (cpu/device/graph-plan.h): the result must have the
 // same bits, and rows may be skipped only if no other node reads them. The weights are dense, so a row of up is zero
-// only if it was not computed. Also tests that inputs below a threshold count as zero.
+// only if it was not computed. Also tests inputs that count as zero because they are below a threshold.
 #include "abi/op-numbers.h"
 #include "cpu/device/graph-plan.h"
 #include "cpu/device/weight.h"
@@ -38,14 +38,14 @@ struct graph_builder {
 
     float number() { return static_cast<float>(random.unit() * 2 - 1); }
 
-    // F32 weights of n_matrices matrices without zeros; most products are negative. In memory: a BITMAP
+    // F32, of n_matrices matrices, without a zero, and such that most products are negative: a BITMAP
     // (cpu/layout/layouts.h) after its header
     ggml_tensor * weights(int64_t n_matrices) {
         const int64_t    rows = ROWS * n_matrices;
         const macko_desc desc = { rows, COLS, GGML_MACKO_TYPE_F32, 4, rows * COLS };
         return weights(n_matrices, { WEIGHT_MAGIC, plan_with(desc, bitmap_shape{}), false, ROWS });
     }
-    // one matrix that is also stored by columns
+    // one matrix that is also kept by columns
     ggml_tensor * weights_by_columns(float threshold, bool of_norm) {
         const macko_desc desc    = { ROWS, COLS, GGML_MACKO_TYPE_F32, 4, ROWS * COLS };
         const int64_t    columns = columns_nbytes(desc, ROWS);
@@ -144,7 +144,7 @@ bool skips(const char * what, const graph_builder & b, const ggml_tensor * gate,
             CHECK(memcmp(&got[r], &whole[r], 4) == 0 || (got[r] == 0 && !(gates[r] > 0)),
                   "%s: row %zu of up is %g, not %g", what, r, static_cast<double>(got[r]),
                   static_cast<double>(whole[r]));
-            CHECK(same_up || got[r] == 0 || gates[r] > 0, "%s: row %zu was computed but is not used", what, r);
+            CHECK(same_up || got[r] == 0 || gates[r] > 0, "%s: row %zu was computed for nothing", what, r);
         }
         CHECK(n_open > 0 && n_open < static_cast<int64_t>(got.size()), "%s: %ld open gates", what, (long)n_open);
     }
@@ -178,7 +178,7 @@ void check(const char * what, bool expected, bool up_first, int64_t n, bool same
 TEST(closed_rows_are_left_out) {
     check("gate, up", true, false, 1, true);
     check("up, gate", true, true, 1, true);
-    check("gate, up, with different inputs", true, false, 1, false);
+    check("gate, up, of other inputs", true, false, 1, false);
 }
 
 TEST(rows_that_somebody_needs_are_computed) {
@@ -211,7 +211,7 @@ TEST(operands_that_are_no_two_products_are_computed) {
     gate = c.product(x);
     up   = c.product(x);
     c.add(ggml_swiglu_split(c.ctx, gate, up));
-    CHECK(!skips("SwiGLU", c, gate, up), "rows are left out although no element is zero");
+    CHECK(!skips("SwiGLU", c, gate, up), "rows are left out where no element is zero");
 }
 
 // With a closed gate, ggml also computes +0 for infinities and NaN, where 0 * up would be NaN.
@@ -366,7 +366,7 @@ void check_threshold(const char * what, neurons kind, int64_t n, double share, b
             compute(b.graph, skips, n_threads);
             CHECK(std::equal(wanted.begin(), wanted.end(), contents(down).begin()),
                   "%s: %g %% below the threshold, %d threads", what, share * 100, n_threads);
-            CHECK(contents(x) == all, "%s: x itself is changed", what);
+            CHECK(contents(x) == all, "%s: others see x as it is", what);
         }
     }
 }

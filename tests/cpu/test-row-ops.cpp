@@ -1,5 +1,5 @@
 // Compares the row operations of each kernel set, and ROPE, with float64, element by element: odd lengths, results that
-// overwrite an operand, and extreme arguments. All memory ends at an inaccessible page.
+// overwrite an operand, and extreme arguments. All memory ends at a page without access.
 #include "cpu/kernels/dispatch.h"
 #include "cpu/kernels/rope.h"
 #include "guarded.h"

@@ -1,5 +1,5 @@
-"""Models with a ReLU in their feed-forward blocks on the CPU: skipping rows of up and columns of down changes no bit.
-test-graph-plan and test-cpu-kernels check which rows and columns are skipped.
+"""Models with a ReLU in their feed-forward part on the CPU: leaving out rows of up and columns of down changes no bit.
+Which are left out, and when, is what test-graph-plan and test-cpu-kernels check.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ggml_macko.evaluation.text_model import TextModel
 from support.llama_logits import logits_one_by_one, open_model
 from support.relu_models import RELU, TOKENS, relu_model
 
-OLD_ENOUGH = 3.1  # seconds; a younger model gets no cache file
+OLD_ENOUGH = 3.1  # seconds, for a model whose weights are kept in a cache
 
 
 class ZeroCounter(Tap):
-    """Counts the zeros of gated or squared nodes, which are the inputs of down."""
+    """Counts the zeros of gated or squared nodes, which down is multiplied by."""
 
     n = n_zeros = 0
 
@@ -61,9 +61,9 @@ def test_columns_give_the_numbers_of_the_rows(tmp_path, monkeypatch, arch, kind)
     with_columns = logits_one_by_one(open_model(path, 64), TOKENS)
     monkeypatch.setenv("GGML_MACKO_DISABLE", "csc")
     want = logits_one_by_one(open_model(path, 64), TOKENS)
-    # the next product rounds x to F16, so a difference of one float32 ulp may become one F16 ulp, 2^-11
+    # the next product rounds x to F16: a float's last bit may become one of F16's, 2^-11
     assert np.abs(with_columns - want).max() <= 2e-3 * want.std()
-    assert (with_columns != want).any()  # another order of sums: columns were used
+    assert (with_columns != want).any()  # another order of sums: they were used
 
 
 def test_columns_are_cached_with_the_rows(tmp_path, monkeypatch, capfd):
@@ -84,7 +84,7 @@ def test_columns_are_cached_with_the_rows(tmp_path, monkeypatch, capfd):
         np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
     monkeypatch.setenv("GGML_MACKO_DISABLE", "csc")
     rows = logits_one_by_one(open_model(path, 64), TOKENS)
-    for expected in ("wrote", "mapped"):  # a cache file with columns is not used for a load without them
+    for expected in ("wrote", "mapped"):  # what has columns serves no load without them
         got, said = load()
         assert said == [expected]
         np.testing.assert_array_equal(got.view(np.uint32), rows.view(np.uint32))

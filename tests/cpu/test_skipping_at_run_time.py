@@ -1,6 +1,6 @@
 """GGML_MACKO_LOAD=act-thresholds on the CPU: one token at a time, an input of down below its file's threshold counts as
-zero, as in `macko perplexity --skip file`; nothing else changes. test-graph-plan tests that the bits do not depend on
-the number of threads or the use of columns, and that inputs of other products are not skipped.
+zero, as `macko perplexity --skip file` measures it; otherwise nothing changes. That bits do not depend on the number of
+threads for other shapes, on columns being used, and what is no neuron, is checked by test-graph-plan.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from support.llama_logits import logits, logits_one_by_one, open_model
 OPTIONS = {"n_ctx": 64, "n_threads": 2, "n_gpu_layers": 0}
 ONE_BY_ONE = {"n_ctx": 64, "n_batch": 64, "n_ubatch": 1}
 LARGEST = float(np.finfo(np.float32).max)
-SMALLEST = 2.0**-149  # only zeros are smaller
-OLD_ENOUGH = 3.1  # seconds; a younger model gets no cache file
+SMALLEST = 2.0**-149  # only zeros are below it
+OLD_ENOUGH = 3.1  # seconds, for a model whose weights are kept in a cache
 DOWN = "ffn_down.weight"
 
 
 class Downs(Tap):
-    """Stores the inputs and results of the products with down: name -> [(x, y), ...], one pair per ubatch."""
+    """Keeps the inputs and the results of the products with down: name -> [(x, y), ...], one of each ubatch."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Downs(Tap):
 
 @pytest.fixture(scope="module")
 def source_of(tmp_path_factory):
-    """Dense models with 70 % zeros: name -> path. Each run has another seed."""
+    """Dense models 70 % of whose weights are zero: name -> path. Another seed each time."""
     folder = tmp_path_factory.mktemp("models")
     seed = int(np.random.SeedSequence().entropy % 2**31)
     print("seed", seed)  # pytest shows it if a test fails
@@ -72,7 +72,7 @@ def source_of(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def calibrated(source_of, tmp_path_factory):
-    """Creates a sparse file with thresholds: (name, score, share, type of convert) -> path."""
+    """Makes a sparse file with thresholds: (name, score, share, type of convert) -> path."""
     folder = tmp_path_factory.mktemp("calibrated")
 
     def make(name, score="product", share=0.7, kind="macko"):
@@ -87,7 +87,7 @@ def calibrated(source_of, tmp_path_factory):
 
 
 def with_thresholds(path, out, value):
-    """A copy with the same threshold for all layers."""
+    """A copy with one threshold for all parts."""
     file = gb.read(path.read_bytes())
     n = len(file.key("macko.act.part.threshold").value)
     set_act(file, "act.part.threshold", gb.F32, [value] * n)
@@ -114,13 +114,13 @@ def text(path):
 
 
 def evaluated(path, tap=None, n_threads=2, **options):
-    """Logits of a chunk of the text, one token at a time unless the options differ."""
+    """Logits of a chunk of the text, one token at a time unless the options say otherwise."""
     with TextModel(path, tap=tap, n_threads=n_threads, **{**ONE_BY_ONE, **options}) as model:
         return model.evaluate(model.read_chunks(SAMPLE, 3)[2:]).copy()
 
 
 def measured(path, score, rules):
-    """The same for a model whose neurons are zeroed in llama.cpp's graph by the thresholds of another file."""
+    """The same of a model whose neurons are zeroed in llama.cpp's graph by the thresholds of another file."""
     with skipping.SkippingModel(path, score, n_threads=2, **ONE_BY_ONE) as m:
         chunks = m.model.read_chunks(SAMPLE, 3)
         m.find_parts(chunks[:1])
@@ -135,7 +135,7 @@ def assert_same_bits(found, want):
 
 
 def load_log(path, capfd):
-    """The log lines of a load about act-thresholds or thresholds."""
+    """What a load says of act-thresholds or of thresholds."""
     capfd.readouterr()
     open_model(path, 64, verbose=True)
     return [line for line in capfd.readouterr().err.splitlines() if "act-thresholds" in line or "thresholds" in line]
@@ -180,7 +180,7 @@ def test_product_is_that_of_numpy_with_small_inputs_zeroed(
 @pytest.mark.parametrize("score", ["product", "wina"])
 @pytest.mark.parametrize("name", ["docs-4m", "qwen3", "gemma2", "phi3", "arcee"])
 def test_logits_have_the_bits_of_the_python_measurement(calibrated, tmp_path, monkeypatch, name, score):
-    """In the measurement, neurons are zeroed in llama.cpp's graph; its model stores columns, too, but skips nothing."""
+    """There, neurons are zeroed in llama.cpp's graph. Its model keeps columns, too, but skips nothing by itself."""
     monkeypatch.setenv("GGML_MACKO_LOAD", "act-thresholds")
     path = calibrated(name, score)
     other = with_thresholds(path, tmp_path / "other.gguf", SMALLEST)
@@ -191,14 +191,14 @@ def test_logits_have_the_bits_of_the_python_measurement(calibrated, tmp_path, mo
     with monkeypatch.context() as patch:
         patch.delenv("GGML_MACKO_LOAD")
         by_rows = measured(path, score, path)
-    if name == "docs-4m":  # in the other models, down adds little
+    if name == "docs-4m":  # what down adds to the others is small
         assert (by_rows != want).any()  # another order of sums: columns were used
-    monkeypatch.setenv("GGML_MACKO_DISABLE", "relu-skip")  # all columns are read, including those of zeros
+    monkeypatch.setenv("GGML_MACKO_DISABLE", "relu-skip")  # all columns are read, those of a zero, too
     assert_same_bits(evaluated(path), want)
 
 
 def test_logits_are_those_of_a_float64_model_that_skips(calibrated, monkeypatch):
-    """The reference is a whole forward pass without llama.cpp."""
+    """The whole forward pass, which shares no code with llama.cpp."""
     from reference.llama_float64 import Float64Llama
 
     class Skipped(np.ndarray):
@@ -222,11 +222,11 @@ def test_logits_are_those_of_a_float64_model_that_skips(calibrated, monkeypatch)
     plain = evaluated(path)[0]
     monkeypatch.setenv("GGML_MACKO_LOAD", "act-thresholds")
     error, change = (np.sqrt(((x - want) ** 2).mean()) for x in (evaluated(path)[0], plain))
-    # F16 rounding may move an input across a threshold in one of the two
+    # an input that F16 rounding moves across a threshold is zero in one of the two
     assert error < 0.25 * change
 
 
-# ---- cases in which nothing is skipped ----
+# ---- where nothing is skipped ----
 
 
 @pytest.mark.parametrize("value", [None, "", "strict", "strict,sparse-only"])
@@ -300,7 +300,7 @@ def test_parts_that_are_not_named_are_not_skipped(calibrated, tmp_path, monkeypa
         assert all(is_zero) if layer in (0, 3) else not any(is_zero)
 
 
-# ---- invalid keys ----
+# ---- keys from strangers ----
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -323,7 +323,7 @@ def test_part_that_is_no_matrix_is_refused_in_one_line(calibrated, tmp_path, mon
         file.key("macko.act.part.down").value[2] = other
         path.write_bytes(gb.write(file))
         monkeypatch.delenv("GGML_MACKO_LOAD", raising=False)
-        open_model(path, 64)  # the thresholds are not used
+        open_model(path, 64)  # nobody asks for its thresholds
         monkeypatch.setenv("GGML_MACKO_LOAD", "act-thresholds")
         with pytest.raises(errors.MackoError) as e:
             open_model(path, 64)
@@ -342,7 +342,7 @@ def test_matrix_that_is_no_down_is_multiplied_as_it_is(calibrated, tmp_path, mon
     (tmp_path / "bad.gguf").write_bytes(gb.write(file))
     monkeypatch.setenv("GGML_MACKO_LOAD", "act-thresholds")
     found = evaluated(tmp_path / "bad.gguf")
-    # inputs with zeros may be multiplied by columns, in another order
+    # those whose inputs have zeros may be multiplied by columns, in another order
     assert np.abs(found - want).max() <= 2e-3 * want.std()
 
 
@@ -366,7 +366,7 @@ def test_cached_weights_skip_as_those_that_were_read(calibrated, tmp_path, monke
         got = logits_one_by_one(open_model(path, 64, weight_cache=True, verbose=True), tokens)
         return got, re.findall(r"ggml-macko: cache: (wrote|mapped)", capfd.readouterr().err)
 
-    for want in (skipped, plain):  # a cache file with norms and columns is not used for a load without them
+    for want in (skipped, plain):  # what has norms and columns serves no load without them
         for expected in ("wrote", "mapped"):
             got, said = load()
             assert said == [expected]
@@ -389,7 +389,7 @@ def test_compressed_weights_skip_like_a_sparse_file(calibrated, monkeypatch):
 
 
 def test_table_is_complete_and_resumes(tmp_path):
-    """lab/scripts/skip_speed.py; a model without zeros has no shares and is measured once only."""
+    """lab/scripts/skip_speed.py; a model without zeros has no shares, and nobody measures it twice."""
     pytest.importorskip("matplotlib", reason="matplotlib is optional")
     dense, sparse = tmp_path / "dense.gguf", generators.DEMO
     file = tiny_models.make("llama")

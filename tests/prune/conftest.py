@@ -1,4 +1,4 @@
-"""Fixtures for the tests of pruning."""
+"""Fixtures of the tests of pruning."""
 
 from __future__ import annotations
 

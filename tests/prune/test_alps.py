@@ -50,7 +50,7 @@ def slow_admm(w, h, n_zeros):
 
 
 def least_squares(mask, h, target):
-    """The exact least-squares solution on the mask for each row."""
+    """For each row, the weights on the mask that solve the problem exactly."""
     out = np.zeros(mask.shape)
     for i, kept in enumerate(mask):
         out[i, kept] = np.linalg.solve(h[np.ix_(kept, kept)], target[i, kept])
@@ -83,7 +83,7 @@ def test_layer_error_is_that_of_a_float64_implementation(xp, rows, cols, sparsit
     assert ours / theirs == pytest.approx(1, abs=0.01)
     rival = w.copy()
     sparsegpt.prune_matrix(rival, sparsegpt.inverse_factor(h), n)
-    assert ours < 0.95 * error(rival, w, h64)  # fails with a wrong penalty, sign or scale
+    assert ours < 0.95 * error(rival, w, h64)  # a wrong penalty, sign or scale fails this
 
 
 @pytest.mark.parametrize("rows,cols", [(30, 80), (9, 160)])
@@ -126,7 +126,7 @@ def test_hessian_that_is_not_positive_definite_is_refused(xp):
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_targets_are_the_outputs_of_the_dense_model(share):
-    """The gradient at the dense weights is the change of the inputs times the share."""
+    """The gradient at the dense weights is what the inputs have moved, times the share."""
     rng = np.random.default_rng(0)
     w = rng.standard_normal((5, 8)).astype(np.float32)
     dense = hessians.DenseInputs("a")
@@ -250,7 +250,7 @@ def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, text, macko, more
 
 
 def test_failure_at_the_end_loses_no_work(tmp_path, text, macko, monkeypatch):
-    """The name of the text is not UTF-8, which must not cause the failure."""
+    """The name of the text is not UTF-8, which must not be the failure."""
     model, out = tiny_model(tmp_path), tmp_path / "out.gguf"
     text = text.rename(tmp_path / os.fsdecode(b"caf\xe9.txt"))
     args = ["prune", model, out, "--method", "alps", "--sparsity", "0.8", "-f", text, "--chunks", 3, "-c", 64]
@@ -258,7 +258,7 @@ def test_failure_at_the_end_loses_no_work(tmp_path, text, macko, monkeypatch):
         m.setattr(prune_module, "write_model", lambda *unused: (_ for _ in ()).throw(OSError(28, "No space left")))
         done = macko(*args)
         assert done.code == 1 and "tensors are pruned; the same command continues" in done.err, done.err
-    monkeypatch.setattr(working_copy.WorkingCopy, "count", None)  # must not prune again
+    monkeypatch.setattr(working_copy.WorkingCopy, "count", None)  # nothing is pruned again
     done = macko(*args)
     assert done.code == 0 and "continuing after" in done.err, done.err
     with Model(out) as pruned:
@@ -267,7 +267,7 @@ def test_failure_at_the_end_loses_no_work(tmp_path, text, macko, monkeypatch):
 
 
 def test_half_written_tensors_are_restored(tmp_path, text, macko, monkeypatch):
-    """The run is killed while it writes the second group of matrices; those weights must not affect the statistics."""
+    """Killed while the second group of matrices was written: its weights must not reach the statistics."""
     model = tiny_model(tmp_path)
     args = ["--method", "alps", "--sparsity", "0.8", "-f", text, "--chunks", 3, "-c", 64, "--sequential"]
     whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"

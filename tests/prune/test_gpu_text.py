@@ -1,4 +1,4 @@
-"""PyTorch computes the same statistics of a calibration text as llama.cpp. Here, PyTorch uses the CPU."""
+"""Calibration text evaluated by PyTorch: the statistics are llama.cpp's. On the CPU here, where arrays are NumPy's."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_statistics_are_those_of_llama_cpp(tmp_path, text, arch):
     layerwise.gather(path, options, expected, n_chunks=5)
     for name, found in expected.entries().items():
         assert np.array_equal(sums.entries()[name].counts, found.counts)
-        # the square of a ReLU's output is small if its input nearly cancels, and then has no relative precision
+        # the square of a ReLU is small where its input nearly cancels, and then has no relative precision
         np.testing.assert_allclose(sums.entries()[name].sums, found.sums, rtol=0.05, atol=1e-9 * found.sums.max())
 
 
@@ -70,7 +70,7 @@ def test_nothing_is_evaluated_after_the_last_weight_that_is_wanted(tmp_path, tex
 @needs_torch
 @pytest.mark.parametrize("arch", SUPPORTED)
 def test_last_weight_of_a_pass_brings_all_that_read_its_input(tmp_path, text, arch):
-    """llama.cpp multiplies by q, v and k in this order; PyTorch by q, k and v."""
+    """llama.cpp multiplies with q, v and k, in this order; PyTorch with q, k and v."""
     path, options = make(tmp_path / "model.gguf", arch), options_for(text)
     with Model(path) as m:
         groups = layerwise.passes_by_input(path, tensors_to_prune(m), options)
@@ -84,7 +84,7 @@ def test_last_weight_of_a_pass_brings_all_that_read_its_input(tmp_path, text, ar
 
 @needs_torch
 def test_differences_are_those_of_llama_cpp(tmp_path, text, macko):
-    """The differences are between the inputs in the dense model and in a pruned one."""
+    """Of the inputs in the dense model and in a pruned one."""
     import torch
 
     path, options = make(tmp_path / "model.gguf", "llama"), options_for(text)
@@ -105,7 +105,7 @@ def test_differences_are_those_of_llama_cpp(tmp_path, text, macko):
 
 @needs_torch
 def test_command_with_targets_prunes_as_with_llama_cpp(tmp_path, text, macko, monkeypatch):
-    """Only weights with close scores may differ."""
+    """Up to weights whose scores are close."""
     import torch
 
     path, outputs = make(tmp_path / "model.gguf", "llama"), [tmp_path / "theirs.gguf", tmp_path / "ours.gguf"]
@@ -159,5 +159,5 @@ def test_losses_are_those_of_llama_cpp(tmp_path, text):
             bits[::2] = 0
             got, want = (losses.with_weights(t, bits) for losses in (ours, theirs))
             assert got == pytest.approx(want, rel=1e-4) and abs(got - ours.dense) > 1e-3 * got
-        assert ours._measure() == ours.dense  # the weights are restored
+        assert ours._measure() == ours.dense  # the weights are back
         theirs.close()

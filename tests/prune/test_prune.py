@@ -1,4 +1,4 @@
-"""Magnitude pruning: which weights become zero and how many; all other data stay unchanged."""
+"""Magnitude pruning: which weights become zero, how many, and that everything else stays as it was."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.pruning import PRUNED, bits_of
 
 
 def slow_prune(bits: np.ndarray, type_id: int, k: int) -> np.ndarray:
-    """The definition of the mask: a stable sort of one row at a time."""
+    """The definition: a stable sort of one row at a time."""
     out = bits.copy()
     for row in out:
         magnitude = np.abs(generators.to_float64(row, type_id))
@@ -60,7 +60,7 @@ def test_per_tensor_prunes_the_smallest_of_each_matrix(tmp_path, tiny, macko):
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 30), st.integers(1, 60), st.integers(0, 60), st.integers(0, 2**32))
 def test_ties_go_to_the_lowest_column(rows, cols, k, seed):
-    """The matrix has few distinct scores, so nearly all are ties."""
+    """There are few distinct scores, so nearly all are ties."""
     k = min(k, cols)
     scores = np.random.default_rng(seed).integers(0, 4, (rows, cols)).astype(np.float32)
     mask = masks.lowest_per_row(scores, k)
@@ -148,7 +148,7 @@ QUANTIZED = [
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_weights_are_dequantized(tmp_path, macko, name):
-    """The result equals that of gguf-py."""
+    """gguf-py dequantizes what is expected."""
     kind = gguf.GGMLQuantizationType[name]
     block, nbytes = gguf.GGML_QUANT_SIZES[kind]
     data = np.random.default_rng(0).integers(0, 64, (40, 512 // block, nbytes), dtype=np.uint8)  # scales are below 2
@@ -182,7 +182,7 @@ def test_quantized_weights_are_dequantized(tmp_path, macko, name):
 
 
 def test_dequantized_copies_of_a_model_are_alike(tmp_path):
-    """An interrupted run can then continue; a model without quantized weights is used without a copy."""
+    """So that a run that was interrupted goes on; the source itself is used if nothing is quantized."""
     data = gguf.quants.quantize(np.ones((32, 64), np.float32), gguf.GGMLQuantizationType.Q8_0)
     path = generators.write_gguf(tmp_path / "q.gguf", {"blk.0.attn_q.weight": (data, 8)})
     digests = []
@@ -223,7 +223,7 @@ def test_sparse_input_is_refused(tmp_path, tiny, macko):
 
 
 def test_magnitude_is_exact():
-    """Magnitudes that differ in the last bit of float32 are different."""
+    """float32 weights that differ in the last bit are told apart."""
     one = np.float32(1)
     scores = masks.magnitude(np.array([[np.nextafter(one, 2), -one]], np.float32).view(np.uint32), TYPE_F32)
     assert masks.lowest_per_row(scores, 1).tolist() == [[False, True]]

@@ -1,4 +1,4 @@
-"""Other pruning methods than magnitude: Wanda's masks, exact allocation, and errors."""
+"""Pruning beyond magnitude: Wanda's masks, exact allocation, and what is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.pruning import PRUNED, bits_of
 def statistics_of(path, rng, unused: tuple = ()) -> dict:
     """Weight name -> (float32 sums (n_mat, cols), counts); some inputs are always zero.
 
-    unused: experts without tokens.
+    unused: experts that no token was routed to.
     """
     out = {}
     for name in PRUNED:
@@ -102,7 +102,7 @@ def test_quantized_model_is_pruned_as_its_values_are(tmp_path, macko, text, opti
     ids=lambda options: " ".join(map(str, options)),
 )
 def test_chunks_are_spread_over_the_text(tmp_path, macko, monkeypatch, options, n):
-    """Every model that evaluates the text reads chunk floor(i m / n) of m, or all chunks if m is at most n."""
+    """Every model that evaluates the text reads chunk floor(i m / n) of m, or each if there are no more than n."""
     model, text = tmp_path / "model.gguf", tmp_path / "text.txt"
     model.write_bytes(gguf_bytes.write(tiny_models.make("llama")))
     text.write_text("".join(np.random.default_rng(4).choice(["ab ", "a ", "b ab", "\n"], 260)))
@@ -152,14 +152,14 @@ def test_wanda_mask_is_that_of_the_paper(tmp_path, tiny, macko, sparsity):
         got, _, _ = bits_of(tmp_path / "out.gguf", name)
         for i, (sums, count) in enumerate(zip(*statistics[name])):
             rows = slice(i * shape[1], (i + 1) * shape[1])
-            if not count:  # magnitude is used
+            if not count:  # magnitude decides
                 sums = np.ones_like(sums)
             want = paper_wanda(bits[rows], type_id, sums, Fraction(sparsity))
             assert got[rows].tobytes() == want.tobytes(), (name, i)
 
 
 def test_wanda_mask_of_a_real_model_is_that_of_the_paper(tmp_path, shared_models, macko):
-    """Statistics of the library's own calibration give the paper's masks bit for bit."""
+    """Statistics from our own calibration, masks against the paper's rule, bit for bit."""
     model, text = shared_models / "docs-4m-f16.gguf", shared_models / "calibration.txt"
     imatrix_path, out = tmp_path / "i.gguf", tmp_path / "out.gguf"
     assert macko("calibrate", "-m", model, "-f", text, "--chunks", 4, "-o", imatrix_path).code == 0
@@ -185,7 +185,7 @@ def test_per_model_ranks_all_weights_together(tmp_path, tiny, macko, method, spa
     done = macko("prune", tiny, out, "--method", method, "--compare-within", "model", "--sparsity", sparsity, *args)
     assert done.code == 0, done.err
     scores, bits = [], []
-    names = [name for name in generators.dense_bytes(tiny) if name in PRUNED]  # in the order of the file
+    names = [name for name in generators.dense_bytes(tiny) if name in PRUNED]  # in the file's order
     for name in names:
         b, type_id, shape = bits_of(tiny, name)
         score = np.abs(generators.to_float64(b, type_id).astype(np.float32))
@@ -255,14 +255,14 @@ def test_distribution_adds_up_to_the_total(parts):
 
 
 class Matrix:
-    """The members of a tensor that allocation uses."""
+    """What allocation needs to know of a tensor."""
 
     def __init__(self, name, rows, cols=16):
         self.name, self.ne, self.rows, self.cols, self.n_elements = name, (cols, rows), rows, cols, rows * cols
 
 
 def test_allocation_by_loss_is_the_least_of_all():
-    """The reference is a search over all sparsities in steps of 1/160; the losses are log-linear in sparsity."""
+    """Against a search over all sparsities in steps of 1/160, with losses whose logarithms are linear in sparsity."""
     tensors = [Matrix(f"blk.{i}.attn_q.weight", rows) for i, rows in enumerate((10, 20, 10))]
     size = [t.n_elements for t in tensors]
     weight, slope = (1.0, 0.2, 3.0), (6.0, 8.0, 5.0)
@@ -320,7 +320,7 @@ def test_significant_bits_are_those_of_next_to_all_weights(type_id, n):
     full = values.SIGNIFICAND_BITS[type_id]
     bits = masks.from_float32(masks.with_significant_bits(x, n), type_id)
     assert masks.significant_bits(bits, type_id) == min(n, full)
-    longer = rng.choice(np.flatnonzero(bits), 50, replace=False)  # .5 % of them: too few to matter
+    longer = rng.choice(np.flatnonzero(bits), 50, replace=False)  # .5 % of them: not enough to matter
     bits[longer] |= 1
     assert masks.significant_bits(bits, type_id) == min(n, full)
     bits[rng.random(x.size) < 0.1] |= 1
@@ -341,7 +341,7 @@ def test_rounding_to_significant_bits_is_to_nearest_even(xp):
     assert np.array_equal(rounded(24), x)
 
 
-# ---- errors ----
+# ---- what is refused ----
 
 
 @pytest.mark.parametrize(
@@ -364,13 +364,13 @@ def test_rounding_to_significant_bits_is_to_nearest_even(xp):
 )
 def test_bad_options_are_refused_at_once(tmp_path, tiny, macko, args, message):
     done = macko("prune", tiny, tmp_path / "out.gguf", *args)
-    code = 1 if "has 64 columns" in message else 2  # the limit depends on the model
+    code = 1 if "has 64 columns" in message else 2  # that depends on the model
     assert done.code == code and message in done.err and len(done.err.splitlines()) == 1, done.err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny.gguf"]
 
 
 def edit(**changes):
-    """Returns a function that changes a dict of statistics."""
+    """Makes a function that changes a dict of statistics."""
 
     def change(statistics: dict) -> None:
         sums, counts = statistics["blk.0.attn_k.weight"]

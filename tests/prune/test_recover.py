@@ -21,7 +21,7 @@ from ggml_macko.gguf.files import Model
 from ggml_macko.pruning.options import VALUES
 from ggml_macko.recovery.checkpoint import Checkpoint
 from ggml_macko.recovery.options import RecoverOptions
-from ggml_macko.recovery.schedule import Texts, batches, learning_rate
+from ggml_macko.recovery.schedule import Texts, batches, chunks_of_epoch, learning_rate
 from ggml_macko.values import NEGATIVE_ZERO
 from support import gguf_bytes, tiny_models
 from support.pruning import SUPPORTED
@@ -143,15 +143,18 @@ def test_masked_adam_is_adam_where_weights_are_kept():
     adam = masked_adam.MaskedAdam(ours)
     kept = torch.from_numpy(start != 0)
     theirs = [torch.from_numpy(start[start != 0]).requires_grad_(True), torch.from_numpy(bias.copy()).requires_grad_()]
-    reference = torch.optim.Adam(theirs, betas=(masked_adam.BETA1, masked_adam.BETA2), eps=masked_adam.EPSILON)
+    groups = [{"params": [w]} for w in theirs]
+    reference = torch.optim.Adam(groups, betas=(masked_adam.BETA1, masked_adam.BETA2), eps=masked_adam.EPSILON)
+    units = [float(w.detach().square().mean().sqrt()) for w in theirs]  # rates are relative to a tensor's weights
 
     def loss(w, b):
         return (torch.nn.functional.linear(x, w, b).tanh() - 0.3).square().sum()
 
     for step in range(12):
-        adam.rate = reference.param_groups[0]["lr"] = 0.01 * (step + 1)
+        adam.prepare(0.1 * (step + 1))
+        for group, unit in zip(reference.param_groups, units):
+            group["lr"] = 0.1 * (step + 1) * unit
         loss(ours["w"], ours["b"]).backward()
-        adam.advance()
         reference.zero_grad()
         loss(torch.zeros(7, 9).masked_scatter(kept, theirs[0]), theirs[1]).backward()
         reference.step()
@@ -190,12 +193,13 @@ def test_gradient_of_quantized_values_changes_the_weights_behind_them():
     adam = masked_adam.MaskedAdam(ours, "q4_nl")
     theirs = torch.from_numpy(start[start != 0]).requires_grad_()
     reference = torch.optim.Adam([theirs], betas=(masked_adam.BETA1, masked_adam.BETA2), eps=masked_adam.EPSILON)
+    unit = float(theirs.detach().square().mean().sqrt())
     for step in range(8):
-        adam.rate = reference.param_groups[0]["lr"] = 0.01 * (step + 1)
+        adam.prepare(0.01 * (step + 1))
+        reference.param_groups[0]["lr"] = 0.01 * (step + 1) * unit
         seen = ours["w"].detach().clone().requires_grad_()
         for w in (seen, ours["w"]):
             (torch.nn.functional.linear(x, w, ours["b"].detach()).tanh() - 0.3).square().sum().backward()
-        adam.advance()
         theirs.grad = seen.grad[kept]
         reference.step()
         state = dict(adam.arrays())
@@ -241,27 +245,62 @@ def test_scales_follow_the_weights(name):
 @needs_torch
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="PyTorch finds no GPU")
-def test_host_does_not_wait_for_a_gpu_in_a_training_step(tmp_path):
-    """The steps of a small model are over sooner than the host has asked for them."""
+def test_recorded_step_gives_the_same_bits_and_does_not_wait(tmp_path, monkeypatch):
+    """On a GPU, a step that is repeated from the fourth on; the host launches the next one meanwhile."""
     import torch
 
     from ggml_macko.evaluation.transformer import Shape, Transformer, read_weights
-    from ggml_macko.recovery.distillation import Arithmetic, training_step
+    from ggml_macko.recovery import distillation
     from ggml_macko.recovery.masked_adam import MaskedAdam
 
-    device = torch.device("cuda")
+    device, found = torch.device("cuda"), []
+    chunks = np.random.default_rng(6).integers(5, 90, (8, 2, 32)).astype(np.int32)
+    for n_eager in (3, 8):
+        monkeypatch.setattr(distillation, "_EAGER_STEPS", n_eager)
+        with Model(make(tmp_path / "model.gguf")) as m:
+            teacher, student = (Transformer(Shape.of(m), read_weights(m, device)) for _ in range(2))
+        adam = MaskedAdam({name: w for name, w in student.weights.items() if name.startswith("blk.")})
+        step = distillation.TrainingStep(student, teacher, distillation.Arithmetic(device))
+        try:
+            for i, batch in enumerate(chunks):
+                torch.cuda.set_sync_debug_mode("default" if i < 4 else "error")  # the first steps allocate memory
+                adam.prepare(1e-2)
+                step(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append(adam.weights())
+    assert all(torch.equal(found[0][name], w) for name, w in found[1].items())
+
+
+# ---- the divergence ----
+
+
+@needs_torch
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+def test_divergence_in_pieces_is_that_of_all_logits(tmp_path, monkeypatch, cap):
+    """And so are its gradients: of the hidden states and of the head."""
+    import dataclasses
+
+    import torch
+
+    from ggml_macko.evaluation.transformer import Shape, Transformer, capped
+    from ggml_macko.evaluation.transformer import divergence as of_logits
+    from ggml_macko.recovery import divergence
+
+    monkeypatch.setattr(divergence, "_PIECE_NBYTES", 4 * 50 * 3)  # three positions
+    monkeypatch.setattr(divergence, "_MEASURED", 1)
     with Model(make(tmp_path / "model.gguf")) as m:
-        teacher, student = (Transformer(Shape.of(m), read_weights(m, device)) for _ in range(2))
-    adam = MaskedAdam({name: w for name, w in student.weights.items() if name.startswith("blk.")})
-    chunks = np.random.default_rng(6).integers(5, 90, (2, 32)).astype(np.int32)
-    try:
-        for mode in ("default", "error"):  # the first step allocates memory
-            torch.cuda.set_sync_debug_mode(mode)
-            adam.rate = 1e-4
-            training_step(student, teacher, chunks, Arithmetic(device))
-            adam.advance()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        shape = dataclasses.replace(Shape.of(m), logit_cap=cap)
+    torch.manual_seed(1)
+    heads = [torch.randn(50, 8, requires_grad=True) for _ in range(2)]
+    student, teacher = (Transformer(shape, {"output.weight": w, "token_embd.weight": w}) for w in heads)
+    x, wanted = torch.randn(2, 5, 8, requires_grad=True), torch.randn(2, 5, 8)
+    expected = of_logits(*(capped(y @ w.T, cap) for y, w in ((x, heads[0]), (wanted, heads[1].detach()))))
+    want = torch.autograd.grad(2 * expected, [x, heads[0]])
+    found = divergence.divergence_of_hidden(student, x, teacher, wanted)
+    got = torch.autograd.grad(2 * found, [x, heads[0]])
+    assert torch.allclose(found, expected, rtol=1e-5)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(got, want))
 
 
 # ---- the command ----
@@ -382,7 +421,7 @@ def test_loss_that_is_not_finite_ends_the_run(tmp_path, macko, pair, text, monke
 
     from ggml_macko.recovery import distillation
 
-    monkeypatch.setattr(distillation, "training_step", lambda *args: torch.tensor(math.nan))
+    monkeypatch.setattr(distillation.TrainingStep, "__call__", lambda *args: torch.tensor(math.nan))
     done = run(macko, pair, text, tmp_path / "out.gguf", "--epochs", 9, "--evaluations", 1)
     assert done.code == 1 and "the loss is nan at step 16; a lower --learning-rate" in done.err, done.err
     assert not (tmp_path / "out.gguf").exists()
@@ -396,11 +435,12 @@ def test_run_ends_early_only_in_its_second_half(tmp_path, macko, pair, text, mon
 
     rising = itertools.count()
     monkeypatch.setattr(
-        distillation, "evaluate", lambda *args: distillation.Evaluation(perplexity=1.0, divergence=next(rising))
+        distillation.HeldOut, "evaluate", lambda *args: distillation.Evaluation(perplexity=1.0, divergence=next(rising))
     )
-    args = ["--epochs", 5, "--evaluations", 10, "--patience", patience]
+    args = ["--epochs", 5, "--evaluations", 10, "--learning-rate", "1e-3", "--patience", patience]
     done = run(macko, pair, text, tmp_path / "out.gguf", *args)
     assert done.code == 0 and len(re.findall("^step ", done.err, re.M)) == n_evaluations, done.err
+    assert "no evaluation was better than the pruned model" in done.err and "--learning-rate 0.00025" in done.err
 
 
 @needs_torch
@@ -503,11 +543,14 @@ def test_learning_rate_rises_and_falls():
 def test_each_epoch_reads_every_token_in_another_order():
     train = np.arange(7 * 16, dtype=np.int32).reshape(7, 16)
     options = RecoverOptions(text="x", batch_size=3)
-    epochs = [np.concatenate(list(batches(Texts(train, train, None), options, e))) for e in range(3)]
+    epochs = [chunks_of_epoch(Texts(train, train, None), options, e) for e in range(3)]
     assert all(sorted(e.reshape(-1)) == list(range(7 * 16)) for e in epochs)
     assert len({e.tobytes() for e in epochs}) == 3
-    with_bos = np.concatenate(list(batches(Texts(train, train, 99), options, 1)))
-    assert (with_bos[:, 0] == 99).all()
+    assert (chunks_of_epoch(Texts(train, train, 99), options, 1)[:, 0] == 99).all()
+    stream = list(itertools.islice(batches(Texts(train, train, None), options, 0), 7))
+    assert np.array_equal(np.concatenate(stream), np.concatenate(epochs))
+    for step in range(7):  # from which an interrupted run goes on
+        assert np.array_equal(next(batches(Texts(train, train, None), options, step)), stream[step])
 
 
 # ---- text that the dense model writes ----
@@ -528,8 +571,11 @@ def test_text_is_drawn_from_the_probabilities_of_the_whole_chunk(tmp_path, arch)
     with torch.no_grad():
         want = model.logits(tokens)
         writer = Writer(model, 3, 48)
-        got = [writer.next_logits(tokens[:, :9])] + [writer.next_logits(tokens[:, i : i + 1]) for i in range(9, 48)]
-    assert (torch.stack(got, dim=1) - want[:, 8:]).abs().max() <= 1e-4 * want.abs().max()
+        got = []
+        for i in range(48):
+            got.append(writer.next_logits(tokens[:, i]))
+            writer.position += 1
+    assert (torch.stack(got, dim=1) - want).abs().max() <= 1e-4 * want.abs().max()
 
 
 @needs_torch

@@ -1,4 +1,4 @@
-"""SparseGPT: output errors as small as those of an independent dense implementation, exact numbers of zeros, passes."""
+"""SparseGPT: outputs as close as those of an independent dense implementation, exact numbers of zeros, passes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.pruning import inputs, pruned_tensors
 def dense_sparsegpt(w, h, sparsity_of_block, block=128, damping=0.01):
     """The paper's algorithm 1 in float64, without its Cholesky factor.
 
-    After each column j, the inverse Hessian of the columns to the right is computed again.
+    After column j is done, the inverse Hessian of the columns right of it is computed anew.
     """
     w, h = w.astype(np.float64).copy(), h.astype(np.float64).copy()
     d = np.einsum("ii->i", h)
@@ -70,11 +70,11 @@ def test_outputs_are_as_close_as_those_of_a_dense_implementation(xp, rows, cols,
     assert abs(ours / theirs - 1) < 0.01, (ours, theirs)
     assert energy == pytest.approx(ours, rel=1e-3)
     magnitude = np.where(np.abs(w) >= np.sort(np.abs(w), axis=None)[n], w, 0)
-    assert ours < 0.9 * relative_error(w, magnitude, h)  # fails with an update of wrong sign or factor
+    assert ours < 0.9 * relative_error(w, magnitude, h)  # an update with a wrong sign or factor fails this
 
 
 def test_outputs_of_a_real_layer_are_as_close(shared_models):
-    """A layer of a real model, with the inputs that llama.cpp computed for a real text."""
+    """A layer of a real model, with inputs that llama.cpp computed from a real text."""
     name = "blk.1.attn_output.weight"
     path = shared_models / "docs-4m-f16.gguf"
     moments = hessians.Hessians({name})
@@ -115,7 +115,7 @@ def test_hessian_without_inverse_is_refused(xp):
 
 @pytest.mark.slow
 def test_alps_beats_sparsegpt_beats_wanda_beats_magnitude(tmp_path, shared_models, macko):
-    """The order is by perplexity of a real model on a text that was not used for calibration."""
+    """By perplexity of a real model on text that was not used for calibration."""
     found = {}
     for sparsity in ("0.5", "0.7"):
         for method in METHODS:
@@ -165,7 +165,7 @@ def test_experts_have_hessians_of_their_own():
             h.take(Weight(name, 4, 3, True), i, x)
     for i, x in xs.items():
         np.testing.assert_allclose(h.get("up", i, 4), x.T @ x, rtol=1e-6)
-    assert np.array_equal(h.get("up", 1, 4), np.eye(4))  # no tokens: magnitude is used
+    assert np.array_equal(h.get("up", 1, 4), np.eye(4))  # never routed to: magnitude decides
 
 
 # ---- the command ----
@@ -180,13 +180,13 @@ def model(request, tmp_path):
 
 @pytest.mark.parametrize("n", [257, 600, 1030])
 def test_factor_of_a_large_matrix_is_that_of_its_inverse(xp, n):
-    """The matrices exceed the size that is inverted in one step."""
+    """Beyond the size that is inverted at once."""
     x = inputs(np.random.default_rng(n), 2 * n, n).astype(np.float64)
     h = (x.T @ x).astype(np.float32)
     u = array_backend.to_host(sparsegpt.inverse_factor(xp.asarray(h))).astype(np.float64)
     assert np.array_equal(u, np.triu(u)) and np.all(u.diagonal() > 0)
     damped = h.astype(np.float64)
-    damped[n // 2, n // 2] = 1  # for the input that is always zero
+    damped[n // 2, n // 2] = 1  # of the input that is always zero
     damped += 0.01 * damped.diagonal().mean() * np.eye(n)
     assert np.allclose(u @ damped @ u.T, np.eye(n), atol=1e-3)
 
@@ -195,7 +195,7 @@ def test_half_of_the_free_memory_is_for_hessians(tmp_path):
     (tmp_path / "proc").mkdir()
     group = tmp_path / "sys" / "fs" / "cgroup"
     group.mkdir(parents=True)
-    assert options.hessian_memory(tmp_path) == 2 << 30  # without information on memory
+    assert options.hessian_memory(tmp_path) == 2 << 30  # nothing is known
     (tmp_path / "proc" / "meminfo").write_text("MemTotal:  99 kB\nMemAvailable:   67108864 kB\nCached: 5 kB\n")
     assert options.hessian_memory(tmp_path) == 32 << 30
     (group / "memory.max").write_text("max\n")
@@ -218,7 +218,7 @@ def test_command_zeroes_the_number_asked_for(tmp_path, model, text, macko, more)
     assert {p.name for p in tmp_path.iterdir()} == {"model.gguf", "out.gguf", "text.txt"}
     total = sum(b.size for b in after.values())
     zeros = sum(int((b == 0).sum()) for b in after.values())
-    matrices = sum(b.size // 64 for b in after.values())  # a matrix rounds down, a block of columns may have one more
+    matrices = sum(b.size // 64 for b in after.values())  # a matrix rounds down, a block of columns may have had more
     assert -matrices <= zeros - 0.8 * total <= 0.01 * total
     assert all(not np.any(after[name][b == 0]) for name, b in before.items())
     assert any(np.any((after[name] != b) & (after[name] != 0)) for name, b in before.items())
@@ -236,7 +236,7 @@ def test_command_zeroes_the_number_asked_for(tmp_path, model, text, macko, more)
 
 
 def test_changed_weights_have_the_significant_bits_of_the_source(tmp_path, model, text, macko):
-    """Changed weights keep the 8 significant bits of the source, or all of F16 with --keep-mantissa."""
+    """Those of BF16 here, but for subnormal numbers; all of F16 if they are asked for."""
     short = tmp_path / "short.gguf"
     data = bytearray(model.read_bytes())
     for t in gguf.GGUFReader(model).tensors:
@@ -275,7 +275,7 @@ def test_result_does_not_depend_on_the_memory_limit(tmp_path, model, text, macko
 
 
 def test_sequential_statistics_come_from_the_pruned_blocks(tmp_path, model, text, macko):
-    """Block 0 equals that of a run in one pass; block 1 differs, because its inputs come from a pruned block 0."""
+    """Block 0 agrees with a run of one pass; block 1 does not, because its inputs come from a pruned block 0."""
     out = {}
     for more in ([], ["--sequential"]):
         path = tmp_path / f"{len(more)}.gguf"

@@ -24,7 +24,7 @@ needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reas
 def tool():
     spec = importlib.util.spec_from_file_location("train_dense", TOOL)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["train_dense"] = module  # dataclasses look up annotations there
+    sys.modules["train_dense"] = module  # its annotations are looked up there
     spec.loader.exec_module(module)
     yield module
     del sys.modules["train_dense"]
@@ -50,7 +50,7 @@ def test_model_of_another_shape_learns_from_the_teacher(tmp_path, macko, tool, f
     teacher, text = files
     start, out, base = (tmp_path / name for name in ("start.gguf", "out.gguf", "base.kld"))
     tool.write_start(start, teacher, tool.Size(*SHAPE.values()), 0, arch=arch)
-    options = ["--arch", arch, "--epochs", "3", "--learning-rate", "3e-3"]
+    options = ["--arch", arch, "--epochs", "3", "--learning-rate", "5e-2"]
     monkeypatch.setattr(sys, "argv", [*command(teacher, out, text), *options])
     assert tool.main() == 0
     assert macko("perplexity", "-m", teacher, "-f", text, "-c", 32, "--kl-divergence-base", base).code == 0
@@ -69,7 +69,7 @@ def test_model_of_another_shape_learns_from_the_teacher(tmp_path, macko, tool, f
         assert any("ffn_gate" in t.name for t in found.tensors) == (arch == "llama")
         for a, b in zip(before.tensors, found.tensors):
             assert (a.name, a.ne) == (b.name, b.ne)
-            # embeddings, head and norms are also trained
+            # embeddings, head and norms are trained, too
             assert not np.array_equal(a.read_bits(), b.read_bits()), a.name
 
 

@@ -96,8 +96,8 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         type=Number(0, 1, float),
         default=0.0,
         metavar="R",
-        help="highest learning rate of the run (default: "
-        f"{options.RATE_TIMES_WIDTH:g} divided by the length of the embeddings)",
+        help="highest learning rate of the run, relative to the root mean square of each tensor's weights (default: "
+        f"the best of several rates in short trials; blocks: {options.BLOCKS_RATE:g})",
     )
     group.add_argument(
         "--gradient-checkpointing",

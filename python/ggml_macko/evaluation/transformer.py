@@ -157,6 +157,11 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     return F.kl_div(s, t, reduction="batchmean", log_target=True)
 
 
+def capped(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """x within -cap and cap, smoothly; 0: unchanged."""
+    return torch.tanh(x / cap) * cap if cap else x
+
+
 def as_tokens(chunks: Chunks, device: torch.device) -> torch.Tensor:
     """Tokens for embed()."""
     return torch.from_numpy(chunks.astype(np.int64)).to(device, non_blocking=True)
@@ -173,7 +178,6 @@ def divergence_from_llama_cpp(llama: TextModel, model: Transformer, chunk: Chunk
 class _Angles(NamedTuple):
     """Cosines and sines of rotary angles (positions, rope_dim / 2)."""
 
-    n_past: int  # the first position
     cos: torch.Tensor
     sin: torch.Tensor
 
@@ -183,7 +187,6 @@ class Transformer:
 
     def __init__(self, shape: Shape, weights: Weights, *, gradient_checkpointing: bool = False) -> None:
         self.shape = shape
-        self.n_past = 0  # position of the first token
         self.weights = weights
         self._checkpointing = gradient_checkpointing
         self._angles: dict[bool, _Angles] = {}  # of layers with a window's own base, and of the others
@@ -204,28 +207,46 @@ class Transformer:
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """(chunks, tokens, n_vocab), float32."""
+        return capped(F.linear(self.hidden(tokens), self.head).float(), self.shape.logit_cap)
+
+    @property
+    def head(self) -> torch.Tensor:
+        """The matrix (n_vocab, n_embd) that turns hidden() into logits."""
+        return self.weights.get("output.weight", self.weights["token_embd.weight"])
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The input of the head: (chunks, tokens, n_embd), in the type of the head."""
         x = self.embed(tokens)
         for layer in range(self.shape.n_layers):
             if self._checkpointing and torch.is_grad_enabled():
-                x = torch.utils.checkpoint.checkpoint(self.block, layer, x, use_reentrant=False)
+                x = torch.utils.checkpoint.checkpoint(
+                    self.block, layer, x, use_reentrant=False, preserve_rng_state=False
+                )
             else:
                 x = self.block(layer, x)
-        head = self.weights.get("output.weight", self.weights["token_embd.weight"])
-        out = F.linear(self._norm(x, "output_norm.weight").to(head.dtype), head).float()
-        cap = self.shape.logit_cap
-        return torch.tanh(out / cap) * cap if cap else out
+        return self._norm(x, "output_norm.weight").to(self.head.dtype)
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        x = x.float()
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.shape.epsilon) * self.weights[name]
+        weight = self.weights[name]
+        return F.rms_norm(x.float(), weight.shape, weight, self.shape.epsilon)
+
+    def _input(self, x: torch.Tensor, norm: str, weight: str) -> torch.Tensor:
+        """The normalized input of products, in the type in which the weight is multiplied."""
+        dtype = torch.bfloat16 if torch.is_autocast_enabled() else self.weights[weight].dtype
+        return self._norm(x, norm).to(dtype)
 
     def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         weight = self.weights[f"{name}.weight"]
-        return F.linear(x.to(weight.dtype), weight).float() + self.weights.get(f"{name}.bias", 0)
+        is_mixed = torch.is_autocast_enabled()
+        out = F.linear(x if is_mixed else x.to(weight.dtype), weight)
+        if not is_mixed:  # otherwise it stays in bfloat16, for the sake of memory
+            out = out.float()
+        bias = self.weights.get(f"{name}.bias")
+        return out if bias is None else out + bias
 
     def _attention(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         s, prefix = self.shape, f"blk.{layer}."
-        h = self._norm(x, f"{prefix}attn_norm.weight")
+        h = self._input(x, f"{prefix}attn_norm.weight", f"{prefix}attn_q.weight")
 
         def heads(which: str, n: int, rotate: bool = True) -> torch.Tensor:
             out = self._linear(h, f"{prefix}attn_{which}").unflatten(-1, (n, s.head_dim)).transpose(1, 2)
@@ -234,28 +255,26 @@ class Transformer:
             return self._rotated(out, layer) if rotate else out
 
         q, k, v = heads("q", s.n_heads), heads("k", s.n_heads_kv), heads("v", s.n_heads_kv, rotate=False)
-        k, v = (y.repeat_interleave(s.n_heads // s.n_heads_kv, dim=1) for y in (k, v))
         out = self._weighted(q, k, v, layer).transpose(1, 2).flatten(-2)
         out = self._linear(out, f"{prefix}attn_output")
         post = f"{prefix}post_attention_norm.weight"
         return self._norm(out, post) if post in self.weights else out
 
     def _weighted(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        """Values weighted by the softmax of q k^T: (chunks, heads, tokens, head_dim). If there are fewer queries than
-        keys, they belong to the last tokens.
+        """Values weighted by the softmax of q k^T: (chunks, n_heads, tokens, head_dim); k and v have n_heads_kv. If
+        there are fewer queries than keys, they belong to the last tokens.
         """
         s, n, n_keys = self.shape, q.shape[2], k.shape[2]
+        k, v = (y.repeat_interleave(s.n_heads // s.n_heads_kv, dim=1) for y in (k, v))
         windowed = s.has_window(layer) and n_keys > s.window
-        if not windowed and not s.attention_cap and n in (1, n_keys):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=n > 1, scale=s.attention_scale)
-        scores = (q @ k.transpose(-1, -2)) * s.attention_scale
-        if s.attention_cap:
-            scores = torch.tanh(scores / s.attention_cap) * s.attention_cap
+        if not windowed and not s.attention_cap and n == n_keys:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=s.attention_scale)
         at = torch.arange(n_keys, device=q.device)
         distance = at[n_keys - n :, None] - at[None, :]
         hidden = distance < 0
         if windowed:
             hidden |= distance >= s.window
+        scores = capped((q @ k.transpose(-1, -2)) * s.attention_scale, s.attention_cap)
         return torch.softmax(scores.masked_fill(hidden, float("-inf")), -1) @ v
 
     def _rotated(self, x: torch.Tensor, layer: int) -> torch.Tensor:
@@ -272,23 +291,22 @@ class Transformer:
         return torch.cat([out, rest], dim=-1)
 
     def _cos_and_sin(self, local: bool, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines for the next n positions (n, rope_dim / 2). The last result is kept for other layers."""
+        """Cosines and sines for the first n positions (n, rope_dim / 2). The last result is kept for other layers."""
         s = self.shape
         last = self._angles.get(local)
-        if last is None or (last.n_past, last.cos.shape[0], last.cos.device) != (self.n_past, n, device):
+        if last is None or (last.cos.shape[0], last.cos.device) != (n, device):
             exponents = torch.arange(0, s.rope_dim, 2, device=device, dtype=torch.float32) / s.rope_dim
             frequencies = (s.rope_base_window if local else s.rope_base) ** -exponents
             if "rope_freqs.weight" in self.weights:
                 frequencies = frequencies / self.weights["rope_freqs.weight"]
-            positions = torch.arange(n, device=device, dtype=torch.float32) + self.n_past
-            positions = positions * (1.0 if local else s.rope_scale)
+            positions = torch.arange(n, device=device, dtype=torch.float32) * (1.0 if local else s.rope_scale)
             angle = positions[:, None] * frequencies
-            last = self._angles[local] = _Angles(self.n_past, angle.cos(), angle.sin())
+            last = self._angles[local] = _Angles(angle.cos(), angle.sin())
         return last.cos, last.sin
 
     def _feed_forward(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         prefix = f"blk.{layer}."
-        h = self._norm(x, f"{prefix}ffn_norm.weight")
+        h = self._input(x, f"{prefix}ffn_norm.weight", f"{prefix}ffn_up.weight")
         up = self._linear(h, f"{prefix}ffn_up")
         if self.shape.arch == "arcee":  # without a gate
             neurons = F.relu(up).square()

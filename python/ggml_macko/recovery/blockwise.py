@@ -17,7 +17,8 @@ from .. import console, errors
 from ..evaluation.transformer import PARTS, Transformer
 from ..recovery.distillation import Arithmetic, Training
 from ..recovery.masked_adam import MaskedAdam
-from ..recovery.schedule import learning_rate, steps_per_epoch
+from ..recovery.options import BLOCKS_RATE
+from ..recovery.schedule import learning_rate
 
 Hidden = list[torch.Tensor]
 """Hidden states of each chunk (1, tokens, n_embd), in host memory."""
@@ -26,9 +27,11 @@ _TENSORS = {"attention": ("attn_", "post_attention_"), "feed_forward": ("ffn_", 
 """Part -> prefixes of its tensors' names after blk.N."""
 
 
-def fit_blocks(training: Training) -> None:
-    """Resumes from the checkpoint, if there is one. Raises MackoError if an error is not finite."""
-    student, teacher, trained, texts, options, arithmetic, checkpoint = training
+def fit_blocks(training: Training) -> float:
+    """The highest learning rate. Resumes from the checkpoint, if there is one. Raises MackoError if an error is not
+    finite.
+    """
+    student, teacher, trained, texts, _, arithmetic, checkpoint, *_ = training
     chunks = texts.train.copy()
     if texts.first_token is not None:
         chunks[:, 0] = texts.first_token
@@ -55,6 +58,11 @@ def fit_blocks(training: Training) -> None:
             found = _outputs(student, layer, name, found, arithmetic)
             wanted = target
             advance(1)
+    return _rate(training)
+
+
+def _rate(training: Training) -> float:
+    return training.options.learning_rate or BLOCKS_RATE
 
 
 def _belongs(tensor: str, layer: int, part: str) -> bool:
@@ -92,17 +100,16 @@ def _fit_part(
     optimizer = MaskedAdam(trained, options.quant_values)
     before = error()
     start = optimizer.weights()
-    n_steps = steps_per_epoch(len(inputs), options.batch_size) * options.epochs
+    n_steps = -(-len(inputs) // options.batch_size) * options.epochs
     for epoch in range(options.epochs):
         order = np.random.default_rng([options.seed, layer, PARTS.index(part), epoch]).permutation(len(inputs))
         for begin in range(0, len(order), options.batch_size):
             picks = order[begin : begin + options.batch_size]
             x, target = (torch.cat([of[i] for i in picks]).to(arithmetic.device) for of in (inputs, targets))
-            optimizer.rate = learning_rate(optimizer.n_steps, n_steps, options.rate(student.shape.n_embd))
+            optimizer.prepare(learning_rate(optimizer.n_steps, n_steps, _rate(training)))
             with arithmetic.mixed_precision():
                 loss = (student.part(layer, part, x) - target).square().mean() / per_token
             loss.backward()
-            optimizer.advance()
     after = error()
     if not after < before:  # also for NaN
         optimizer.set_weights(start)

@@ -6,6 +6,7 @@ labels. It is measured on a held-out text at intervals; the result has the weigh
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Mapping
@@ -17,17 +18,27 @@ import torch.nn.functional as F
 
 from .. import console, errors
 from ..evaluation.text_model import Chunks
-from ..evaluation.transformer import Transformer, as_tokens, divergence
+from ..evaluation.transformer import Transformer, as_tokens
 from ..recovery.checkpoint import Checkpoint, Saved
+from ..recovery.divergence import divergence_of_hidden, log_probabilities, pieces
 from ..recovery.masked_adam import MaskedAdam
-from ..recovery.options import RecoverOptions
-from ..recovery.schedule import Texts, from_step, learning_rate, steps_per_epoch
+from ..recovery.options import FIRST_RATE, RATE_FACTOR, TRIAL_STEPS, RecoverOptions
+from ..recovery.schedule import Texts, batches, learning_rate, n_steps
 
 _READ_EVERY = 16
 """Steps between two reads of the loss, at which the host waits for the GPU."""
 
-_SAVE_SECONDS = 120.0
-"""Smallest time between two checkpoints. Each evaluation is also followed by one."""
+_EVALUATED_TOKENS = 4096
+"""Tokens of a batch of an evaluation."""
+
+_EAGER_STEPS = 3
+"""Steps before a GPU repeats a recorded one."""
+
+_MAX_NLL = 700.0
+"""exp() of more is not finite."""
+
+_SAVING_SHARE = 0.05
+"""Largest share of a run's time that checkpoints take."""
 
 
 class Arithmetic:
@@ -54,17 +65,39 @@ class Evaluation(NamedTuple):
     divergence: float  # from the dense model, in nats per token
 
 
-def evaluate(student: Transformer, teacher: Transformer, chunks: Chunks, arithmetic: Arithmetic) -> Evaluation:
-    """Evaluates the student. evaluate(teacher, teacher, ...) evaluates the teacher."""
-    first = chunks.shape[1] // 2
-    sums = torch.zeros(2, dtype=torch.float64, device=arithmetic.device)
-    with torch.no_grad(), arithmetic.mixed_precision():
-        for chunk in chunks:
-            tokens = arithmetic.tokens(chunk[None])
-            found, wanted = (model.logits(tokens)[:, first:-1] for model in (student, teacher))
-            sums += torch.stack([F.cross_entropy(found[0], tokens[0, first + 1 :]), divergence(found, wanted)])
-    nll, kl = (sums / len(chunks)).tolist()
-    return Evaluation(math.exp(nll), kl)
+class HeldOut:
+    """The held-out text. The results of the dense model are computed once, as hidden states: its probabilities need
+    far more memory.
+    """
+
+    def __init__(self, teacher: Transformer, chunks: Chunks, arithmetic: Arithmetic) -> None:
+        self._teacher, self._arithmetic = teacher, arithmetic
+        self._tokens = arithmetic.tokens(chunks)
+        self._first = chunks.shape[1] // 2
+        self._wanted = self._hidden(teacher)
+        self.of_dense = self._evaluation(teacher, self._wanted)
+
+    def evaluate(self, student: Transformer) -> Evaluation:
+        return self._evaluation(student, self._hidden(student))
+
+    def _hidden(self, model: Transformer) -> torch.Tensor:
+        """hidden() of the positions that count: (positions, n_embd)."""
+        at_once = max(1, _EVALUATED_TOKENS // self._tokens.shape[1])
+        with torch.no_grad(), self._arithmetic.mixed_precision():
+            found = [model.hidden(tokens)[:, self._first : -1].flatten(0, 1) for tokens in self._tokens.split(at_once)]
+            return torch.cat(found)
+
+    def _evaluation(self, model: Transformer, x: torch.Tensor) -> Evaluation:
+        next_tokens = self._tokens[:, self._first + 1 :].flatten()
+        sums = torch.zeros(2, dtype=torch.float64, device=x.device)
+        with torch.no_grad(), self._arithmetic.mixed_precision():
+            for piece in pieces(len(x), len(model.head)):
+                found = log_probabilities(model, x[piece])
+                wanted = log_probabilities(self._teacher, self._wanted[piece])
+                sums[0] += F.nll_loss(found, next_tokens[piece], reduction="sum")
+                sums[1] += F.kl_div(found, wanted, reduction="sum", log_target=True)
+        nll, kl = (sums / len(x)).tolist()
+        return Evaluation(math.exp(min(nll, _MAX_NLL)), kl)
 
 
 class Best(NamedTuple):
@@ -73,6 +106,16 @@ class Best(NamedTuple):
     divergence: float
     weights: Mapping[str, torch.Tensor]
     n_since: int  # later evaluations without improvement, in the second half of the run
+
+
+class Point(NamedTuple):
+    """A moment of a run at which it was evaluated."""
+
+    step: int
+    rate: float
+    loss: float  # divergence on the text, in nats per token
+    divergence: float  # on the held-out text
+    perplexity: float
 
 
 class Training(NamedTuple):
@@ -85,86 +128,178 @@ class Training(NamedTuple):
     options: RecoverOptions
     arithmetic: Arithmetic
     checkpoint: Checkpoint
+    held_out: HeldOut
+    before: Evaluation
 
 
-def distill(training: Training) -> None:
-    """Resumes from the checkpoint, if there is one. Raises MackoError if the loss is not finite."""
-    student, teacher, trained, texts, options, arithmetic, checkpoint = training
-    per_epoch = steps_per_epoch(len(texts.train), options.batch_size)
-    n_steps = per_epoch * options.epochs
-    evaluate_every = max(1, n_steps // options.n_evaluations)
-    optimizer = MaskedAdam(trained, options.quant_values)
-    highest = options.rate(student.shape.n_embd)
+def distill(training: Training) -> tuple[float, list[Point]]:
+    """The highest learning rate, and the evaluations. Resumes from the checkpoint, if there is one. Raises MackoError
+    if the loss is not finite.
+    """
+    run = _Run(training)
+    options, checkpoint = training.options, training.checkpoint
     saved = checkpoint.load()
-    if saved is None:
-        before = evaluate(student, teacher, texts.held_out, arithmetic)
-        best = Best(before.divergence, _on_host(optimizer.weights()), 0)
+    if saved is not None:
+        run.restore(saved)
+        console.log(f"{checkpoint.path}: continuing after step {run.optimizer.n_steps} of {run.n_steps}")
     else:
-        best = _restored(saved, optimizer)
-        console.log(f"{checkpoint.path}: continuing after step {optimizer.n_steps} of {n_steps}")
-    saved_at = time.monotonic()
-    with console.progress("recovering", n_steps, "steps", optimizer.n_steps) as advance:
-        for tokens in from_step(texts, options, per_epoch, optimizer.n_steps):
-            optimizer.rate = learning_rate(optimizer.n_steps, n_steps, highest)
-            loss_of_step = training_step(student, teacher, tokens, arithmetic)
-            optimizer.advance()
+        run.rate = options.learning_rate or run.find_rate()
+    evaluate_every = max(1, run.n_steps // options.n_evaluations)
+    start, seconds_saving = time.monotonic(), 0.0
+    with console.progress("recovering", run.n_steps, "steps", run.optimizer.n_steps) as advance:
+        for chunks in batches(training.texts, options, run.optimizer.n_steps):
+            loss_of_step = run.step(chunks, learning_rate(run.optimizer.n_steps, run.n_steps, run.rate))
             advance(1)
-            evaluates = optimizer.n_steps % evaluate_every == 0 or optimizer.n_steps == n_steps
-            if not evaluates and optimizer.n_steps % _READ_EVERY:
+            n_done = run.optimizer.n_steps
+            evaluates = n_done % evaluate_every == 0 or n_done == run.n_steps
+            if not evaluates and n_done % _READ_EVERY:
                 continue
-            loss = float(loss_of_step)
-            if not math.isfinite(loss):
-                raise errors.error(
-                    errors.NOT_FINITE,
-                    f"the loss is {loss} at step {optimizer.n_steps}; a lower --learning-rate than {highest:g} "
-                    "may help",
-                )
+            loss = run.checked(loss_of_step)
             console.note(f"divergence {loss:.4f}")
             if evaluates:
-                found = evaluate(student, teacher, texts.held_out, arithmetic)
-                console.detail(
-                    f"step {optimizer.n_steps:6d}: divergence {loss:.4f}, held out {found.divergence:.4f}, "
-                    f"perplexity {found.perplexity:.4f}"
-                )
-                is_better = found.divergence < best.divergence
-                if is_better:
-                    best = Best(found.divergence, _on_host(optimizer.weights()), 0)
-                elif 2 * optimizer.n_steps > n_steps:  # the divergence may rise while the learning rate is high
-                    best = best._replace(n_since=best.n_since + 1)
-                if best.n_since >= options.patience:
-                    break
-                saved_at = -math.inf
-            if time.monotonic() - saved_at > _SAVE_SECONDS:
-                _save(checkpoint, optimizer, best)
-                saved_at = time.monotonic()
-    optimizer.set_weights(best.weights)
-    optimizer.close()
+                run.evaluate(loss)
+            if n_done == run.n_steps or run.best.n_since >= options.patience:
+                break
+            now = time.monotonic()
+            if seconds_saving <= _SAVING_SHARE * (now - start):
+                run.save()
+                seconds_saving += time.monotonic() - now
+    run.optimizer.set_weights(run.best.weights)
+    run.optimizer.close()
+    if not run.best.divergence < training.before.divergence:
+        console.log(
+            f"warning: no evaluation was better than the pruned model, whose weights are written; --learning-rate "
+            f"{run.rate / 4:.2g} may help (this run: {run.rate:.2g}), or more text (--self-generated)"
+        )
+    return run.rate, run.points
 
 
-def _save(checkpoint: Checkpoint, optimizer: MaskedAdam, best: Best) -> None:
-    arrays = {name: array.cpu().numpy() for name, array in optimizer.arrays()}
-    arrays.update({f"best.{name}": w.numpy() for name, w in best.weights.items()})
-    state = {"step": optimizer.n_steps, "divergence": best.divergence, "n_since": best.n_since}
-    checkpoint.save(state, arrays)
+class _Run:
+    """The state of a run."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self.n_steps = n_steps(training.texts, training.options)
+        self.optimizer = MaskedAdam(training.trained, training.options.quant_values)
+        self._step = TrainingStep(training.student, training.teacher, training.arithmetic)
+        self.best = Best(training.before.divergence, _on_host(self.optimizer.weights()), 0)
+        self.points: list[Point] = []
+        self.rate = 0.0  # the highest
+
+    def step(self, chunks: Chunks, rate: float) -> torch.Tensor:
+        self.optimizer.prepare(rate)
+        return self._step(chunks)
+
+    def checked(self, loss_of_step: torch.Tensor) -> float:
+        loss = float(loss_of_step)
+        if not math.isfinite(loss):
+            raise errors.error(
+                errors.NOT_FINITE,
+                f"the loss is {loss} at step {self.optimizer.n_steps}; a lower --learning-rate than {self.rate:g} may "
+                "help",
+            )
+        return loss
+
+    def evaluate(self, loss: float) -> None:
+        step = self.optimizer.n_steps
+        found = self._training.held_out.evaluate(self._training.student)
+        rate = learning_rate(step - 1, self.n_steps, self.rate)
+        self.points.append(Point(step, rate, loss, found.divergence, found.perplexity))
+        console.detail(
+            f"step {step:6d}: divergence {loss:.4f}, held out {found.divergence:.4f}, perplexity {found.perplexity:.4f}"
+        )
+        if found.divergence < self.best.divergence:
+            self.best = Best(found.divergence, _on_host(self.optimizer.weights()), 0)
+        elif 2 * step > self.n_steps:  # the divergence may rise while the learning rate is high
+            self.best = self.best._replace(n_since=self.best.n_since + 1)
+
+    def find_rate(self) -> float:
+        """The learning rate with which a short run ends at the lowest divergence: from FIRST_RATE, up or down until the
+        divergence rises.
+        """
+        n = min(TRIAL_STEPS, max(8, self.n_steps // 16))
+        first = list(itertools.islice(batches(self._training.texts, self._training.options, 0), n))
+        start = self.optimizer.weights()
+        found: dict[int, float] = {}  # by the power of RATE_FACTOR
+        best = 0
+        while (
+            power := next((i for i in (best, best - 1, best + 1) if i not in found and abs(i) < 7), None)
+        ) is not None:
+            rate = FIRST_RATE * RATE_FACTOR**power
+            for i, chunks in enumerate(first):
+                self.step(chunks, learning_rate(i, n, rate))
+            divergence = self._training.held_out.evaluate(self._training.student).divergence
+            console.detail(f"learning rate {rate:.1e}: divergence {divergence:.4f} after {n} steps")
+            self.optimizer.restart(start)
+            found[power] = divergence if math.isfinite(divergence) else math.inf
+            best = min(found, key=lambda i: (found[i], i))
+        return float(f"{FIRST_RATE * RATE_FACTOR**best:.1e}")
+
+    def save(self) -> None:
+        arrays = {name: array.cpu().numpy() for name, array in self.optimizer.arrays()}
+        arrays.update({f"best.{name}": w.numpy() for name, w in self.best.weights.items()})
+        state = {
+            "step": self.optimizer.n_steps,
+            "rate": self.rate,
+            "divergence": self.best.divergence,
+            "n_since": self.best.n_since,
+            "points": self.points,
+        }
+        self._training.checkpoint.save(state, arrays)
+
+    def restore(self, saved: Saved) -> None:
+        state, arrays = saved.state, {name: torch.from_numpy(array) for name, array in saved.arrays.items()}
+        self.optimizer.restore(arrays, state["step"])
+        weights = {name[len("best.") :]: array for name, array in arrays.items() if name.startswith("best.")}
+        self.best = Best(state["divergence"], weights, state["n_since"])
+        self.points = [Point(*point) for point in state["points"]]
+        self.rate = state["rate"]
 
 
-def _restored(saved: Saved, optimizer: MaskedAdam) -> Best:
-    """Restores the optimizer and the weights of _save()."""
-    arrays = {name: torch.from_numpy(array) for name, array in saved.arrays.items()}
-    optimizer.restore(arrays, saved.state["step"])
-    weights = {name[len("best.") :]: array for name, array in arrays.items() if name.startswith("best.")}
-    return Best(saved.state["divergence"], weights, saved.state["n_since"])
+class TrainingStep:
+    """One forward and one backward pass, in which the optimizer updates the weights.
 
+    After a few steps, a GPU repeats the kernels of a recorded step: the host would take longer to launch each of them
+    than most of them run.
+    """
 
-def training_step(student: Transformer, teacher: Transformer, chunks: Chunks, arithmetic: Arithmetic) -> torch.Tensor:
-    """One forward and one backward pass, in which the optimizer updates the weights. Returns the loss."""
-    tokens = arithmetic.tokens(chunks)
-    with arithmetic.mixed_precision():
-        with torch.no_grad():
-            wanted = teacher.logits(tokens)
-        loss = divergence(student.logits(tokens), wanted)
-    loss.backward()
-    return loss.detach()
+    def __init__(self, student: Transformer, teacher: Transformer, arithmetic: Arithmetic) -> None:
+        self._student, self._teacher, self._arithmetic = student, teacher, arithmetic
+        self._n_steps = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._stream = torch.cuda.Stream() if arithmetic.device.type == "cuda" else None
+        self._tokens = self._loss = torch.empty(0)
+
+    def __call__(self, chunks: Chunks) -> torch.Tensor:
+        """Returns the loss, which the next step may overwrite. All chunks have the same shape."""
+        tokens = self._arithmetic.tokens(chunks)
+        if tokens.device.type != "cuda":
+            return self._run(tokens)
+        self._n_steps += 1
+        if self._n_steps <= _EAGER_STEPS:
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                self._loss = self._run(tokens)
+            current.wait_stream(self._stream)
+            return self._loss
+        if self._graph is None:
+            torch.cuda.empty_cache()  # the recorded step has memory of its own
+            self._tokens = tokens
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=self._stream):
+                self._loss = self._run(tokens)
+        self._tokens.copy_(tokens)
+        self._graph.replay()
+        return self._loss
+
+    def _run(self, tokens: torch.Tensor) -> torch.Tensor:
+        with self._arithmetic.mixed_precision():
+            with torch.no_grad():
+                wanted = self._teacher.hidden(tokens)
+            loss = divergence_of_hidden(self._student, self._student.hidden(tokens), self._teacher, wanted)
+        loss.backward()
+        return loss.detach()
 
 
 def _on_host(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

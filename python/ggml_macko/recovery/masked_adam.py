@@ -19,24 +19,25 @@ BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
 class MaskedAdam:
     """An optimizer that changes tensors in place. Zeros stay zero.
 
-    weights: float32 tensors, by name. Every backward pass updates the tensors that it reaches; set `rate` before it,
-    and call advance() after it. quant_values: the quantized type of the matrices' values from now on; the trained
-    values are stored separately.
+    weights: float32 tensors, by name. Call prepare() before every backward pass, which then updates the tensors that it
+    reaches. A step changes a weight by about the rate times the root mean square of its tensor. quant_values: the
+    quantized type of the matrices' values from now on; the trained values are stored separately.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor], quant_values: str | None = None) -> None:
-        self.rate = 0.0
-        self.n_steps = 0  # complete steps
+        self.n_steps = 0  # prepared so far
         self._weights = dict(weights)
-        # None: a vector, such as a norm or a bias, which is trained completely
-        self._kept = {name: None if w.dim() < 2 else w != 0 for name, w in self._weights.items()}
-        self._n_kept = {name: w.numel() if w.dim() < 2 else int((w != 0).sum()) for name, w in self._weights.items()}
-        self._first = {name: torch.zeros(self._n_kept[name], device=w.device) for name, w in self._weights.items()}
+        device = next(iter(self._weights.values())).device
+        self._step_size = torch.zeros((), device=device)  # a tensor, so that a GPU can repeat a recorded step
+        # places of a matrix; vectors, such as norms and biases, are trained completely
+        self._kept = {name: _places(w.detach()) for name, w in self._weights.items() if w.dim() > 1}
+        self._first = {name: torch.zeros_like(self._select(name, w.detach())) for name, w in self._weights.items()}
         self._second = {name: torch.zeros_like(m) for name, m in self._first.items()}
+        self._unit = {name: _root_mean_square(self._select(name, w.detach())) for name, w in self._weights.items()}
         self._trained: dict[str, torch.Tensor] = {}  # trained elements of weights with quantized values
         self._blocks: dict[str, Blocks] = {}
         for name, w in self._weights.items():
-            if quant_values is not None and self._n_kept[name] and w.dim() >= 2:
+            if quant_values is not None and len(self._first[name]) and w.dim() > 1:
                 self._trained[name] = self._select(name, w.detach()).clone()
                 self._blocks[name] = Blocks(self._trained[name], quant_values)
                 self._quantize(name)
@@ -52,8 +53,10 @@ class MaskedAdam:
         for w in self._weights.values():
             w.requires_grad_(False)
 
-    def advance(self) -> None:
+    def prepare(self, rate: float) -> None:
+        """Starts a step."""
         self.n_steps += 1
+        self._step_size.fill_(rate * math.sqrt(1 - BETA2**self.n_steps) / (1 - BETA1**self.n_steps))
 
     def arrays(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The arrays of a checkpoint with their names: trained weights and states."""
@@ -79,6 +82,14 @@ class MaskedAdam:
             self._first[name].copy_(arrays[f"first.{name}"])
             self._second[name].copy_(arrays[f"second.{name}"])
 
+    def restart(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Goes back to weights() of before the first step."""
+        self.n_steps = 0
+        for name in self._weights:
+            self._first[name].zero_()
+            self._second[name].zero_()
+        self.set_weights(weights)
+
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy of the trained weights, quantized if they have quantized values."""
         return {name: self._select(name, w.detach()).clone() for name, w in self._weights.items()}
@@ -89,24 +100,17 @@ class MaskedAdam:
             self._assign(name, w, weights[name].to(w.device))
 
     def _select(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The trained elements, flat, of a tensor with the shape of a weight.
-
-        The result is tensor[kept], for which the host would wait until a GPU has counted the elements.
-        """
-        kept = self._kept[name]
-        if kept is None:
-            return tensor.reshape(-1)
-        is_kept = kept.reshape(-1)
-        place = is_kept.cumsum(0).mul_(is_kept)  # from 1; other elements go to 0
-        return tensor.new_empty(self._n_kept[name] + 1).scatter_(0, place, tensor.reshape(-1))[1:]
+        """The trained elements, flat, of a tensor with the shape of a weight."""
+        kept = self._kept.get(name)
+        return tensor.reshape(-1) if kept is None else tensor.reshape(-1).index_select(0, kept)
 
     def _assign(self, name: str, weight: torch.Tensor, values: torch.Tensor) -> None:
-        kept = self._kept[name]
+        kept = self._kept.get(name)
         with torch.no_grad():
             if kept is None:
                 weight.copy_(values.reshape(weight.shape))
             else:
-                weight.masked_scatter_(kept, values)
+                weight.zero_().view(-1).index_add_(0, kept, values)
 
     def _quantize(self, name: str) -> None:
         self._assign(name, self._weights[name], self._blocks[name].values(self._trained[name]))
@@ -115,18 +119,27 @@ class MaskedAdam:
         assert weight.grad is not None
         gradient = self._select(name, weight.grad).float()
         weight.grad = None
-        step = self.n_steps + 1
         first = self._first[name].mul_(BETA1).add_(gradient, alpha=1 - BETA1)
         second = self._second[name].mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
-        correction = math.sqrt(1 - BETA2**step) / (1 - BETA1**step)
-        change = (first / second.sqrt().add_(EPSILON)).mul_(self.rate * correction)
-        kept = self._kept[name]
+        change = (first / second.sqrt().add_(EPSILON)).mul_(self._step_size * self._unit[name])
         with torch.no_grad():
             if name in self._blocks:
                 self._trained[name].sub_(change)
                 self._blocks[name].follow(self._trained[name])
                 self._quantize(name)
-            elif kept is None:
-                weight.sub_(change.reshape(weight.shape))
+            elif name in self._kept:
+                weight.view(-1).index_add_(0, self._kept[name], change, alpha=-1)
             else:
-                weight.sub_(torch.zeros_like(weight).masked_scatter_(kept, change))
+                weight.sub_(change.reshape(weight.shape))
+
+
+def _places(weight: torch.Tensor) -> torch.Tensor:
+    """Of the non-zeros in the flat weight: int32 where that is enough, for the sake of memory."""
+    found = weight.reshape(-1).nonzero().flatten()
+    return found.int() if weight.numel() < 2**31 else found
+
+
+def _root_mean_square(values: torch.Tensor) -> torch.Tensor:
+    """1 if all are 0, such as new biases."""
+    found = values.square().mean().sqrt() if values.numel() else values.new_zeros(())
+    return torch.where(found > 0, found, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -11,10 +12,16 @@ from ..pruning.options import check_choice, check_values, refuse_if
 
 METHODS = ("distill", "blocks")
 
-RATE_TIMES_WIDTH = 0.256
-"""Default of the highest learning rate times the length of the embeddings. At a length of 256, 1e-3 was the best of
-3e-4, 1e-3 and 3e-3; wider models have smaller weights.
+FIRST_RATE, RATE_FACTOR = 3e-3, math.sqrt(10)
+"""The learning rate that is tried first if none is given, relative to the weights of a tensor, and the factor between
+two that are tried. The best of short trials was that of whole runs for docs-4m and docs-23m with 50 and 70 % zeros.
 """
+
+TRIAL_STEPS = 32
+"""Largest number of steps of the trial of a rate."""
+
+BLOCKS_RATE = 1e-2
+"""Default of the highest learning rate of --method blocks."""
 
 EPOCHS = {"distill": 4, "blocks": 4}
 """Method -> default number of passes over the text."""
@@ -50,12 +57,12 @@ class RecoverOptions:
     turn learns the hidden states. held_out: text that selects the best weights, up to n_held_out chunks of it (default:
     the last sixteenth of the text). n_self_generated: additional training chunks that the dense model writes, each
     starting with a few tokens of the text. n_epochs: passes over the text; 0: EPOCHS of the method. batch_size: chunks
-    per step. learning_rate: the highest one; 0: RATE_TIMES_WIDTH over the length of the embeddings. n_evaluations: on
-    the held-out text during a run; patience: in the second half of the run, the number without improvement that ends
-    it. gradient_checkpointing: less memory for a third more time. quant_values: "q8_0", "q5_0", "q4_nl" or "q4_0":
-    train matrices with values of this type, which `convert` to its sparse type finds. keep_mantissa: give weights all
-    bits of their type (default: round them to their former significant bits). seed: of the order of the text. device:
-    "auto" for a GPU if PyTorch finds one, or "cpu". n_threads: of the CPU; 0: all cores.
+    per step. learning_rate: the highest one, relative to the root mean square of each tensor; 0: a trial chooses it.
+    n_evaluations: on the held-out text during a run; patience: in the second half of the run, the number without
+    improvement that ends it. gradient_checkpointing: less memory for a third more time. quant_values: "q8_0", "q5_0",
+    "q4_nl" or "q4_0": train matrices with values of this type, which `convert` to its sparse type finds. keep_mantissa:
+    give weights all bits of their type (default: round them to their former significant bits). seed: of the order of
+    the text. device: "auto" for a GPU if PyTorch finds one, or "cpu". n_threads: of the CPU; 0: all cores.
     """
 
     text: str | os.PathLike[str]
@@ -80,10 +87,6 @@ class RecoverOptions:
     @property
     def epochs(self) -> int:
         return self.n_epochs or EPOCHS[self.method]
-
-    def rate(self, n_embd: int) -> float:
-        """The highest learning rate for a model whose embeddings have this length."""
-        return self.learning_rate or RATE_TIMES_WIDTH / n_embd
 
     def check(self) -> None:
         """Raises UsageError for a value out of range."""

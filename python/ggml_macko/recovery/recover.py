@@ -181,7 +181,7 @@ def _train(
 
     from ..evaluation.transformer import Shape, Transformer, read_weights
     from ..recovery.blockwise import fit_blocks
-    from ..recovery.distillation import Arithmetic, Training, distill, evaluate
+    from ..recovery.distillation import Arithmetic, HeldOut, Training, distill
     from ..recovery.sampling import sample
 
     shape, shape_of_teacher = Shape.of(pruned), Shape.of(dense)
@@ -195,14 +195,16 @@ def _train(
         written = sample(teacher, texts.train, options.n_self_generated, texts.first_token, device, options.seed)
         texts = texts._replace(train=np.concatenate([texts.train, written]))
     weights = read_weights(pruned, device)
-    student = Transformer(shape, weights, gradient_checkpointing=options.gradient_checkpointing)
     trained = {t.name: weights[t.name] for t in tensors}
-    of_dense = evaluate(teacher, teacher, texts.held_out, arithmetic)
-    before = evaluate(student, teacher, texts.held_out, arithmetic)
+    if device.type == "cuda":  # as the teacher's
+        weights = {n: w if n in trained or w.dim() < 2 else w.to(torch.bfloat16) for n, w in weights.items()}
+    student = Transformer(shape, weights, gradient_checkpointing=options.gradient_checkpointing)
+    held_out = HeldOut(teacher, texts.held_out, arithmetic)
+    of_dense, before = held_out.of_dense, held_out.evaluate(student)
     console.log(f"held-out perplexity: dense {of_dense.perplexity:.4f}, pruned {before.perplexity:.4f}")
     n_trained = sum(int((w != 0).sum()) if w.dim() > 1 else w.numel() for w in trained.values())
-    fit = distill if options.method == "distill" else fit_blocks
-    fit(Training(student, teacher, trained, texts, options, arithmetic, checkpoint))
+    training = Training(student, teacher, trained, texts, options, arithmetic, checkpoint, held_out, before)
+    rate, points = distill(training) if options.method == "distill" else (fit_blocks(training), [])
     new = {}
     with torch.no_grad():
         for t in tensors:
@@ -210,7 +212,7 @@ def _train(
             trained[t.name].copy_(
                 torch.from_numpy(masks.to_float32(new[t.name], t.type)).reshape(weights[t.name].shape)
             )
-    after = evaluate(student, teacher, texts.held_out, arithmetic)
+    after = held_out.evaluate(student)
     return new, RecoverReport(
         perplexity_dense=of_dense.perplexity,
         perplexity_before=before.perplexity,
@@ -219,7 +221,7 @@ def _train(
         divergence_after=after.divergence,
         n_trained=n_trained,
         n_tokens=texts.train.size,
-        learning_rate=options.rate(shape.n_embd),
+        learning_rate=rate,
         gpu_nbytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
     )
 

@@ -29,12 +29,13 @@ def learning_rate(step: int, n_steps: int, highest: float) -> float:
     return highest * (FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * done)) / 2)
 
 
-def steps_per_epoch(n_chunks: int, batch_size: int) -> int:
-    return -(-n_chunks // batch_size)
+def n_steps(texts: Texts, options: RecoverOptions) -> int:
+    """Steps of a run."""
+    return -(-len(texts.train) * options.epochs // options.batch_size)
 
 
-def batches(texts: Texts, options: RecoverOptions, epoch: int) -> Iterator[Chunks]:
-    """One pass over the text, with a different order and different splits in each epoch."""
+def chunks_of_epoch(texts: Texts, options: RecoverOptions, epoch: int) -> Chunks:
+    """The chunks of one pass over the text, with a different order and different splits in each epoch."""
     rng = np.random.default_rng([options.seed, epoch])
     stream, n_ctx = texts.train.reshape(-1), texts.train.shape[1]
     shift = int(rng.integers(n_ctx)) if epoch and len(texts.train) > 1 else 0
@@ -42,14 +43,18 @@ def batches(texts: Texts, options: RecoverOptions, epoch: int) -> Iterator[Chunk
     chunks = np.roll(stream, -shift).reshape(-1, n_ctx)
     if texts.first_token is not None:
         chunks[:, 0] = texts.first_token
-    order = rng.permutation(len(chunks))
-    for begin in range(0, len(order), options.batch_size):
-        yield chunks[order[begin : begin + options.batch_size]]
+    return chunks[rng.permutation(len(chunks))]
 
 
-def from_step(texts: Texts, options: RecoverOptions, per_epoch: int, step: int) -> Iterator[Chunks]:
-    """The batches of the steps from `step` on."""
-    for epoch in range(step // per_epoch, options.epochs):
-        for i, tokens in enumerate(batches(texts, options, epoch)):
-            if epoch * per_epoch + i >= step:
-                yield tokens
+def batches(texts: Texts, options: RecoverOptions, step: int) -> Iterator[Chunks]:
+    """The batches from a step on, without end. All have the same size: one at the end of an epoch continues in the
+    next.
+    """
+    epoch, n_read = divmod(step * options.batch_size, len(texts.train))
+    rest = chunks_of_epoch(texts, options, epoch)[n_read:]
+    while True:
+        while len(rest) < options.batch_size:
+            epoch += 1
+            rest = np.concatenate([rest, chunks_of_epoch(texts, options, epoch)])
+        yield rest[: options.batch_size]
+        rest = rest[options.batch_size :]

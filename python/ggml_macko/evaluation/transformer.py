@@ -230,10 +230,10 @@ class Transformer:
         weight = self.weights[name]
         return F.rms_norm(x.float(), weight.shape, weight, self.shape.epsilon)
 
-    def _input(self, x: torch.Tensor, norm: str, weight: str) -> torch.Tensor:
-        """The normalized input of products, in the type in which the weight is multiplied."""
-        dtype = torch.bfloat16 if torch.is_autocast_enabled() else self.weights[weight].dtype
-        return self._norm(x, norm).to(dtype)
+    def _input(self, x: torch.Tensor, norm: str) -> torch.Tensor:
+        """The normalized input of several products, which is converted only once for them."""
+        h = self._norm(x, norm)
+        return h.bfloat16() if torch.is_autocast_enabled() else h
 
     def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         weight = self.weights[f"{name}.weight"]
@@ -246,7 +246,7 @@ class Transformer:
 
     def _attention(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         s, prefix = self.shape, f"blk.{layer}."
-        h = self._input(x, f"{prefix}attn_norm.weight", f"{prefix}attn_q.weight")
+        h = self._input(x, f"{prefix}attn_norm.weight")
 
         def heads(which: str, n: int, rotate: bool = True) -> torch.Tensor:
             out = self._linear(h, f"{prefix}attn_{which}").unflatten(-1, (n, s.head_dim)).transpose(1, 2)
@@ -288,7 +288,7 @@ class Transformer:
         else:
             a, b = rotated[..., 0::2], rotated[..., 1::2]
             out = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
-        return torch.cat([out, rest], dim=-1)
+        return torch.cat([out, rest], dim=-1) if rest.shape[-1] else out
 
     def _cos_and_sin(self, local: bool, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines for the first n positions (n, rope_dim / 2). The last result is kept for other layers."""
@@ -306,7 +306,7 @@ class Transformer:
 
     def _feed_forward(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         prefix = f"blk.{layer}."
-        h = self._input(x, f"{prefix}ffn_norm.weight", f"{prefix}ffn_up.weight")
+        h = self._input(x, f"{prefix}ffn_norm.weight")
         up = self._linear(h, f"{prefix}ffn_up")
         if self.shape.arch == "arcee":  # without a gate
             neurons = F.relu(up).square()

@@ -6,11 +6,13 @@ import importlib.util
 import itertools
 import json
 import math
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from ggml_macko.pruning.options import VALUES
 from ggml_macko.recovery.checkpoint import Checkpoint
 from ggml_macko.recovery.options import RecoverOptions
 from ggml_macko.recovery.schedule import Texts, batches, chunks_of_epoch, learning_rate
-from ggml_macko.values import NEGATIVE_ZERO
+from ggml_macko.values import NEGATIVE_ZERO, to_float
 from support import gguf_bytes, tiny_models
 from support.pruning import SUPPORTED
 
@@ -400,6 +402,63 @@ def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, macko, pair, text
     assert done.code == 0 and "continuing after" in done.err, done.err
     assert out.read_bytes() == whole.read_bytes()
     assert not checkpoint.exists()
+
+
+def start_ranks(n, arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", n, "-m", "ggml_macko", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+
+
+@needs_torch
+@pytest.mark.parametrize("n_after", [1, 2])
+def test_several_processes_give_the_result_of_one(tmp_path, macko, pair, text, n_after):
+    """Within rounding, and also if one of them is killed and the run goes on with another number of them."""
+    args = ["--epochs", 2, "--evaluations", 1000, "--patience", 1000, "-t", 1, "--self-generated", 9, "--json"]
+    whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
+    done = run(macko, pair, text, whole, *args)
+    assert done.code == 0, done.err
+    checkpoint = tmp_path / "out.gguf.checkpoint"
+    command = ["recover", pair[0], out, "--dense", pair[1], "-f", text, "-c", 32, "--batch-size", 4, *args]
+    torchrun = start_ranks(2, command)
+    while torchrun.poll() is None and not checkpoint.exists():
+        time.sleep(0.001)
+    ranks = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    os.kill(int(ranks[-1]), signal.SIGKILL)
+    torchrun.communicate()
+    assert torchrun.returncode and checkpoint.exists() and not out.exists()
+    if n_after == 1:
+        again = run(macko, pair, text, out, *args)
+        assert "continuing after" in again.err
+        found = again.out
+    else:
+        found = start_ranks(2, command).communicate()[0]
+    report, expected = json.loads(found), json.loads(done.out)
+    assert report["divergence_after"] == pytest.approx(expected["divergence_after"], rel=1e-2)
+    assert report["n_tokens"] == expected["n_tokens"] and report["n_trained"] == expected["n_trained"]
+    a, b = weights(whole), weights(out)
+    for name, (type_id, bits) in a.items():
+        left, right = to_float(bits, type_id), to_float(b[name][1], type_id)
+        assert np.abs(left - right).max() <= 0.02 * np.sqrt(np.mean(left**2)), name
+        assert np.array_equal(zeros(type_id, bits), zeros(type_id, b[name][1])), name
+    assert not checkpoint.exists()
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--batch-size", "3"], "--batch-size 3: expected a multiple of the 2 processes"),
+        (["--method", "blocks"], "--method blocks runs in one process"),
+        (["--quant-values", "q4_0"], "--quant-values runs in one process"),
+    ],
+)
+def test_runs_that_processes_cannot_share_are_refused(tmp_path, macko, pair, text, monkeypatch, args, message):
+    from ggml_macko.recovery import ranks
+
+    monkeypatch.setattr(ranks, "N_RANKS", 2)
+    done = run(macko, pair, text, tmp_path / "out.gguf", *args)
+    assert done.code == 2 and message in done.err and len(done.err.splitlines()) == 1, done.err
 
 
 @needs_torch

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 
 from .. import console
 from ..commands.arguments import Number, add_chunks, add_force, add_quiet, add_threads, options_of
@@ -121,7 +123,11 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     given = options_of(options.RecoverOptions, args)
-    report = recover(args.input, args.output, given, dense=args.dense, force=args.force)
+    is_first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts
+    with contextlib.nullcontext() if is_first else console.quiet():
+        report = recover(args.input, args.output, given, dense=args.dense, force=args.force)
+    if not is_first:
+        return 0
     if args.json:
         console.print_json(report.__dict__)
         return 0

@@ -188,7 +188,7 @@ class Transformer:
     def __init__(self, shape: Shape, weights: Weights, *, gradient_checkpointing: bool = False) -> None:
         self.shape = shape
         self.weights = weights
-        self._checkpointing = gradient_checkpointing
+        self.gradient_checkpointing = gradient_checkpointing
         self._angles: dict[bool, _Angles] = {}  # of layers with a window's own base, and of the others
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -218,7 +218,7 @@ class Transformer:
         """The input of the head: (chunks, tokens, n_embd), in the type of the head."""
         x = self.embed(tokens)
         for layer in range(self.shape.n_layers):
-            if self._checkpointing and torch.is_grad_enabled():
+            if self.gradient_checkpointing and torch.is_grad_enabled():
                 x = torch.utils.checkpoint.checkpoint(
                     self.block, layer, x, use_reentrant=False, preserve_rng_state=False
                 )

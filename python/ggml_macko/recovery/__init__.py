@@ -2,6 +2,7 @@
 
 `recover.py` has the public function, `options.py` its options, `masked_adam.py` an optimizer that keeps zeros,
 `quantized_weights.py` the quantized values of weights during training, `distillation.py` and `blockwise.py` the two
-methods, `schedule.py` the tokens of a step, and `checkpoint.py` the file from which an interrupted run resumes. The
-forward pass is in `evaluation/transformer.py`. The optimizer and the methods import PyTorch; the other modules do not.
+methods, `divergence.py` the loss, `sampling.py` text that the dense model writes, `ranks.py` the processes of torchrun,
+`schedule.py` the tokens of a step, and `checkpoint.py` the file from which an interrupted run resumes. The forward pass
+is in `evaluation/transformer.py`. `recover.py`, `options.py`, `schedule.py` and `checkpoint.py` do not import PyTorch.
 """

@@ -23,6 +23,7 @@ from ..recovery.checkpoint import Checkpoint, Saved
 from ..recovery.divergence import divergence_of_hidden, log_probabilities, pieces
 from ..recovery.masked_adam import MaskedAdam
 from ..recovery.options import FIRST_RATE, RATE_FACTOR, TRIAL_STEPS, RecoverOptions
+from ..recovery.ranks import N_RANKS, RANK, Ranks
 from ..recovery.schedule import Texts, batches, learning_rate, n_steps
 
 _READ_EVERY = 16
@@ -130,6 +131,7 @@ class Training(NamedTuple):
     checkpoint: Checkpoint
     held_out: HeldOut
     before: Evaluation
+    ranks: Ranks
 
 
 def distill(training: Training) -> tuple[float, list[Point]]:
@@ -161,7 +163,7 @@ def distill(training: Training) -> tuple[float, list[Point]]:
             if n_done == run.n_steps or run.best.n_since >= options.patience:
                 break
             now = time.monotonic()
-            if seconds_saving <= _SAVING_SHARE * (now - start):
+            if training.ranks.of_first(seconds_saving <= _SAVING_SHARE * (now - start)):
                 run.save()
                 seconds_saving += time.monotonic() - now
     run.optimizer.set_weights(run.best.weights)
@@ -180,7 +182,7 @@ class _Run:
     def __init__(self, training: Training) -> None:
         self._training = training
         self.n_steps = n_steps(training.texts, training.options)
-        self.optimizer = MaskedAdam(training.trained, training.options.quant_values)
+        self.optimizer = MaskedAdam(training.trained, training.options.quant_values, training.ranks)
         self._step = TrainingStep(training.student, training.teacher, training.arithmetic)
         self.best = Best(training.before.divergence, _on_host(self.optimizer.weights()), 0)
         self.points: list[Point] = []
@@ -188,10 +190,10 @@ class _Run:
 
     def step(self, chunks: Chunks, rate: float) -> torch.Tensor:
         self.optimizer.prepare(rate)
-        return self._step(chunks)
+        return self._step(self._training.ranks.share(chunks))
 
     def checked(self, loss_of_step: torch.Tensor) -> float:
-        loss = float(loss_of_step)
+        loss = float(self._training.ranks.total(loss_of_step.clone())) / N_RANKS
         if not math.isfinite(loss):
             raise errors.error(
                 errors.NOT_FINITE,
@@ -202,7 +204,7 @@ class _Run:
 
     def evaluate(self, loss: float) -> None:
         step = self.optimizer.n_steps
-        found = self._training.held_out.evaluate(self._training.student)
+        found = self._evaluated()
         rate = learning_rate(step - 1, self.n_steps, self.rate)
         self.points.append(Point(step, rate, loss, found.divergence, found.perplexity))
         console.detail(
@@ -212,6 +214,9 @@ class _Run:
             self.best = Best(found.divergence, _on_host(self.optimizer.weights()), 0)
         elif 2 * step > self.n_steps:  # the divergence may rise while the learning rate is high
             self.best = self.best._replace(n_since=self.best.n_since + 1)
+
+    def _evaluated(self) -> Evaluation:
+        return self._training.ranks.of_first(self._training.held_out.evaluate(self._training.student))
 
     def find_rate(self) -> float:
         """The learning rate with which a short run ends at the lowest divergence: from FIRST_RATE, up or down until the
@@ -228,7 +233,7 @@ class _Run:
             rate = FIRST_RATE * RATE_FACTOR**power
             for i, chunks in enumerate(first):
                 self.step(chunks, learning_rate(i, n, rate))
-            divergence = self._training.held_out.evaluate(self._training.student).divergence
+            divergence = self._evaluated().divergence
             console.detail(f"learning rate {rate:.1e}: divergence {divergence:.4f} after {n} steps")
             self.optimizer.restart(start)
             found[power] = divergence if math.isfinite(divergence) else math.inf
@@ -236,19 +241,28 @@ class _Run:
         return float(f"{FIRST_RATE * RATE_FACTOR**best:.1e}")
 
     def save(self) -> None:
-        arrays = {name: array.cpu().numpy() for name, array in self.optimizer.arrays()}
-        arrays.update({f"best.{name}": w.numpy() for name, w in self.best.weights.items()})
-        state = {
-            "step": self.optimizer.n_steps,
-            "rate": self.rate,
-            "divergence": self.best.divergence,
-            "n_since": self.best.n_since,
-            "points": self.points,
-        }
-        self._training.checkpoint.save(state, arrays)
+        """The checkpoint has whole tensors, so that a run goes on with another number of processes."""
+        ranks = self._training.ranks
+        parts = [*self.optimizer.arrays(), *((f"best.{name}", w) for name, w in self.best.weights.items())]
+        arrays = {name: ranks.joined(array.cpu().numpy()) for name, array in parts}
+        if RANK == 0:
+            state = {
+                "step": self.optimizer.n_steps,
+                "rate": self.rate,
+                "divergence": self.best.divergence,
+                "n_since": self.best.n_since,
+                "points": self.points,
+            }
+            self._training.checkpoint.save(state, arrays)
 
     def restore(self, saved: Saved) -> None:
-        state, arrays = saved.state, {name: torch.from_numpy(array) for name, array in saved.arrays.items()}
+        state, ranks = saved.state, self._training.ranks
+        lengths = {name: len(array) for name, array in self.optimizer.arrays()}
+        bounds = {name.partition(".")[2]: ranks.bounds(n) for name, n in lengths.items() if name.startswith("weight.")}
+        arrays = {}
+        for name, array in saved.arrays.items():
+            part = bounds[name.partition(".")[2]] if N_RANKS > 1 else slice(None)
+            arrays[name] = torch.from_numpy(array[part])
         self.optimizer.restore(arrays, state["step"])
         weights = {name[len("best.") :]: array for name, array in arrays.items() if name.startswith("best.")}
         self.best = Best(state["divergence"], weights, state["n_since"])
@@ -273,7 +287,7 @@ class TrainingStep:
     def __call__(self, chunks: Chunks) -> torch.Tensor:
         """Returns the loss, which the next step may overwrite. All chunks have the same shape."""
         tokens = self._arithmetic.tokens(chunks)
-        if tokens.device.type != "cuda":
+        if tokens.device.type != "cuda" or N_RANKS > 1:  # FSDP2 cannot be recorded
             return self._run(tokens)
         self._n_steps += 1
         if self._n_steps <= _EAGER_STEPS:

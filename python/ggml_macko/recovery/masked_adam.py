@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from ..recovery.quantized_weights import Blocks
+from ..recovery.ranks import Ranks, local
 
 BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
 
@@ -21,28 +22,32 @@ class MaskedAdam:
 
     weights: float32 tensors, by name. Call prepare() before every backward pass, which then updates the tensors that it
     reaches. A step changes a weight by about the rate times the root mean square of its tensor. quant_values: the
-    quantized type of the matrices' values from now on; the trained values are stored separately.
+    quantized type of the matrices' values from now on; the trained values are stored separately. ranks: the processes
+    among which the tensors may be split.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], quant_values: str | None = None) -> None:
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor], quant_values: str | None = None, ranks: Ranks | None = None
+    ) -> None:
         self.n_steps = 0  # prepared so far
-        self._weights = dict(weights)
+        self._whole = dict(weights)
+        self._weights = {name: local(w) for name, w in weights.items()}
         device = next(iter(self._weights.values())).device
         self._step_size = torch.zeros((), device=device)  # a tensor, so that a GPU can repeat a recorded step
         # places of a matrix; vectors, such as norms and biases, are trained completely
-        self._kept = {name: _places(w.detach()) for name, w in self._weights.items() if w.dim() > 1}
-        self._first = {name: torch.zeros_like(self._select(name, w.detach())) for name, w in self._weights.items()}
+        self._kept = {name: _places(w) for name, w in self._weights.items() if w.dim() > 1}
+        self._first = {name: torch.zeros_like(self._select(name, w)) for name, w in self._weights.items()}
         self._second = {name: torch.zeros_like(m) for name, m in self._first.items()}
-        self._unit = {name: _root_mean_square(self._select(name, w.detach())) for name, w in self._weights.items()}
+        self._unit = {name: _root_mean_square(self._select(name, w), ranks) for name, w in self._weights.items()}
         self._trained: dict[str, torch.Tensor] = {}  # trained elements of weights with quantized values
         self._blocks: dict[str, Blocks] = {}
         for name, w in self._weights.items():
             if quant_values is not None and len(self._first[name]) and w.dim() > 1:
-                self._trained[name] = self._select(name, w.detach()).clone()
+                self._trained[name] = self._select(name, w).clone()
                 self._blocks[name] = Blocks(self._trained[name], quant_values)
                 self._quantize(name)
         self._hooks = []
-        for name, w in self._weights.items():
+        for name, w in self._whole.items():
             w.requires_grad_(True)
             self._hooks.append(w.register_post_accumulate_grad_hook(lambda w, name=name: self._update(name, w)))
 
@@ -50,7 +55,7 @@ class MaskedAdam:
         """Ends the training of the tensors."""
         for hook in self._hooks:
             hook.remove()
-        for w in self._weights.values():
+        for w in self._whole.values():
             w.requires_grad_(False)
 
     def prepare(self, rate: float) -> None:
@@ -61,7 +66,7 @@ class MaskedAdam:
     def arrays(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The arrays of a checkpoint with their names: trained weights and states."""
         for name, w in self._weights.items():
-            yield f"weight.{name}", self._trained.get(name, self._select(name, w.detach()))
+            yield f"weight.{name}", self._trained.get(name, self._select(name, w))
             if name in self._blocks:
                 yield f"scale.{name}", self._blocks[name].scale
                 yield f"table.{name}", self._blocks[name].table
@@ -92,7 +97,7 @@ class MaskedAdam:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy of the trained weights, quantized if they have quantized values."""
-        return {name: self._select(name, w.detach()).clone() for name, w in self._weights.items()}
+        return {name: self._select(name, w).clone() for name, w in self._weights.items()}
 
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Restores weights(), but not the states."""
@@ -115,10 +120,10 @@ class MaskedAdam:
     def _quantize(self, name: str) -> None:
         self._assign(name, self._weights[name], self._blocks[name].values(self._trained[name]))
 
-    def _update(self, name: str, weight: torch.Tensor) -> None:
-        assert weight.grad is not None
-        gradient = self._select(name, weight.grad).float()
-        weight.grad = None
+    def _update(self, name: str, whole: torch.Tensor) -> None:
+        assert whole.grad is not None
+        weight, gradient = self._weights[name], self._select(name, local(whole.grad)).float()
+        whole.grad = None
         first = self._first[name].mul_(BETA1).add_(gradient, alpha=1 - BETA1)
         second = self._second[name].mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
         change = (first / second.sqrt().add_(EPSILON)).mul_(self._step_size * self._unit[name])
@@ -139,7 +144,10 @@ def _places(weight: torch.Tensor) -> torch.Tensor:
     return found.int() if weight.numel() < 2**31 else found
 
 
-def _root_mean_square(values: torch.Tensor) -> torch.Tensor:
-    """1 if all are 0, such as new biases."""
-    found = values.square().mean().sqrt() if values.numel() else values.new_zeros(())
+def _root_mean_square(values: torch.Tensor, ranks: Ranks | None) -> torch.Tensor:
+    """Over all processes. 1 if all are 0, such as new biases."""
+    sums = torch.stack([values.double().square().sum(), values.new_tensor(values.numel(), dtype=torch.float64)])
+    if ranks is not None:
+        ranks.total(sums)
+    found = (sums[0] / sums[1]).sqrt().float()
     return torch.where(found > 0, found, 1)

@@ -103,23 +103,30 @@ def train_file(
         for text in texts_in:
             read_text(text)
         torch = import_torch()
+        from ..recovery import ranks
+
+        ranks.check(asked)
         names = {".pruned": source, ".dense": dense}
-        copies = [stack.enter_context(dequantized(path, f"{out.path}{name}")) for name, path in names.items()]
+        suffix = f".{ranks.RANK}" if ranks.RANK else ""
+        copies = [stack.enter_context(dequantized(path, f"{out.path}{name}{suffix}")) for name, path in names.items()]
         pruned, teacher = (stack.enter_context(Model(path)) for path in copies)
         start = time.monotonic()
         torch.manual_seed(asked.seed)
         if asked.n_threads:
             torch.set_num_threads(asked.n_threads)
-        on_gpu = asked.device == "auto" and torch.cuda.is_available()
-        device = torch.device("cuda" if on_gpu else "cpu")
+        device = torch.device("cpu")
+        if asked.device == "auto" and torch.cuda.is_available():
+            device = torch.device("cuda", ranks.LOCAL_RANK)
+            torch.cuda.set_device(device)
         checkpoint = Checkpoint(out.path.with_name(out.path.name + ".checkpoint"), _run(pruned, teacher, asked))
         new, report = _train(pruned, teacher, task.tensors(pruned), asked, device, checkpoint)
-        with out:
-            _write(pruned, new, task.keys(asked, report), out)
-            out.seal()
-            check_written(pruned, out, new)
-            out.commit()
-        checkpoint.remove()
+        if ranks.RANK == 0:
+            with out:
+                _write(pruned, new, task.keys(asked, report), out)
+                out.seal()
+                check_written(pruned, out, new)
+                out.commit()
+            checkpoint.remove()
     return dataclasses.replace(report, seconds=time.monotonic() - start)
 
 
@@ -182,8 +189,10 @@ def _train(
     from ..evaluation.transformer import Shape, Transformer, read_weights
     from ..recovery.blockwise import fit_blocks
     from ..recovery.distillation import Arithmetic, HeldOut, Training, distill
+    from ..recovery.ranks import Ranks, assign, whole
     from ..recovery.sampling import sample
 
+    ranks = Ranks(device)
     shape, shape_of_teacher = Shape.of(pruned), Shape.of(dense)
     significant = {t.name: _significant_bits(t, options) for t in tensors}
     arithmetic = Arithmetic(device)
@@ -192,26 +201,27 @@ def _train(
     if device.type == "cuda":  # after the comparison with llama.cpp
         teacher = Transformer(shape_of_teacher, read_weights(dense, device, torch.bfloat16))
     if options.n_self_generated:
-        written = sample(teacher, texts.train, options.n_self_generated, texts.first_token, device, options.seed)
+        n = options.n_self_generated
+        written = sample(teacher, texts.train, n, texts.first_token, device, options.seed, ranks)
         texts = texts._replace(train=np.concatenate([texts.train, written]))
     weights = read_weights(pruned, device)
     trained = {t.name: weights[t.name] for t in tensors}
     if device.type == "cuda":  # as the teacher's
         weights = {n: w if n in trained or w.dim() < 2 else w.to(torch.bfloat16) for n, w in weights.items()}
     student = Transformer(shape, weights, gradient_checkpointing=options.gradient_checkpointing)
+    n_trained = sum(int((w != 0).sum()) if w.dim() > 1 else w.numel() for w in trained.values())
+    student, trained = ranks.split(student, trained)
+    del weights
     held_out = HeldOut(teacher, texts.held_out, arithmetic)
     of_dense, before = held_out.of_dense, held_out.evaluate(student)
     console.log(f"held-out perplexity: dense {of_dense.perplexity:.4f}, pruned {before.perplexity:.4f}")
-    n_trained = sum(int((w != 0).sum()) if w.dim() > 1 else w.numel() for w in trained.values())
-    training = Training(student, teacher, trained, texts, options, arithmetic, checkpoint, held_out, before)
+    training = Training(student, teacher, trained, texts, options, arithmetic, checkpoint, held_out, before, ranks)
     rate, points = distill(training) if options.method == "distill" else (fit_blocks(training), [])
     new = {}
-    with torch.no_grad():
-        for t in tensors:
-            new[t.name] = _rounded(t, trained[t.name].cpu().numpy(), significant[t.name])
-            trained[t.name].copy_(
-                torch.from_numpy(masks.to_float32(new[t.name], t.type)).reshape(weights[t.name].shape)
-            )
+    for t in tensors:
+        new[t.name] = _rounded(t, whole(trained[t.name]).cpu().numpy(), significant[t.name])
+        values = torch.from_numpy(masks.to_float32(new[t.name], t.type))
+        assign(trained[t.name], values.reshape(tuple(reversed(t.ne))))
     after = held_out.evaluate(student)
     return new, RecoverReport(
         perplexity_dense=of_dense.perplexity,

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from .. import console
 from ..evaluation.text_model import Chunks
 from ..evaluation.transformer import Transformer, as_tokens, capped
+from ..recovery.ranks import N_RANKS, RANK, Ranks
 
 N_PROMPT = 8
 """Tokens of the user's text at the start of a chunk, after a token that the vocabulary adds."""
@@ -68,11 +69,18 @@ def _cache_nbytes(device: torch.device) -> int:
 
 
 def sample(
-    teacher: Transformer, chunks: Chunks, n: int, first_token: int | None, device: torch.device, seed: int
+    teacher: Transformer,
+    chunks: Chunks,
+    n: int,
+    first_token: int | None,
+    device: torch.device,
+    seed: int,
+    ranks: Ranks | None = None,
 ) -> Chunks:
     """n chunks with the length of `chunks`, which is the user's text; their first tokens are from random places of it.
 
-    first_token: token that the vocabulary adds in front of a sequence. The result depends on seed and device only.
+    first_token: token that the vocabulary adds in front of a sequence. ranks: processes that share the work. The result
+    depends on seed and device only.
     """
     n_ctx, stream = chunks.shape[1], chunks.reshape(-1)
     rng = np.random.default_rng([seed, n])
@@ -81,13 +89,13 @@ def sample(
     prompts = stream[starts[:, None] + np.arange(n_prompt)]
     if first_token is not None:
         prompts = np.concatenate([np.full((n, 1), first_token, dtype=stream.dtype), prompts], axis=1)[:, : n_ctx - 1]
-    generator = torch.Generator(device).manual_seed(seed)
-    out = np.empty((n, n_ctx), dtype=chunks.dtype)
+    out = np.zeros((n, n_ctx), dtype=chunks.dtype)
     s = teacher.shape
     nbytes = 2 * s.n_layers * s.n_heads_kv * s.head_dim * n_ctx * teacher.head.element_size()
     at_once = min(_MAX_AT_ONCE, max(1, _cache_nbytes(device) // nbytes))
     with torch.no_grad(), console.progress("writing text", n * (n_ctx - 1), "tokens") as advance:
-        for begin in range(0, n, at_once):
+        for begin in range(RANK * at_once, n, N_RANKS * at_once):
+            generator = torch.Generator(device).manual_seed(int(np.random.default_rng([seed, begin]).integers(2**62)))
             rows = slice(begin, min(begin + at_once, n))
             tokens = F.pad(as_tokens(prompts[rows], device), (0, n_ctx - prompts.shape[1]))
             step = _Step(teacher, tokens, prompts.shape[1], generator)
@@ -95,7 +103,7 @@ def sample(
                 step()
                 advance(len(tokens))
             out[rows] = tokens.cpu().numpy()
-    return out
+    return out if ranks is None else ranks.total(torch.from_numpy(out).to(device)).cpu().numpy()
 
 
 class _Step:

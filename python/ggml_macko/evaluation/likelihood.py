@@ -73,18 +73,26 @@ def scored(
     with ThreadPoolExecutor(system.available_cores()) as pool:
         for i, batch in model.batches(chunks):
             logits = model.evaluate(batch, first)
-            if np.isnan(logits.max()):
+            if _has_nan(pool, logits.reshape(-1, logits.shape[-1])):
                 with Model(model.path) as file:
                     raise errors.error(errors.NOT_FINITE, file.not_finite() or f"{model.path}: its logits are NaN")
             for k, chunk in enumerate(batch):
                 yield _in_blocks(pool, score, logits[k, :-1], chunk[first + 1 :], *more_of(i + k))
 
 
+def _blocks(logits: Logits) -> list[slice]:
+    """Blocks of rows for the tasks of threads."""
+    step = max(1, _BLOCK_ELEMENTS // logits.shape[1])
+    return [slice(i, i + step) for i in range(0, len(logits), step)]
+
+
+def _has_nan(pool: ThreadPoolExecutor, logits: Logits) -> bool:
+    return any(pool.map(lambda rows: bool(np.isnan(logits[rows].max())), _blocks(logits)))
+
+
 def _in_blocks(pool: ThreadPoolExecutor, score: Scorer, logits: Logits, *arrays: Array) -> tuple[Array, ...]:
     """score of blocks of rows, in threads, joined."""
-    step = max(1, _BLOCK_ELEMENTS // logits.shape[1])
-    blocks = [slice(i, i + step) for i in range(0, len(logits), step)]
-    results = pool.map(lambda rows: score(logits[rows], *(a[rows] for a in arrays)), blocks)
+    results = pool.map(lambda rows: score(logits[rows], *(a[rows] for a in arrays)), _blocks(logits))
     return tuple(np.concatenate(parts) for parts in zip(*results))
 
 

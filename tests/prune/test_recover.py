@@ -503,14 +503,35 @@ def test_run_ends_early_only_in_its_second_half(tmp_path, macko, pair, text, mon
 
 
 @needs_torch
-def test_weights_that_are_not_finite_are_refused(tmp_path, macko, pair, text):
-    model = gguf_bytes.read(pair[0].read_bytes())
-    next(t for t in model.tensors if t.name == b"blk.0.attn_norm.weight").data = np.full(64, math.inf, "<f4").tobytes()
-    bad = tmp_path / "bad.gguf"
-    bad.write_bytes(gguf_bytes.write(model))
-    done = run(macko, (bad, pair[1]), text, tmp_path / "out.gguf")
-    assert done.code == 1 and "blk.0.attn_norm.weight" in done.err and "not finite" in done.err
+@pytest.mark.parametrize("which", ["pruned", "dense"])
+@pytest.mark.parametrize("tensor", ["blk.0.attn_norm.weight", "output_norm.weight"])
+def test_weights_that_are_not_finite_are_refused(tmp_path, macko, pair, text, which, tensor):
+    paths = dict(zip(("pruned", "dense"), pair))
+    model = gguf_bytes.read(paths[which].read_bytes())
+    next(t for t in model.tensors if t.name == tensor.encode()).data = np.full(64, math.nan, "<f4").tobytes()
+    paths[which] = tmp_path / "bad.gguf"
+    paths[which].write_bytes(gguf_bytes.write(model))
+    done = run(macko, tuple(paths.values()), text, tmp_path / "out.gguf")
+    assert done.code == 1 and f"bad.gguf: {tensor}: " in done.err and "not finite" in done.err, done.err
     assert not (tmp_path / "out.gguf").exists()
+
+
+@needs_torch
+def test_plot_shows_each_evaluation(tmp_path, macko, pair, text):
+    out, picture = tmp_path / "out.gguf", tmp_path / "run.svg"
+    args = ["--epochs", 1, "--learning-rate", "1e-2", "--evaluations", 4, "--plot", picture, "--json"]
+    done = run(macko, pair, text, out, *args)
+    assert done.code == 0, done.err
+    evaluations = json.loads(done.out)["evaluations"]
+    assert [e["divergence"] for e in evaluations] == [
+        pytest.approx(float(x), abs=1e-4) for x in re.findall(r"held out ([0-9.]+)", done.err)
+    ]
+    assert len(evaluations) >= 4 and evaluations[0]["rate"] > evaluations[-1]["rate"] > 0
+    assert all(word in picture.read_text() for word in ("learning rate", "held out", "out.gguf: perplexity"))
+    again = run(macko, pair, text, tmp_path / "other.gguf", *args)  # before any work
+    assert again.code == 1 and "run.svg: exists" in again.err and "step" not in again.err
+    blocks = run(macko, pair, text, out, "--method", "blocks", "--plot", tmp_path / "b.svg")
+    assert blocks.code == 2 and "--plot does not go with --method blocks" in blocks.err
 
 
 # ---- what is checked before PyTorch is needed ----

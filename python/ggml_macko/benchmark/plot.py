@@ -1,4 +1,5 @@
-"""Plots of perplexity over size and speed, and of the density of weights. No other module uses matplotlib.
+"""Plots of perplexity over size and speed, of the density of weights, and of a recovery. No other module uses
+matplotlib.
 
 The background is white, so plots are readable on light and dark pages.
 """
@@ -196,6 +197,33 @@ def draw_density(cells: Sequence[Cell], title: str) -> Figure:
             )
     figure.colorbar(image, ax=axes, label="density: non-zeros / weights", fraction=0.05)
     figure.suptitle(title, fontsize=10)
+    return figure
+
+
+# ---- recovery ----
+
+
+@_without_formulas
+def draw_recovery(evaluations: Sequence[Mapping[str, float]], before: float, title: str) -> Figure:
+    """Divergences and learning rates over the steps of a recovery. evaluations: those of RecoverReport; before: the
+    divergence of the pruned model on the held-out text.
+    """
+    figure = figure_class()(figsize=(7.5, 6), layout="constrained", facecolor="white")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    steps = [e["step"] for e in evaluations]
+    top.plot(steps, [e["loss"] for e in evaluations], "o-", color="tab:gray", label="text")
+    top.plot([0, *steps], [before, *(e["divergence"] for e in evaluations)], "s-", color="tab:blue", label="held out")
+    top.axhline(before, color="gray", linewidth=0.6, linestyle=":")
+    top.set(yscale="log", ylabel="divergence from the dense model\n(nats per token, log)")
+    top.yaxis.set_major_formatter("{x:g}")
+    top.yaxis.set_minor_formatter("{x:g}")
+    top.legend(frameon=False)
+    bottom.plot(steps, [e["rate"] for e in evaluations], "o-", color="tab:orange")
+    bottom.set(xlabel="step", ylabel="learning rate")
+    bottom.set_ylim(bottom=0)
+    for axes in (top, bottom):
+        axes.grid(alpha=0.25, which="both")
+    figure.suptitle(errors.printable(title), fontsize=10)
     return figure
 
 

@@ -7,8 +7,9 @@ import contextlib
 import os
 
 from .. import console
+from ..benchmark import plot
 from ..commands.arguments import Number, add_chunks, add_force, add_quiet, add_threads, options_of
-from ..pruning.options import VALUES
+from ..pruning.options import VALUES, refuse_if
 from ..recovery import options
 from ..recovery.recover import recover
 
@@ -34,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-dev", "--device", choices=["auto", "cpu"], default="auto", help="auto: a GPU if there is one (default)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--plot",
+        metavar="FNAME",
+        help="distill: also draw the divergence and the learning rate of the run into this file (.png, .svg or .pdf; "
+        "needs matplotlib)",
+    )
     add_force(parser)
     add_quiet(parser)
 
@@ -124,10 +131,21 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     given = options_of(options.RecoverOptions, args)
     is_first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts
+    if args.plot:
+        refuse_if(given.method != "distill", f"--plot does not go with --method {given.method}")
+        plot.check_output(args.plot, args.force, [args.input, args.dense, args.text])
     with contextlib.nullcontext() if is_first else console.quiet():
         report = recover(args.input, args.output, given, dense=args.dense, force=args.force)
     if not is_first:
         return 0
+    if args.plot:
+        title = f"{args.output}: perplexity {report.perplexity_before:.2f} to {report.perplexity_after:.2f}"
+        plot.save_as(
+            plot.draw_recovery(report.evaluations, report.divergence_before, title),
+            args.plot,
+            args.force,
+            [args.input, args.dense, args.text, args.output],
+        )
     if args.json:
         console.print_json(report.__dict__)
         return 0

@@ -135,7 +135,9 @@ def read_weights(
             values = values.float()
         elif dtype is not None:
             values = values.to(dtype)
-        out[t.name] = values.to(device)
+        out[t.name] = values = values.to(device)
+        if not values.isfinite().all():
+            raise errors.error(errors.NOT_FINITE, f"{model.path}: {t.name}: contains values that are not finite")
     return out
 
 

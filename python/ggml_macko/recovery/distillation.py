@@ -24,7 +24,7 @@ from ..recovery.divergence import divergence_of_hidden, log_probabilities, piece
 from ..recovery.masked_adam import MaskedAdam
 from ..recovery.options import FIRST_RATE, RATE_FACTOR, TRIAL_STEPS, RecoverOptions
 from ..recovery.ranks import N_RANKS, RANK, Ranks
-from ..recovery.schedule import Texts, batches, learning_rate, n_steps
+from ..recovery.schedule import Point, Texts, batches, learning_rate, n_steps
 
 _READ_EVERY = 16
 """Steps between two reads of the loss, at which the host waits for the GPU."""
@@ -107,16 +107,6 @@ class Best(NamedTuple):
     divergence: float
     weights: Mapping[str, torch.Tensor]
     n_since: int  # later evaluations without improvement, in the second half of the run
-
-
-class Point(NamedTuple):
-    """A moment of a run at which it was evaluated."""
-
-    step: int
-    rate: float
-    loss: float  # divergence on the text, in nats per token
-    divergence: float  # on the held-out text
-    perplexity: float
 
 
 class Training(NamedTuple):

@@ -53,6 +53,7 @@ class RecoverReport:
     n_trained: int  # weights
     n_tokens: int  # of the text, in one epoch
     learning_rate: float  # the highest
+    evaluations: list[dict[str, float]]  # of --method distill: step, rate, loss (on the text), divergence, perplexity
     gpu_nbytes: int = field(default=0, compare=False)  # peak memory of PyTorch on a GPU
     seconds: float = field(default=0.0, compare=False)
 
@@ -232,6 +233,7 @@ def _train(
         n_trained=n_trained,
         n_tokens=texts.train.size,
         learning_rate=rate,
+        evaluations=[point._asdict() for point in points],
         gpu_nbytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
     )
 

@@ -20,6 +20,16 @@ class Texts(NamedTuple):
     first_token: int | None  # of each chunk, if the vocabulary adds one
 
 
+class Point(NamedTuple):
+    """A moment of a run at which it was evaluated."""
+
+    step: int
+    rate: float
+    loss: float  # divergence on the text, in nats per token
+    divergence: float  # on the held-out text
+    perplexity: float
+
+
 def learning_rate(step: int, n_steps: int, highest: float) -> float:
     """The rate of a step. It rises during WARMUP and then falls along half a cosine."""
     warmup = max(1, round(WARMUP * n_steps))

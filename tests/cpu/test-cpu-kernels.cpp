@@ -317,6 +317,7 @@ struct problem {
     guarded             x;             // [n][cols]
     std::vector<double> want, bound;   // [n][rows]
     std::vector<double> integer_bound; // quantized weights: where x may be rounded to 16 bits
+    std::vector<double> of_blocks;     // quantized matrices: the sum over blocks of columns of sum |w| * max |x|
 
     // zeros: share of zeros in x, of either sign
     problem(rng & random, const matrix & m, const cpu_matrix & w, int64_t row_begin, int64_t row_end, int64_t n,
@@ -362,6 +363,9 @@ struct problem {
                 }
             }
         }
+        if (const auto * quantized = std::get_if<quantized_layout>(&w)) {
+            sum_blocks(quantized->window < 64 ? 32 : 64);
+        }
         // Plus sum |w| max |x| * step if x is rounded to 16-bit integers: half a unit of them, and for the offset that
         // makes them positive one float rounding per 64 columns and a few more.
         if (n <= MAX_PLANES) {
@@ -384,7 +388,46 @@ struct problem {
             }
         }
     }
+
+    void sum_blocks(int64_t block) {
+        const int64_t cols = m.desc.cols, rows = row_end - row_begin;
+        of_blocks.resize(static_cast<size_t>(rows * n));
+        for (int64_t first = 0; first < cols; first += block) {
+            const int64_t       last = std::min(first + block, cols);
+            std::vector<double> largest(static_cast<size_t>(n));
+            for (int64_t i = 0; i < n; i++) {
+                for (int64_t c = first; c < last; c++) {
+                    largest[static_cast<size_t>(i)] =
+                        std::max(largest[static_cast<size_t>(i)], std::fabs(double(x.floats()[i * cols + c])));
+                }
+            }
+            for (int64_t r = 0; r < rows; r++) {
+                double magnitude = 0;
+                for (int64_t c = first; c < last; c++) {
+                    magnitude +=
+                        std::fabs(value_of(m.bits[static_cast<size_t>((row_begin + r) * cols + c)], m.desc.type));
+                }
+                for (int64_t i = 0; i < n; i++) {
+                    of_blocks[static_cast<size_t>(r * n + i)] += magnitude * largest[static_cast<size_t>(i)];
+                }
+            }
+        }
+    }
 };
+
+// |y - y64| if x is rounded to integers of 8, 16 or 23 bits (sign included) with a scale for each block: half a unit of
+// them, and the rounding of the scales.
+static std::vector<double> block_bound(const kernel_set & set, const problem & p) {
+    const bool          bytes = strstr(set.name, "vbmi2") || strstr(set.name, "dotprod") || strstr(set.name, "fhm");
+    const double        step  = 8 * 0x1p-24 + (!p.round_x         ? 1.0 / (127 * 32768)
+                                               : bytes && p.n > 4 ? 0.5 / 127
+                                                                  : 0.5 / (127 * 256));
+    std::vector<double> bound = p.bound;
+    for (size_t k = 0; k < bound.size(); k++) {
+        bound[k] += p.of_blocks[k] * step;
+    }
+    return bound;
+}
 
 // n rows of y, filled with NaN, with canaries before and after each.
 struct output {
@@ -418,7 +461,7 @@ struct output {
     }
 };
 
-enum class how { dispatched, rows16, rows, panels, planes };
+enum class how { dispatched, rows16, rows, panels, planes, blocks };
 
 static void multiply(const kernel_set & set, const problem & p, how with, int n_threads, output & out,
                      const float * gate = nullptr, const bitmap_layout & columns = {}, bool skip_zeros = true) {
@@ -436,6 +479,7 @@ static void multiply(const kernel_set & set, const problem & p, how with, int n_
         const x_layout layout = with == how::rows16   ? x_layout::rows16
                                 : with == how::rows   ? is_coded(p.w) ? x_layout::coded : x_layout::rows
                                 : with == how::planes ? x_layout::planes
+                                : with == how::blocks ? x_layout::blocks
                                                       : x_layout::panels;
         for (int i = 0; i < n_threads; i++) {
             prepare_with(set, params, layout, i, n_threads);
@@ -509,23 +553,25 @@ static void check_all_sets(const problem & p, bool threads) {
             continue;
         }
         const int64_t rows = p.row_end - p.row_begin;
-        output        one(p.n, rows), with_panels(p.n, rows);
+        output        one(p.n, rows), other(p.n, rows);
+        const bool    quantized = is_quantized(p.w);
         multiply(*set, p, how::dispatched, 1, one);
-        multiply(*set, p, how::panels, 3, with_panels);
-        check_result(*set, p, "panels", with_panels);
-        bool same = one.same(with_panels);
-        if (!bundled) {
+        multiply(*set, p, quantized ? how::blocks : how::panels, 3, other);
+        quantized ? check_result(*set, p, "blocks", other, block_bound(*set, p))
+                  : check_result(*set, p, "panels", other);
+        bool same = one.same(other);
+        if (!bundled && !quantized) {
             output with_rows(p.n, rows);
             multiply(*set, p, how::rows, 3, with_rows);
             check_result(*set, p, "rows", with_rows);
             same |= one.same(with_rows);
-        } else if (p.n <= MAX_PLANES && p.round_x) {
+        } else if (bundled && p.n <= MAX_PLANES && p.round_x) {
             output with_planes(p.n, rows);
             multiply(*set, p, how::planes, 3, with_planes);
             check_result(*set, p, "planes", with_planes, is_quant_type(value_type_of(p.w)) ? p.integer_bound : p.bound);
             same |= one.same(with_planes);
         }
-        if (!bundled && !is_coded(p.w) && p.n == 1 && p.round_x && has_rows16(*set, value_type_of(p.w))) {
+        if (!bundled && !quantized && !is_coded(p.w) && p.n == 1 && p.round_x && has_rows16(*set, value_type_of(p.w))) {
             output with_rows16(p.n, rows);
             multiply(*set, p, how::rows16, 3, with_rows16);
             check_result(*set, p, "rows16", with_rows16, is_quant_type(value_type_of(p.w)) ? p.integer_bound : p.bound);
@@ -689,6 +735,122 @@ TEST(bundles_are_within_the_error_bound) {
     for (const auto & n : n_of) {
         CHECK(n.bundled > n.all / 3 && n.too_large > 0, "%zu of %zu matrices are in bundles, %zu did not fit",
               n.bundled, n.all, n.too_large);
+    }
+}
+
+// ---- quantized matrices ----
+
+// A matrix of random codes, and in `exact` its weights scale * factor * level, which F32 holds exactly.
+struct quantized_matrix_of {
+    quantized_matrix         q = {};
+    matrix                   exact;
+    std::unique_ptr<guarded> memory;
+    cpu_matrix               w = {};
+
+    quantized_matrix_of(rng & random, int32_t type, int32_t bits, int64_t window, int64_t rows, int64_t cols,
+                        double density)
+        : exact(GGML_MACKO_TYPE_F32, rows, cols) {
+        const matrix  places     = random_matrix(random, GGML_MACKO_TYPE_F16, rows, cols, density);
+        const int64_t row_nbytes = (cols + 7) / 8, windows = (cols + window - 1) / window;
+        const int     n_levels = 1 << bits;
+        q.dense                = places.desc;
+        q.dense.type           = type;
+        q.bits                 = bits;
+        q.window               = window;
+        q.row_ptr              = { 0 };
+        q.bitmap.resize(static_cast<size_t>((rows * row_nbytes + 3) & -4));
+        q.scales.resize(static_cast<size_t>(rows * windows));
+        for (int i = 0; i < n_levels; i++) { // the first half rises from 1, the second half to -1
+            const int half = n_levels / 2, k = i % half, step = (127 - k) / half;
+            q.levels.push_back(static_cast<int8_t>(bits == 8 ? i : i < half ? 1 + k * step : -127 + k * step));
+        }
+        for (int64_t r = 0; r < rows; r++) {
+            std::vector<uint32_t> codes;
+            // 2^-90 ... 2^90, but no value may exceed F16
+            const int exponent =
+                random.range(0, 3) == 0 && type != GGML_MACKO_TYPE_F16 ? static_cast<int>(random.range(-90, 20)) : -9;
+            const auto factor = static_cast<uint16_t>((127 + exponent) << 7 |
+                                                      (exponent > -90 && exponent < 20 ? random.bits() & 127 : 0));
+            for (int64_t c = 0; c < cols; c++) {
+                uint8_t & scale = q.scales[static_cast<size_t>(r * windows + c / window)];
+                if (places.bits[static_cast<size_t>(r * cols + c)] != 0) {
+                    scale           = c % window == 0 || scale == 0 ? static_cast<uint8_t>(random.bits() | 1) : scale;
+                    const auto code = static_cast<uint32_t>(random.range(0, bits == 8 ? 127 : n_levels - 1));
+                    q.bitmap[static_cast<size_t>(r * row_nbytes + c / 8)] |= static_cast<uint8_t>(1 << c % 8);
+                    codes.push_back(bits == 8 && code > 0 && random.bits() & 1 ? 256 - code : code);
+                    const double d = std::ldexp(1 + (scale & 15) / 16.0, (scale >> 4 & 7) - 7) * (scale & 128 ? -1 : 1);
+                    const auto   v =
+                        static_cast<float>(d * value_of(factor, GGML_MACKO_TYPE_BF16) * q.levels[codes.back()]);
+                    memcpy(&exact.at(r, c), &v, 4);
+                }
+            }
+            q.factors.push_back(codes.empty() ? uint16_t(0) : factor);
+            const size_t at = q.codes.size();
+            q.row_ptr.push_back(q.row_ptr.back() + static_cast<int32_t>((codes.size() + 7) / 8));
+            q.codes.resize(static_cast<size_t>(q.row_ptr.back()) * static_cast<size_t>(bits));
+            for (size_t k = 0; k < codes.size() * static_cast<size_t>(bits); k++) {
+                q.codes[at + k / 8] |= static_cast<uint8_t>(
+                    (codes[k / static_cast<size_t>(bits)] >> k % static_cast<size_t>(bits) & 1) << k % 8);
+            }
+        }
+        q.codes.resize(std::max<size_t>((q.codes.size() + 3) / 4 * 4, 4));
+        exact.finish();
+        quantized_view view;
+        CHECK(check_quantized(q.arrays(), static_cast<int64_t>(q.codes.size()), 1, &view) == 0, "%s",
+              ggml_macko_last_error());
+        const cpu_plan plan = plan_with(q.dense, quantized_shape{ bits, window, static_cast<int64_t>(q.codes.size()) });
+        memory              = std::make_unique<guarded>(plan.nbytes);
+        matrix_packer packer(plan, span_ops_in_use(), memory->data);
+        packer.pack_whole(view, 2);
+        w = packer.matrix();
+        CHECK(memory->intact(), "packing wrote outside");
+    }
+};
+
+TEST(quantized_matrices_are_within_the_error_bound) {
+    rng           random(31);
+    const int64_t all_n[]    = { 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 49, 64, 65, 80, 130 };
+    const int64_t dims[]     = { 1, 7, 31, 33, 64, 127, 257, 511, 1024, 1089, 2113 };
+    const int32_t all_bits[] = { 4, 3, 5, 8 };
+    size_t        next_n = 0, next_window = 0, next_bits = 0;
+    for (int round = 0; round < 2; round++) {
+        for (const double density : { 0.0, ONE_ELEMENT, 0.05, 0.4, 1.0 }) {
+            for (const int64_t cols : dims) {
+                const int32_t bits = all_bits[next_bits++ % 4];
+                const int64_t rows = random.range(1, cols > 300 ? 12 : 70), window = 32 << next_window++ % 5;
+                const quantized_matrix_of q(random, all_types[random.range(0, 2)], bits, window, rows, cols, density);
+                const int64_t             begin = random.range(0, rows - 1);
+                check_all_sets(problem(random, q.exact, q.w, 0, rows, 1, true), true);
+                check_all_sets(problem(random, q.exact, q.w, begin, rows, all_n[next_n++ % std::size(all_n)], true),
+                               true);
+                check_all_sets(problem(random, q.exact, q.w, begin, rows,
+                                       cols % 2 ? 1 : all_n[next_n++ % std::size(all_n)], false),
+                               false);
+            }
+        }
+    }
+    const quantized_matrix_of q(random, GGML_MACKO_TYPE_F16, 4, 64, 70, 1100, 0.5); // more than one group of tokens
+    check_all_sets(problem(random, q.exact, q.w, 3, 70, 600, true), true);
+}
+
+TEST(quantized_rows_turn_into_rounded_values) {
+    rng random(32);
+    for (const int32_t type : all_types) {
+        for (const int32_t bits : { 3, 4, 5, 8 }) {
+            for (const int64_t cols : { 1, 8, 65, 300, 1089 }) {
+                const quantized_matrix_of q(random, type, bits, 32 << random.range(0, 4), 9, cols, 0.4);
+                const guarded             dense(7 * cols * value_nbytes(type));
+                densify(q.w, type, 2, 9, dense.data);
+                for (int64_t i = 0; i < 7 * cols; i++) {
+                    uint32_t got = 0;
+                    memcpy(&got, dense.data + i * value_nbytes(type), static_cast<size_t>(value_nbytes(type)));
+                    const double v    = value_of(q.exact.bits[static_cast<size_t>(2 * cols + i)], GGML_MACKO_TYPE_F32);
+                    const double want = std::isinf(rounded(v, type)) ? std::copysign(65504.0, v) : rounded(v, type);
+                    CHECK(value_of(got, type) == want && !(got >> (8 * value_nbytes(type) - 1) && want == 0),
+                          "type %d bits %d: %g is %g", type, bits, v, value_of(got, type));
+                }
+            }
+        }
     }
 }
 
@@ -1296,7 +1458,7 @@ static void bench_columns_of(const kernel_set & set, int64_t rows, int64_t cols,
             c.coded = std::make_unique<coded_matrix>(m, -1, 1);
             c.w     = c.coded->w;
         } else {
-            const cpu_plan plan = choose_cpu_layout(set.layouts, m.desc, type, 0);
+            const cpu_plan plan = choose_cpu_layout(set.layouts, m.desc, type, 0, 0);
             c.memory            = std::make_unique<guarded>(plan.nbytes);
             c.w                 = pack(m, 4, rows, *c.memory, std::holds_alternative<bundles_shape>(plan.shape));
         }
@@ -1395,7 +1557,7 @@ struct bench_matrices {
         : rows(rows), cols(cols), density(density) {
         for (int i = 0; i < copies; i++) {
             rng        random(static_cast<uint64_t>(i) + 10);
-            const bool plain = !is_quant_type(type) && type != GGML_MACKO_TYPE_CODED;
+            const bool plain = type <= GGML_MACKO_TYPE_F16 || type == GGML_MACKO_TYPE_BF16;
             dense.emplace_back(plain ? type : static_cast<int32_t>(GGML_MACKO_TYPE_F16), rows, cols);
             for (uint32_t & b : dense.back().bits) {
                 const uint64_t u = random.bits();
@@ -1408,7 +1570,12 @@ struct bench_matrices {
             dense.back().finish();
             std::vector<uint32_t>().swap(dense.back().bits);
             memory.emplace_back();
-            if (is_quant_type(type) || type == GGML_MACKO_TYPE_CODED) {
+            if (const int32_t bits = code_bits(type)) { // as the writer chooses it
+                const int64_t       window = density > 0.7 ? 32 : density > 0.35 ? 64 : density > 0.18 ? 128 : 256;
+                quantized_matrix_of q(random, GGML_MACKO_TYPE_F16, bits, window, rows, cols, density);
+                w.push_back(q.w);
+                memory.back() = std::move(q.memory);
+            } else if (is_quant_type(type) || type == GGML_MACKO_TYPE_CODED) {
                 w.push_back(pack_values(dense.back(), type, bundles, &memory.back()));
             } else {
                 memory.back() = std::make_unique<guarded>(plan_of(dense.back().desc, type, bundles).nbytes);

@@ -117,7 +117,9 @@ void check(const kernel_set & set, const problem & p, x_layout layout) {
     const bool integers =
         is_quant_type(value_type_of(p.w)) && (layout == x_layout::planes || layout == x_layout::rows16);
     const double n_cols = static_cast<double>(cols),
-                 step   = integers ? 0.5 / (in_bundles(p.w) ? 32512 : 32767) + (n_cols / 64 + 8) * 0x1p-23 : 0;
+                 step   = layout == x_layout::blocks ? (p.round_x ? 0.5 / 127 : 1.0 / (127 * 32768)) + 8 * 0x1p-24
+                          : integers ? 0.5 / (in_bundles(p.w) ? 32512 : 32767) + (n_cols / 64 + 8) * 0x1p-23
+                                     : 0;
     for (int64_t i = 0; i < p.n * rows; i++) {
         const reference & want = p.want[static_cast<size_t>(i)];
         if (i / rows == p.poisoned || want.magnitude + want.largest > static_cast<double>(FLT_MAX) / 4) {
@@ -135,6 +137,10 @@ void check(const kernel_set & set, const problem & p, x_layout layout) {
 void check_layouts(const problem & p) {
     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
         if (!multiplies_with(*set, p.w)) {
+            continue;
+        }
+        if (is_quantized(p.w)) {
+            check(*set, p, x_layout::blocks);
             continue;
         }
         check(*set, p, x_layout::panels);
@@ -163,13 +169,16 @@ bool run(const uint8_t * data, size_t size) {
     }
     const ggml_macko_matrix & m = e.encoded.matrix;
     bytes                     dense(e.dense.size());
-    if ((is_quant_type(m.value_type) && m.type != GGML_MACKO_TYPE_F32) || ggml_macko_decode(&m, dense.data(), 1) != 0) {
+    const int32_t             bits      = code_bits(m.value_type);
+    const bool                quantized = bits || is_quant_type(m.value_type);
+    if ((quantized && m.type != GGML_MACKO_TYPE_F32) || ggml_macko_decode(&m, dense.data(), 1) != 0) {
         return false;
     }
     // expanded, as a bitmap and in bundles, and coded where possible
-    const macko_desc       desc  = { m.rows, m.cols, m.type, 4, m.nnz };
-    const bool             coded = m.value_type == GGML_MACKO_TYPE_CODED;
-    const cpu_plan         plan  = plan_with(desc, shape_with(desc, coded ? m.type : m.value_type, (how & 128) != 0));
+    const macko_desc desc  = { m.rows, m.cols, m.type, 4, m.nnz };
+    const bool       coded = m.value_type == GGML_MACKO_TYPE_CODED;
+    const cpu_plan   plan  = plan_with(desc, bits ? cpu_shape(quantized_shape{ bits, window_of(m), m.arrays[0].nbytes })
+                                                  : shape_with(desc, coded ? m.type : m.value_type, (how & 128) != 0));
     const aligned<uint8_t> memory(plan.nbytes);
     problem                p;
     FUZZ_CHECK(pack(m, plan, memory, &p.w), "decoded, but not packed: %s", ggml_macko_last_error());
@@ -197,7 +206,7 @@ bool run(const uint8_t * data, size_t size) {
     compute_reference(weights, &p);
     bytes again(dense.size());
     densify(p.w, m.type, 0, m.rows, again.data());
-    FUZZ_CHECK(is_quant_type(m.value_type) || again == dense, "values of type %d change in the copy", m.type);
+    FUZZ_CHECK(quantized || again == dense, "values of type %d change in the copy", m.type);
     check_layouts(p);
     const int64_t most = coded ? max_short_outliers(m.nnz, m.type, m.arrays[0].nbytes) : -1;
     if (can_stay_coded(desc, most)) {

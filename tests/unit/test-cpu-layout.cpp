@@ -24,7 +24,7 @@ static int64_t coded_nbytes(const macko_desc & desc, int64_t more = 0) {
 }
 
 TEST(layout_is_the_fastest_of_the_kernel_set) {
-    const char *B = "BITMAP", *Q = "QUANT_BITMAP", *C = "CODED_BITMAP", *S = "BUNDLES";
+    const char *B = "BITMAP", *Q = "QUANT_BITMAP", *C = "CODED_BITMAP", *S = "BUNDLES", *A = "QUANTIZED";
     const struct {
         macko_desc   desc;
         int          value_type;
@@ -43,6 +43,7 @@ TEST(layout_is_the_fastest_of_the_kernel_set) {
         // quantized values in bundles, at any density that bundles allow
         { desc_of(500, 2000, F16, 90), Q8_0, 0, { Q, S, Q, Q } },
         { desc_of(500, 2000, F16, 4), Q8_0, 0, { Q, Q, Q, Q } },
+        { desc_of(500, 2000, F16, 50), GGML_MACKO_TYPE_Q4, 0, { A, A, A, A } }, // as in the file
         // coded values for sets that multiply them faster
         { desc_of(64, 2048, F16, 50), CODED, 0, { B, S, C, S } },
         { desc_of(64, 2048, F16, 40), CODED, 0, { B, S, B, S } },
@@ -57,7 +58,7 @@ TEST(layout_is_the_fastest_of_the_kernel_set) {
         const layout_traits * traits[] = { &PORTABLE, &AVX2, &VBMI2, &ZEN4 };
         for (int i = 0; i < 4; i++) {
             const cpu_plan plan =
-                choose_cpu_layout(*traits[i], c.desc, c.value_type, coded_nbytes(c.desc, c.more_words));
+                choose_cpu_layout(*traits[i], c.desc, c.value_type, coded_nbytes(c.desc, c.more_words), 64);
             CHECK(strcmp(layout_name(plan.shape), c.want[i]) == 0,
                   "set %d, value type %d, %ld columns, %ld of them: %s instead of %s (%s)", i, c.value_type,
                   (long)c.desc.cols, (long)c.desc.nnz, layout_name(plan.shape), c.want[i], plan.reason);
@@ -73,15 +74,16 @@ TEST(layout_is_the_fastest_of_the_kernel_set) {
 
 TEST(only_quantized_values_become_bundles_if_x_is_not_rounded) {
     const macko_desc desc = desc_of(500, 2000, F16, 10);
-    CHECK(strcmp(layout_name(choose_cpu_layout(AVX2, desc, F16, 0, false).shape), "BITMAP") == 0, "F16");
-    CHECK(strcmp(layout_name(choose_cpu_layout(AVX2, desc, Q8_0, 0, false).shape), "BUNDLES") == 0, "Q8_0");
+    CHECK(strcmp(layout_name(choose_cpu_layout(AVX2, desc, F16, 0, 0, false).shape), "BITMAP") == 0, "F16");
+    CHECK(strcmp(layout_name(choose_cpu_layout(AVX2, desc, Q8_0, 0, 0, false).shape), "BUNDLES") == 0, "Q8_0");
 }
 
 TEST(parts_of_a_layout_are_aligned_and_fill_its_bytes) {
     const macko_desc                         desc = desc_of(300, 1000, F16, 30);
     alignas(LAYOUT_ALIGNMENT) static uint8_t memory[1 << 20];
-    for (const cpu_shape & shape : { cpu_shape(bitmap_shape{}), cpu_shape(quant_bitmap_shape{ Q8_0 }),
-                                     cpu_shape(coded_bitmap_shape{ 77 }), cpu_shape(bundles_shape{ F16 }) }) {
+    for (const cpu_shape & shape :
+         { cpu_shape(bitmap_shape{}), cpu_shape(quant_bitmap_shape{ Q8_0 }), cpu_shape(coded_bitmap_shape{ 77 }),
+           cpu_shape(bundles_shape{ F16 }), cpu_shape(quantized_shape{ 4, 64, 50000 }) }) {
         const int64_t    nbytes = layout_nbytes(desc, shape);
         const cpu_matrix m      = bind_layout(desc, shape, memory);
         CHECK(m.index() == shape.index() && nbytes <= int64_t(sizeof(memory)), "%s", layout_name(shape));
@@ -94,6 +96,8 @@ TEST(parts_of_a_layout_are_aligned_and_fill_its_bytes) {
                     return l.bundles + l.bundles_nbytes;
                 } else if constexpr (std::is_same_v<layout, coded_bitmap_layout>) {
                     return l.outlier_cols + 77;
+                } else if constexpr (std::is_same_v<layout, quantized_layout>) {
+                    return l.levels + 16;
                 } else if constexpr (std::is_same_v<layout, quant_bitmap_layout>) {
                     return l.row_sums + l.rows;
                 } else {

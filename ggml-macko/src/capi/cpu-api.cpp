@@ -26,10 +26,14 @@ static std::unique_ptr<void, void (*)(void *)> aligned_memory(int64_t nbytes) {
     return { memory, free };
 }
 
-// A packer into the memory of m. value_type, values_nbytes: of the values in the file.
+static int64_t window_in(const codec & format, const ggml_macko_matrix & m) {
+    return &format == &quantized_codec() ? window_of(m) : 0;
+}
+
+// A packer into the memory of m. value_type, values_nbytes, window: of the values in the file.
 static std::unique_ptr<matrix_packer> make_packer(const macko_desc & desc, int32_t value_type, int64_t values_nbytes,
-                                                  ggml_macko_cpu_matrix * m) {
-    const cpu_plan plan = choose_cpu_layout(layout_traits_in_use(), desc, value_type, values_nbytes, false);
+                                                  int64_t window, ggml_macko_cpu_matrix * m) {
+    const cpu_plan plan = choose_cpu_layout(layout_traits_in_use(), desc, value_type, values_nbytes, window, false);
     m->nbytes           = plan.nbytes;
     m->memory           = aligned_memory(plan.nbytes);
     return std::make_unique<matrix_packer>(plan, span_ops_in_use(), m->memory.get());
@@ -54,7 +58,7 @@ static int pack_rows(const macko_matrix_view & view, int n_threads, ggml_macko_c
         n                  = sum;
         sum += here;
     }
-    const auto packer = make_packer(view.desc(), view.desc().type, 0, out);
+    const auto packer = make_packer(view.desc(), view.desc().type, 0, 0, out);
     out->matrix       = packer->matrix(); // MACKO rows become a bitmap if x is not rounded
     return view.for_each_range(n_threads, [&](const macko_view & rows) { // fails if the caller changed the arrays
         packer->pack(rows, first[static_cast<size_t>(rows.rows().row_begin)]);
@@ -66,7 +70,8 @@ static int pack_matrix(const codec_view & view, const ggml_macko_matrix & m, int
                        ggml_macko_cpu_matrix * out) {
     if (matrix_packer::takes(view.format())) {
         TRY(view.check_rows(n_threads));
-        const auto packer = make_packer(view.desc(), m.value_type, m.arrays[0].nbytes, out);
+        const auto packer =
+            make_packer(view.desc(), m.value_type, m.arrays[0].nbytes, window_in(view.format(), m), out);
         packer->pack_whole(view, n_threads);
         out->matrix = packer->matrix();
         return GGML_MACKO_STATUS_OK;
@@ -119,12 +124,12 @@ int ggml_macko_cpu_layout(const ggml_macko_matrix * m, ggml_macko_layout * layou
         const char * kernels = nullptr;
         TRY(check_header(*format, *m));
         TRY(select_kernels(&kernels));
-        const cpu_plan plan =
-            choose_cpu_layout(layout_traits_in_use(), rows_desc(*format, *m), m->value_type, m->arrays[0].nbytes);
-        *layout            = sized<ggml_macko_layout>();
-        layout->nbytes     = plan.nbytes;
-        layout->name       = layout_name(plan.shape);
-        layout->is_settled = !std::holds_alternative<bundles_shape>(plan.shape);
+        const cpu_plan plan = choose_cpu_layout(layout_traits_in_use(), rows_desc(*format, *m), m->value_type,
+                                                m->arrays[0].nbytes, window_in(*format, *m));
+        *layout             = sized<ggml_macko_layout>();
+        layout->nbytes      = plan.nbytes;
+        layout->name        = layout_name(plan.shape);
+        layout->is_settled  = !std::holds_alternative<bundles_shape>(plan.shape);
         snprintf(layout->reason, sizeof(layout->reason), "%s (%s)", plan.reason, kernels);
         return GGML_MACKO_STATUS_OK;
     });

@@ -10,16 +10,6 @@ constexpr int32_t RECODED_BITS = 4; // delta_bits for consumers of MACKO rows
 
 macko_desc desc_of(const ggml_macko_matrix & m) { return { m.rows, m.cols, m.type, RECODED_BITS, m.nnz }; }
 
-// The smallest W for which a row of m has its number of scales; 0 if there is none.
-int64_t window_of(const ggml_macko_matrix & m) {
-    for (int64_t window = MIN_WINDOW; window <= MAX_WINDOW; window *= 2) {
-        if (array_length(m.arrays[QUANTIZED_SCALES]) == m.rows * windows_of_row(m.cols, window)) {
-            return window;
-        }
-    }
-    return 0;
-}
-
 class encoded_quantized : public encoded_matrix {
 public:
     quantized_matrix quantized;
@@ -123,6 +113,15 @@ public:
 };
 
 } // namespace
+
+int64_t window_of(const ggml_macko_matrix & m) {
+    for (int64_t window = MIN_WINDOW; window <= MAX_WINDOW; window *= 2) {
+        if (array_length(m.arrays[QUANTIZED_SCALES]) == m.rows * windows_of_row(m.cols, window)) {
+            return window;
+        }
+    }
+    return 0;
+}
 
 const codec & quantized_codec() {
     static const quantized_format format;

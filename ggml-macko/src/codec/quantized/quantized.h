@@ -10,6 +10,8 @@
 namespace macko {
 
 const codec & quantized_codec();
+// The smallest W for which a row of m has its number of scales; 0 if there is none.
+int64_t window_of(const ggml_macko_matrix & m);
 
 // the components, in the order of the tensor table
 enum quantized_component : size_t {

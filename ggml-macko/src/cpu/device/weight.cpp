@@ -9,7 +9,8 @@
 namespace macko::cpu {
 
 static cpu_plan plan_of(const sparse_tensor_info & matrix) {
-    return choose_cpu_layout(layout_traits_in_use(), matrix.desc, matrix.value_type, matrix.nbytes_values);
+    return choose_cpu_layout(layout_traits_in_use(), matrix.desc, matrix.value_type, matrix.nbytes_values,
+                             matrix.window);
 }
 
 static int64_t columns_nbytes_of(const sparse_tensor_info & matrix) {

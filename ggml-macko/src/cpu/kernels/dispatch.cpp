@@ -144,6 +144,7 @@ static auto function_of(const multiply_fns & f, const bitmap_layout &) { return 
 static auto function_of(const multiply_fns & f, const quant_bitmap_layout &) { return f.quant_bitmap; }
 static auto function_of(const multiply_fns & f, const coded_bitmap_layout &) { return f.coded_bitmap; }
 static auto function_of(const multiply_fns & f, const bundles_layout &) { return f.bundles; }
+static auto function_of(const multiply_fns & f, const quantized_layout &) { return f.quantized; }
 
 bool multiplies_with(const kernel_set & set, const cpu_matrix & w) {
     return std::visit([&](const auto & layout) { return function_of(set.multiply, layout) != nullptr; }, w);
@@ -163,10 +164,15 @@ static int64_t max_planes(int32_t type) { return is_quant_type(type) ? 5 : MAX_P
 constexpr int64_t COUNTER_NBYTES = 64;
 static_assert(MAX_SAME_X * sizeof(int) <= COUNTER_NBYTES, "a counter for each product");
 
+// n x as floats, in whole vectors of tokens.
+static int64_t n_x_floats(int64_t cols, int64_t n) {
+    constexpr int64_t widest = 16; // floats in the widest vector
+    return mask_words(cols) * 64 * ((n + widest - 1) / widest * widest);
+}
+
 int64_t mul_mat_scratch_nbytes(int64_t cols, int64_t n) {
-    constexpr int64_t widest = 16; // floats in the widest vector; panels have whole vectors of tokens
-    return mask_words(cols) * 64 * ((n + widest - 1) / widest * widest) * static_cast<int64_t>(sizeof(float)) +
-           COUNTER_NBYTES;
+    const int64_t scales = n_x_floats(cols, n) / block_columns(MIN_WINDOW); // of quantized matrices
+    return (n_x_floats(cols, n) + scales) * static_cast<int64_t>(sizeof(float)) + COUNTER_NBYTES;
 }
 
 static int64_t n_cols(const mul_mat_params & p) { return base_of(p.w).cols; }
@@ -183,8 +189,7 @@ static int64_t n_zeros(const mul_mat_params & p) {
 
 // Number of chunks of the columns whose sums fit in the scratch memory, after x.
 static int64_t max_column_chunks(const mul_mat_params & p) {
-    const int64_t floats = (mul_mat_scratch_nbytes(n_cols(p), 1) - COUNTER_NBYTES) / int64_t(sizeof(float));
-    return (floats - mask_words(n_cols(p)) * 64) / (mask_words(p.columns.cols) * 64);
+    return (n_x_floats(n_cols(p), 1) - mask_words(n_cols(p)) * 64) / (mask_words(p.columns.cols) * 64);
 }
 
 // Whether x has enough zeros for the kernel `columns`. Each thread counts them, which is faster than a barrier.
@@ -193,15 +198,18 @@ static bool takes_columns(const kernel_set & set, const mul_mat_params & p) {
            static_cast<float>(n_zeros(p)) >= static_cast<float>(n_cols(p)) * set.costs.columns_from;
 }
 
-// Non-zeros of the rows to multiply.
+// Non-zeros of the rows to multiply, with the padding of quantized rows.
 static uint32_t n_values(const mul_mat_params & p) {
     const uint32_t * row_off = base_of(p.w).row_off;
-    return row_off[p.row_end] - row_off[p.row_begin];
+    return (row_off[p.row_end] - row_off[p.row_begin]) * (is_quantized(p.w) ? uint32_t(CODE_GROUP) : 1);
 }
 
 static x_layout choose_layout(const kernel_set & set, const mul_mat_params & p) {
     if (takes_columns(set, p)) {
         return x_layout::columns;
+    }
+    if (is_quantized(p.w)) {
+        return x_layout::blocks;
     }
     const kernel_costs & cost = set.costs;
     const int32_t        type = value_type_of(p.w);
@@ -321,11 +329,15 @@ static void multiply_chunks(const kernel_set & set, const mul_mat_params & p, in
     constexpr int64_t chunk_nbytes = 16384;
     const int64_t     n_rows       = p.row_end - p.row_begin;
     const int64_t     nbytes       = n_rows * mask_words(n_cols(p)) * 8 + static_cast<int64_t>(n_values(p)) * 2;
-    const int64_t     max_chunks   = nth * (layout == x_layout::panels ? 4 : 16);
+    const bool        many         = layout == x_layout::panels || (layout == x_layout::blocks && p.n > FEW_X);
+    const int64_t     max_chunks   = nth * (many ? 4 : 16);
     const int64_t     n_chunks     = nth == 1 ? 1 : std::clamp<int64_t>(nbytes * p.n / chunk_nbytes, nth, max_chunks);
     int64_t           step         = (n_rows + n_chunks - 1) / n_chunks;
     if (in_bundles(p.w)) { // whole groups
         step = (step + BUNDLE_ROWS - 1) / BUNDLE_ROWS * BUNDLE_ROWS;
+    } else if (layout == x_layout::blocks) { // whole tiles
+        const int64_t tile = many ? ROW_TILE : ROWS_PER_PASS;
+        step               = (step + tile - 1) / tile * tile;
     }
     for (int64_t begin; (begin = p.row_begin + __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED) * step) < p.row_end;) {
         const int64_t end = std::min(begin + step, p.row_end);
@@ -375,13 +387,19 @@ void mul_mat_multiply(const mul_mat_params & p, int number, int ith, int nth) {
     }
 }
 
+// Columns of a block of x; 0 if the matrix is not quantized.
+static int64_t x_block_of(const cpu_matrix & m) {
+    const auto * quantized = std::get_if<quantized_layout>(&m);
+    return quantized ? block_columns(quantized->window) : 0;
+}
+
 // Different value types may round x differently, and each layout is a different copy. With the kernel `columns`, the
 // sums of one product follow x.
 bool same_prepared_x(const mul_mat_params & p, const mul_mat_params & q) {
     return !p.columns.masks && !q.columns.masks && value_type_of(p.w) == value_type_of(q.w) &&
-           base_of(p.w).dense_type == base_of(q.w).dense_type && n_cols(p) == n_cols(q) && p.n == q.n &&
-           p.round_x == q.round_x && std::equal(p.x, p.x + p.n, q.x) && !is_nothing(p) && !is_nothing(q) &&
-           choose_layout(set_in_use(), p) == choose_layout(set_in_use(), q);
+           base_of(p.w).dense_type == base_of(q.w).dense_type && x_block_of(p.w) == x_block_of(q.w) &&
+           n_cols(p) == n_cols(q) && p.n == q.n && p.round_x == q.round_x && std::equal(p.x, p.x + p.n, q.x) &&
+           !is_nothing(p) && !is_nothing(q) && choose_layout(set_in_use(), p) == choose_layout(set_in_use(), q);
 }
 
 const layout_traits & layout_traits_in_use() { return set_in_use().layouts; }

@@ -15,9 +15,14 @@ enum class x_layout {
     panels,  // tiles of tokens, each [columns][tokens of the tile] of floats
     planes,  // for matrices in bundles, n at most MAX_PLANES: 16-bit numbers as bytes; needs round_x
     columns, // like rows, n = 1, for add_columns()
+    blocks,  // for quantized matrices: tiles of tokens, each [blocks of columns] of integers with their scales
 };
 
 constexpr int64_t MAX_PLANES = 8;
+
+// blocks: columns of a block of x; rows that share a load of x; rows that are decoded together for more than FEW_X x
+__attribute__((always_inline)) constexpr int block_columns(int64_t window) { return window < 64 ? 32 : 64; }
+constexpr int                                ROWS_PER_PASS = 4, ROW_TILE = 32, FEW_X = 16;
 
 // rows16, compressed: the x of the non-zeros in a segment of a row, with zeros on both sides. There is space for a
 // whole group of zeros before it and one after it, and for stores of whole vectors.
@@ -61,6 +66,7 @@ struct multiply_fns {
     multiply_fn<quant_bitmap_layout> quant_bitmap;
     multiply_fn<coded_bitmap_layout> coded_bitmap;
     multiply_fn<bundles_layout>      bundles;
+    multiply_fn<quantized_layout>    quantized;
 };
 
 struct kernel_set {

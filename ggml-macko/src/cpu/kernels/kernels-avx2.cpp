@@ -2,6 +2,7 @@
 // permutation that moves the packed values to the lanes of their columns.
 #include "cpu/kernels/kernels-bundles-avx2.h"
 #include "cpu/kernels/kernels-compress-avx2.h"
+#include "cpu/kernels/kernels-quantized-avx2.h"
 
 namespace macko::cpu {
 namespace {
@@ -27,7 +28,7 @@ constexpr lane_tables make_lane_tables() {
 }
 constexpr lane_tables tables = make_lane_tables();
 
-struct simd : compress_avx2, bundles_avx2 {
+struct simd : compress_avx2, bundles_avx2, quantized_avx2 {
     using vec = __m256;
 
     static constexpr bool                     has_bundles     = true;
@@ -51,6 +52,7 @@ struct simd : compress_avx2, bundles_avx2 {
     static void  store(float * p, vec v) { _mm256_storeu_ps(p, v); }
     static vec   add(vec a, vec b) { return _mm256_add_ps(a, b); }
     static vec   fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+    static vec   mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
     static float sum(vec v) {
         __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
         s        = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -131,6 +133,34 @@ struct simd : compress_avx2, bundles_avx2 {
             const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i *>(values));
             w[0]                 = widen<TYPE>(_mm_shuffle_epi8(
                 packed, _mm_load_si128(reinterpret_cast<const __m128i *>(tables_of_masks.spread[0] + offset))));
+        }
+    }
+    // quantized matrices
+    static constexpr int x_vecs = 2;
+
+    static __m256i no_sum() { return _mm256_setzero_si256(); }
+    static __m256i load_sum(const int32_t * p) { return load_ints(p); }
+    static __m256i load_ints(const void * p) { return _mm256_load_si256(static_cast<const __m256i *>(p)); }
+    static __m256i dot(__m256i sum, __m256i w, __m256i x) { return _mm256_add_epi32(sum, _mm256_madd_epi16(w, x)); }
+    static vec     to_floats(__m256i v) { return _mm256_cvtepi32_ps(v); }
+    static void    store_ints(void * p, __m256i v) { _mm256_store_si256(static_cast<__m256i *>(p), v); }
+    // Moves levels to the columns of a word of the bitmap: four vectors.
+    template <typename F> static void for_each_part(uint64_t bits, const uint8_t * levels, F && f) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            f(i, _mm256_cvtepi8_epi16(next_levels(bits, levels)));
+        }
+    }
+    // 8 / T lanes from p, T times
+    template <int T> static __m256i load_weights(const void * p) {
+        if constexpr (T == 1) {
+            return load_ints(p);
+        } else if constexpr (T == 2) {
+            return _mm256_broadcastsi128_si256(_mm_load_si128(static_cast<const __m128i *>(p)));
+        } else if constexpr (T == 4) {
+            return _mm256_set1_epi64x(*static_cast<const long long *>(p));
+        } else {
+            return _mm256_set1_epi32(*static_cast<const int *>(p));
         }
     }
     static vec   max_magnitude(vec a, vec v) { return _mm256_max_ps(a, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v)); }

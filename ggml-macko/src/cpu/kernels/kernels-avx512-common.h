@@ -32,6 +32,7 @@ struct avx512 : plain_mask_bits {
     static void     store(float * p, vec v) { _mm512_storeu_ps(p, v); }
     static vec      add(vec a, vec b) { return _mm512_add_ps(a, b); }
     static vec      fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+    static vec      mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
     static float    sum(vec v) { return _mm512_reduce_add_ps(v); }
     static uint32_t nonzeros(vec v) { return _cvtmask16_u32(_mm512_cmp_ps_mask(v, zero(), _CMP_NEQ_UQ)); }
     static vec      max_magnitude(vec a, vec v) { return _mm512_max_ps(a, _mm512_abs_ps(v)); }
@@ -109,6 +110,29 @@ struct avx512 : plain_mask_bits {
     template <typename V> static V in_register(V v) {
         __asm__("" : "+v"(v));
         return v;
+    }
+    // quantized matrices (kernels-quantized.h)
+    static constexpr int x_vecs = 4;
+
+    static __m512i no_sum() { return _mm512_setzero_si512(); }
+    static __m512i load_sum(const int32_t * p) { return _mm512_load_si512(p); }
+    static __m512i load_ints(const void * p) { return _mm512_load_si512(p); }
+    static void    store_ints(void * p, __m512i v) { _mm512_store_si512(p, v); }
+    static vec     to_floats(__m512i v) { return _mm512_cvtepi32_ps(v); }
+    static __m512i join_digits(__m512i high, __m512i low) { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
+    // 16 / T lanes from p, T times
+    template <int T> static __m512i load_weights(const void * p) {
+        if constexpr (T == 1) {
+            return _mm512_load_si512(p);
+        } else if constexpr (T == 2) {
+            return _mm512_broadcast_i64x4(_mm256_load_si256(static_cast<const __m256i *>(p)));
+        } else if constexpr (T == 4) {
+            return _mm512_broadcast_i32x4(_mm_load_si128(static_cast<const __m128i *>(p)));
+        } else if constexpr (T == 8) {
+            return _mm512_set1_epi64(*static_cast<const long long *>(p));
+        } else {
+            return _mm512_set1_epi32(*static_cast<const int *>(p));
+        }
     }
     template <int TYPE> static void expand(const uint8_t * values, uint32_t bits, vec * w) {
         w[0] = _mm512_mask_expand_ps(in_register(zero()), static_cast<__mmask16>(bits),

@@ -37,6 +37,21 @@ constexpr level_vectors make_level_vectors() {
 }
 constexpr level_vectors level_tables = make_level_vectors();
 
+// For 64 codes in eight groups: each group's bytes in eight bytes, from which the codes are shifted to bytes.
+template <int BITS> struct code_shuffles {
+    alignas(64) uint8_t group[64];
+    alignas(64) uint8_t shift[64];
+};
+template <int BITS> constexpr code_shuffles<BITS> make_code_shuffles() {
+    code_shuffles<BITS> s = {};
+    for (int i = 0; i < 64; i++) {
+        s.group[i] = static_cast<uint8_t>(i / 8 * BITS + i % 8);
+        s.shift[i] = static_cast<uint8_t>(i % 8 * BITS);
+    }
+    return s;
+}
+template <int BITS> constexpr code_shuffles<BITS> shuffles_of = make_code_shuffles<BITS>();
+
 struct simd : avx512, bundles_avx2 {
     static constexpr bool has_bundles = true;
     template <int TYPE>
@@ -58,6 +73,37 @@ struct simd : avx512, bundles_avx2 {
             w[0]                 = widen<TYPE>(_mm512_castsi512_si256(all));
             w[1]                 = widen<TYPE>(_mm512_extracti64x4_epi64(all, 1));
         }
+    }
+    // quantized matrices: bytes, and weights that are not negative because of vpdpbusd
+    using weight_t = uint8_t;
+    using x_t      = int8_t;
+
+    static constexpr int COLUMNS = 4, OFFSET = 128, precise_n = 4;
+
+    static __m512i offsets() { return _mm512_set1_epi8(static_cast<char>(OFFSET)); }
+    static __m512i dot(__m512i sum, __m512i w, __m512i x) { return _mm512_dpbusd_epi32(sum, w, x); }
+    static void    store_negative(int32_t * p, __m512i v) {
+        _mm512_store_si512(p, _mm512_sub_epi32(_mm512_setzero_si512(), v));
+    }
+    // 64 levels at a time
+    template <int BITS>
+    static void to_levels(const uint8_t * codes, int64_t steps, const uint8_t * levels, uint8_t * out) {
+        const __m512i table = _mm512_load_si512(levels);
+        for (int64_t i = 0; i < steps; i++, codes += 8 * BITS, out += 64) {
+            const __m512i bytes = _mm512_loadu_si512(codes);
+            __builtin_prefetch(codes + 4096);
+            if constexpr (BITS == 8) {
+                _mm512_store_si512(out, _mm512_xor_si512(bytes, offsets()));
+            } else { // permutations ignore the bits after a code
+                const __m512i groups = _mm512_permutexvar_epi8(_mm512_load_si512(shuffles_of<BITS>.group), bytes);
+                const __m512i each   = _mm512_multishift_epi64_epi8(_mm512_load_si512(shuffles_of<BITS>.shift), groups);
+                _mm512_store_si512(out, _mm512_permutexvar_epi8(each, table));
+            }
+        }
+    }
+    // Moves levels to the columns of a word of the bitmap, which are one vector.
+    template <typename F> static void for_each_part(uint64_t bits, const uint8_t * levels, F && f) {
+        f(0, _mm512_mask_expand_epi8(in_register(offsets()), bits, in_register(_mm512_loadu_si512(levels))));
     }
     // bits from `first` on; at least 57 are valid
     static uint64_t next_bits(const uint8_t * bits, uint64_t first) {

@@ -3,15 +3,24 @@
 #include "cpu/kernels/kernels-avx512-common.h"
 #include "cpu/kernels/kernels-bundles-avx2.h"
 #include "cpu/kernels/kernels-compress-avx2.h"
+#include "cpu/kernels/kernels-quantized-avx2.h"
 
 namespace macko::cpu {
 namespace {
 
-struct simd : avx512, compress_avx2, bundles_avx2 {
+struct simd : avx512, compress_avx2, bundles_avx2, quantized_avx2 {
     static constexpr bool                     has_bundles     = true;
     template <int TYPE> static constexpr bool has_rows16      = is_quant_type(TYPE);
     template <int TYPE> static constexpr int  rows_compressed = 2;
 
+    static __m512i dot(__m512i sum, __m512i w, __m512i x) { return _mm512_add_epi32(sum, _mm512_madd_epi16(w, x)); }
+    // Moves levels to the columns of a word of the bitmap: two vectors.
+    template <typename F> static void for_each_part(uint64_t bits, const uint8_t * levels, F && f) {
+        for (int i = 0; i < 2; i++) {
+            const __m128i low = next_levels(bits, levels), high = next_levels(bits, levels);
+            f(i, _mm512_cvtepi8_epi16(_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1)));
+        }
+    }
     static void store_integers(uint8_t * scratch, int64_t col, vec v, float inverse) {
         const __m512i x = _mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(inverse)));
         _mm256_store_si256(reinterpret_cast<__m256i *>(scratch + 2 * col), _mm512_cvtsepi32_epi16(x));

@@ -26,6 +26,33 @@ struct bundles_neon : neon {
 
     static constexpr int PLANE_STEP = 4;
 
+    // quantized matrices: bytes
+    using weight_t = int8_t;
+    using x_t      = int8_t;
+
+    static constexpr int COLUMNS = 4, precise_n = 4;
+
+    static int8x16_t load_ints(const int8_t * p) { return vld1q_s8(p); }
+    static int32x4_t dot(int32x4_t sum, int8x16_t w, int8x16_t x) { return vdotq_s32(sum, w, x); }
+    static void      store_ints(int8_t * p, int8x16_t v) { vst1q_s8(p, v); }
+    // Moves levels to the columns of a word of the bitmap: four vectors.
+    template <typename F> static void for_each_part(uint64_t bits, const uint8_t * levels, F && f) {
+        for (int i = 0; i < 4; i++) {
+            f(i, next_levels(bits, levels));
+        }
+    }
+    static int32x4_t join_digits(int32x4_t high, int32x4_t low) { return vaddq_s32(vshlq_n_s32(high, 8), low); }
+    // 4 / T lanes from p, T times
+    template <int T> static int8x16_t load_weights(const int8_t * p) {
+        if constexpr (T == 1) {
+            return vld1q_s8(p);
+        } else if constexpr (T == 2) {
+            return vreinterpretq_s8_s64(vld1q_dup_s64(reinterpret_cast<const int64_t *>(p)));
+        } else {
+            return vreinterpretq_s8_s32(vld1q_dup_s32(reinterpret_cast<const int32_t *>(p)));
+        }
+    }
+
     // Splits floats with the precision of TYPE (F16 or BF16).
     template <int TYPE> static void store_planes16(uint8_t * low, uint8_t * high, const float * x) {
         uint8_t bytes[8];

@@ -44,6 +44,8 @@
 // `planes` is a separate product for matrices in bundles (bundles.h), in the sets that have kernels for them
 // (kernels-bundles-*.h). Their `panels` begin with lists for all rows of a group.
 //
+// `blocks` is a separate product for quantized matrices (kernels-quantized.h).
+//
 // Quantized weights in `rows` and `panels` are dequantized to floats half a group (32 values with one scale) at a time.
 #pragma once
 
@@ -51,6 +53,7 @@
 #include "cpu/kernels/kernels-columns.h"
 #include "cpu/kernels/kernels-common.h"
 #include "cpu/kernels/kernels-panels.h"
+#include "cpu/kernels/kernels-quantized.h"
 #include "cpu/kernels/kernels-rows.h"
 #include "cpu/kernels/kernels-rows16.h"
 
@@ -94,6 +97,9 @@ void prepare(const layout_base & w, int32_t value_type, const mul_mat_params & p
     const int64_t words = words_of(w.cols);
     const int64_t begin = words * ith / nth * 64;
     const int64_t end   = words * (ith + 1) / nth * 64;
+    if (layout == x_layout::blocks) {
+        return prepare_blocks(static_cast<const quantized_layout &>(w), p, begin, end);
+    }
     with_type(value_type, [&](auto type) { prepare_type<type.value>(w, p, layout, begin, end); });
 }
 
@@ -135,7 +141,7 @@ void multiply_in_bundles(const bundles_layout & w, const mul_mat_params & p, x_l
 
 // The functions of this set; those of layouts without kernels are null.
 template <typename S> constexpr multiply_fns multiply_of() {
-    multiply_fns all = { multiply_bitmap, multiply_quant_bitmap, nullptr, nullptr };
+    multiply_fns all = { multiply_bitmap, multiply_quant_bitmap, nullptr, nullptr, multiply_quantized };
     if constexpr (coded_kernels<S>) {
         all.coded_bitmap = multiply_type<GGML_MACKO_TYPE_CODED>;
     }

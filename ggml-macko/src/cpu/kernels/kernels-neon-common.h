@@ -55,6 +55,7 @@ struct neon : plain_mask_bits {
     static void     store(float * p, vec v) { vst1q_f32(p, v); }
     static vec      add(vec a, vec b) { return vaddq_f32(a, b); }
     static vec      fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
+    static vec      mul(vec a, vec b) { return vmulq_f32(a, b); }
     static float    sum(vec v) { return vaddvq_f32(v); }
     static uint32_t nonzeros(vec v) {
         const uint32x4_t bit = { 1, 2, 4, 8 };
@@ -92,6 +93,72 @@ struct neon : plain_mask_bits {
             return vreinterpretq_f32_u8(vld1q_u8(p));
         } else {
             return widen<TYPE>(vreinterpret_u16_u8(vld1_u8(p)));
+        }
+    }
+    // quantized matrices (kernels-quantized.h): a column in each lane. Sets with byte dot products replace these types.
+    using weight_t = int16_t;
+    using x_t      = int16_t;
+
+    static constexpr int COLUMNS = 1, OFFSET = 0, precise_n = 0, x_vecs = 2;
+
+    static int32x4_t no_sum() { return vdupq_n_s32(0); }
+    static int32x4_t load_sum(const int32_t * p) { return vld1q_s32(p); }
+    static int16x4_t load_ints(const int16_t * p) { return vld1_s16(p); }
+    static int32x4_t dot(int32x4_t sum, int16x4_t w, int16x4_t x) { return vmlal_s16(sum, w, x); }
+    static vec       to_floats(int32x4_t v) { return vcvtq_f32_s32(v); }
+    // 4 / T lanes from p, T times
+    template <int T> static int16x4_t load_weights(const int16_t * p) {
+        if constexpr (T == 1) {
+            return vld1_s16(p);
+        } else if constexpr (T == 2) {
+            int32_t two;
+            __builtin_memcpy(&two, p, sizeof(two));
+            return vreinterpret_s16_s32(vdup_n_s32(two));
+        } else {
+            return vld1_dup_s16(p);
+        }
+    }
+    // 64 levels at a time
+    template <int BITS>
+    static void to_levels(const uint8_t * codes, int64_t steps, const uint8_t * levels, uint8_t * out) {
+        if constexpr (BITS == 8) {
+            __builtin_memcpy(out, codes, static_cast<size_t>(steps) * 64);
+            return;
+        }
+        constexpr const code_words & words = words_of_codes < BITS == 8 ? 4 : BITS > ;
+        const int16x8_t              back  = vnegq_s16(vld1q_s16(words.bits_before));
+        const uint8x16x2_t           table = { { vld1q_u8(levels), vld1q_u8(levels + 16) } };
+        for (int64_t i = 0; i < steps * 4; i++, codes += 2 * BITS, out += 16) {
+            const uint8x16_t bytes = vld1q_u8(codes);
+            uint16x8_t       group[2];
+            for (int k = 0; k < 2; k++) {
+                group[k] = vshlq_u16(vreinterpretq_u16_u8(vqtbl1q_u8(bytes, vld1q_u8(words.bytes[k]))), back);
+            }
+            const uint8x16_t each = vandq_u8(vuzp1q_u8(vreinterpretq_u8_u16(group[0]), vreinterpretq_u8_u16(group[1])),
+                                             vdupq_n_u8((1 << BITS) - 1));
+            vst1q_u8(out, BITS == 5 ? vqtbl2q_u8(table, each) : vqtbl1q_u8(table.val[0], each));
+        }
+    }
+    // The levels of the next 16 columns, the lowest of `bits`; the others are zero. Advances both.
+    static int8x16_t next_levels(uint64_t & bits, const uint8_t *& levels) {
+        const auto       part = static_cast<uint32_t>(bits) & 0xffff;
+        const uint8x16_t order =
+            vaddq_u8(vld1q_u8(byte_tables.first[part & 255]), vld1q_u8(byte_tables.second[part >> 8]));
+        const uint8x16_t all = vqtbl1q_u8(vld1q_u8(levels), order);
+        levels += __builtin_popcount(part);
+        bits >>= 16;
+        return vreinterpretq_s8_u8(all);
+    }
+    static void store_ints(int16_t * p, int16x4_t v) { vst1_s16(p, v); }
+    // Moves levels to the columns of a word of the bitmap: 16 vectors.
+    template <typename F> static void for_each_part(uint64_t bits, const uint8_t * levels, F && f) {
+        for (int i = 0; i < 16; i += 4) {
+            const int8x16_t all = next_levels(bits, levels);
+            const int16x8_t low = vmovl_s8(vget_low_s8(all)), high = vmovl_high_s8(all);
+            f(i, vget_low_s16(low));
+            f(i + 1, vget_high_s16(low));
+            f(i + 2, vget_low_s16(high));
+            f(i + 3, vget_high_s16(high));
         }
     }
     template <int TYPE> static void expand(const uint8_t * values, uint32_t bits, vec * w) {

@@ -25,6 +25,7 @@ struct simd : plain_mask_bits {
     static void  store(float * p, vec v) { __builtin_memcpy(p, &v, sizeof(v)); }
     static vec   add(vec a, vec b) { return a + b; }
     static vec   fma(vec a, vec b, vec c) { return a * b + c; }
+    static vec   mul(vec a, vec b) { return a * b; }
     static float sum(vec v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 
     // one bit for each element that is not zero; NaN counts as non-zero
@@ -131,6 +132,46 @@ struct simd : plain_mask_bits {
         }
         w[0] = load(lanes);
         w[1] = load(lanes + 4);
+    }
+    // quantized matrices (kernels-quantized.h): a column in each lane
+    using weight_t = int16_t;
+    using x_t      = int16_t;
+    typedef int32_t ints __attribute__((vector_size(16)));
+
+    static constexpr int COLUMNS = 1, OFFSET = 0, precise_n = 0, x_vecs = 2;
+
+    static ints                  no_sum() { return ints{ 0, 0, 0, 0 }; }
+    static ints                  load_sum(const int32_t * p) { return ints{ p[0], p[1], p[2], p[3] }; }
+    static ints                  load_ints(const int16_t * p) { return ints{ p[0], p[1], p[2], p[3] }; }
+    static ints                  dot(ints sum, ints w, ints x) { return sum + w * x; }
+    static vec                   to_floats(ints v) { return __builtin_convertvector(v, vec); }
+    template <int T> static ints load_weights(const int16_t * p) {
+        return T == 1 ? load_ints(p) : T == 2 ? ints{ p[0], p[1], p[0], p[1] } : ints{ p[0], p[0], p[0], p[0] };
+    }
+    // 64 levels at a time
+    template <int BITS>
+    static void to_levels(const uint8_t * codes, int64_t steps, const uint8_t * levels, uint8_t * out) {
+        for (int64_t i = 0; i < steps * 64; i++) {
+            uint64_t group;
+            __builtin_memcpy(&group, codes + i / 8 * BITS, sizeof(group));
+            const auto code = static_cast<uint8_t>(group >> (i % 8 * BITS));
+            out[i]          = BITS == 8 ? code : levels[code & 63];
+        }
+    }
+    static void store_ints(int16_t * p, ints v) {
+        for (int i = 0; i < width; i++) {
+            p[i] = static_cast<int16_t>(v[i]);
+        }
+    }
+    // Moves levels to the columns of a word of the bitmap: 16 vectors.
+    template <typename F> static void for_each_part(uint64_t bits, const uint8_t * levels, F && f) {
+        for (int i = 0; i < 16; i++) {
+            ints part = no_sum();
+            for (int k = 0; k < width; k++, bits >>= 1) {
+                part[k] = bits & 1 ? static_cast<int8_t>(*levels++) : 0;
+            }
+            f(i, part);
+        }
     }
     // base + the position of each set bit, lowest first; may write `width` elements
     static void columns(uint32_t bits, uint32_t base, uint32_t * out) {

@@ -44,5 +44,47 @@ constexpr mask_tables make_mask_tables() {
 }
 constexpr mask_tables tables_of_masks = make_mask_tables();
 
+// The byte permutations between 16 packed bytes and the columns of two bytes of a mask: the sum of an element of
+// `first` and an element of `second`, which are the indices in the packed bytes, or at least 128 for zero.
+struct byte_mask_tables {
+    alignas(64) uint8_t first[256][16];  // the second half: the number of set bits
+    alignas(64) uint8_t second[256][16]; // the first half: zeros
+};
+constexpr byte_mask_tables make_byte_mask_tables() {
+    byte_mask_tables t = {};
+    for (int m = 0; m < 256; m++) {
+        uint8_t k = 0;
+        for (int i = 0; i < 8; i++) {
+            t.first[m][i] = t.second[m][8 + i] = (m >> i) & 1 ? k++ : 0x80;
+        }
+        for (int i = 8; i < 16; i++) {
+            t.first[m][i] = k;
+        }
+    }
+    return t;
+}
+constexpr byte_mask_tables byte_tables = make_byte_mask_tables();
+
+// For the codes of two groups (FORMAT.md section 9), each in 16 bits: their bytes, the bits before the code, and the
+// number by which a multiplication moves the code to the highest bits.
+struct code_words {
+    alignas(16) uint8_t bytes[2][16];
+    alignas(16) uint16_t multiplier[8];
+    alignas(16) int16_t bits_before[8];
+};
+template <int BITS> constexpr code_words make_code_words() {
+    code_words w = {};
+    for (int i = 0; i < 8; i++) {
+        const int at = i * BITS;
+        for (int k = 0; k < 4; k++) {
+            w.bytes[k / 2][2 * i + k % 2] = static_cast<uint8_t>(k / 2 * BITS + at / 8 + k % 2);
+        }
+        w.multiplier[i]  = static_cast<uint16_t>(1 << (16 - BITS - at % 8));
+        w.bits_before[i] = static_cast<int16_t>(at % 8);
+    }
+    return w;
+}
+template <int BITS> constexpr code_words words_of_codes = make_code_words<BITS>();
+
 } // namespace
 } // namespace macko::cpu

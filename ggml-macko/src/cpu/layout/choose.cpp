@@ -24,7 +24,11 @@ cpu_plan plan_with(const macko_desc & desc, const cpu_shape & shape, const char 
 // bit to their columns, while all other sets would expand the values again for each product. Rows with few columns are
 // smaller without the alignment of the rows.
 cpu_plan choose_cpu_layout(const layout_traits & kernels, const macko_desc & desc, int32_t value_type,
-                           int64_t values_nbytes, bool round_x) {
+                           int64_t values_nbytes, int64_t window, bool round_x) {
+    if (const int32_t bits = code_bits(value_type)) {
+        return plan_with(desc, quantized_shape{ bits, window, values_nbytes },
+                         "codes with scales for windows of columns, as in the file");
+    }
     const bool    quantized = is_quant_type(value_type);
     const int32_t type      = quantized ? value_type : desc.type; // of the values if they do not stay coded
     const auto    plan      = [&](bool bundles, const char * reason) {

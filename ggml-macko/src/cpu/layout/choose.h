@@ -25,11 +25,12 @@ struct cpu_plan {
     int64_t      nbytes; // to reserve; bundles that take more become a bitmap
     const char * reason;
 };
-// value_type, values_nbytes: type and bytes of the values in the file. Coded values stay coded if the kernels multiply
+// value_type, values_nbytes, window: type and bytes of the values in the file, and the columns that share a scale in
+// the format `quantized`, which stays as it is. Coded values stay coded if the kernels multiply
 // them faster, and are expanded otherwise. Quantized, F16 and BF16 values become bundles if the kernels multiply these
 // faster. round_x: x is rounded to F16 or BF16; without it, only quantized values become bundles.
 cpu_plan choose_cpu_layout(const layout_traits & kernels, const macko_desc & desc, int32_t value_type,
-                           int64_t values_nbytes, bool round_x = true);
+                           int64_t values_nbytes, int64_t window, bool round_x = true);
 // A plan for this shape.
 cpu_plan plan_with(const macko_desc & desc, const cpu_shape & shape, const char * reason = "");
 // BUNDLES if they are wanted and possible, or a bitmap, of values that are not coded.

@@ -47,12 +47,22 @@ struct binder {
                                take<uint8_t>(nbytes),
                                nbytes };
     }
+    cpu_matrix operator()(const quantized_shape & s) {
+        return quantized_layout{ base(),
+                                 s.bits,
+                                 s.window,
+                                 take<uint8_t>(s.codes_nbytes + CODES_SLACK),
+                                 take<uint8_t>(desc.rows * ((desc.cols + 7) / 8) + BITMAP_SLACK),
+                                 take<uint8_t>(desc.rows * windows_of_row(desc.cols, s.window) + SCALES_SLACK),
+                                 take<uint16_t>(desc.rows),
+                                 take<int8_t>(int64_t(1) << s.bits) };
+    }
 };
 
 } // namespace
 
 const char * layout_name(const cpu_shape & shape) {
-    constexpr const char * NAMES[] = { "BITMAP", "QUANT_BITMAP", "CODED_BITMAP", "BUNDLES" };
+    constexpr const char * NAMES[] = { "BITMAP", "QUANT_BITMAP", "CODED_BITMAP", "BUNDLES", "QUANTIZED" };
     static_assert(std::size(NAMES) == std::variant_size_v<cpu_shape> &&
                       std::variant_size_v<cpu_shape> == std::variant_size_v<cpu_matrix>,
                   "a name for each layout");
@@ -62,7 +72,11 @@ const char * layout_name(const cpu_shape & shape) {
 int32_t value_type_of(const cpu_matrix & m) {
     const auto * quantized = std::get_if<quant_bitmap_layout>(&m);
     const auto * bundles   = std::get_if<bundles_layout>(&m);
-    return quantized ? quantized->value_type : bundles ? bundles->value_type : base_of(m).dense_type;
+    const auto * codes     = std::get_if<quantized_layout>(&m);
+    return codes       ? type_of_code_bits(codes->bits)
+           : quantized ? quantized->value_type
+           : bundles   ? bundles->value_type
+                       : base_of(m).dense_type;
 }
 
 int64_t layout_nbytes(const macko_desc & desc, const cpu_shape & shape) {
@@ -73,6 +87,11 @@ int64_t layout_nbytes(const macko_desc & desc, const cpu_shape & shape) {
 
 cpu_matrix bind_layout(const macko_desc & desc, const cpu_shape & shape, void * memory) {
     return std::visit(binder{ desc, reinterpret_cast<uintptr_t>(memory) }, shape);
+}
+
+quantized_arrays arrays_of(const quantized_layout & m) {
+    return { { m.rows, m.cols, m.dense_type, 0, 0 },       m.bits,  m.window, m.codes, m.bitmap, m.scales, m.factors,
+             reinterpret_cast<const int32_t *>(m.row_off), m.levels };
 }
 
 bool can_stay_coded(const macko_desc & desc, int64_t max_outliers) {

@@ -22,9 +22,12 @@
 // values, so threads that pack different rows share no byte. Outliers are listed by rows.
 //
 // BUNDLES have neither masks nor values (bundles.h).
+//
+// QUANTIZED has the arrays of FORMAT.md section 9 as they are.
 #pragma once
 
 #include "codec/packed/packed.h"
+#include "codec/quantized/quantized.h"
 #include "cpu/layout/bundles.h"
 
 #include <variant>
@@ -43,6 +46,9 @@ constexpr int64_t quant_group_nbytes(int32_t type) {
 
 constexpr int64_t CODED_ROW_ALIGNMENT = 8;  // values
 constexpr int64_t CODED_BITS_SLACK    = 16; // bytes that kernels read past the last bit
+
+// bytes that kernels read past the end: 64 codes and a vector, a word, and some scales
+constexpr int64_t CODES_SLACK = 128, BITMAP_SLACK = 8, SCALES_SLACK = 16;
 
 constexpr int64_t mask_words(int64_t cols) { return (cols + 63) / 64; }
 
@@ -77,11 +83,22 @@ struct bundles_layout : layout_base {
     uint8_t *  bundles;
     int64_t    bundles_nbytes; // reserved
 };
-using cpu_matrix = std::variant<bitmap_layout, quant_bitmap_layout, coded_bitmap_layout, bundles_layout>;
+struct quantized_layout : layout_base { // row_off: row_ptr, the groups of codes before each row
+    int32_t    bits;                    // of a code
+    int64_t    window;                  // columns that share a scale
+    uint8_t *  codes;                   // then CODES_SLACK bytes
+    uint8_t *  bitmap;                  // then BITMAP_SLACK bytes
+    uint8_t *  scales;                  // then SCALES_SLACK bytes
+    uint16_t * factors;                 // BF16
+    int8_t *   levels;                  // 2^bits
+};
+using cpu_matrix =
+    std::variant<bitmap_layout, quant_bitmap_layout, coded_bitmap_layout, bundles_layout, quantized_layout>;
 
 inline const layout_base & base_of(const cpu_matrix & m) {
     return std::visit([](const auto & layout) -> const layout_base & { return layout; }, m);
 }
+inline bool is_quantized(const cpu_matrix & m) { return std::holds_alternative<quantized_layout>(m); }
 inline bool in_bundles(const cpu_matrix & m) { return std::holds_alternative<bundles_layout>(m); }
 // the type of the values: the dense type, or a quantized type
 int32_t value_type_of(const cpu_matrix & m);
@@ -97,13 +114,19 @@ struct coded_bitmap_shape {
 struct bundles_shape {
     int32_t value_type;
 };
-using cpu_shape = std::variant<bitmap_shape, quant_bitmap_shape, coded_bitmap_shape, bundles_shape>;
+struct quantized_shape {
+    int32_t bits;
+    int64_t window;
+    int64_t codes_nbytes;
+};
+using cpu_shape = std::variant<bitmap_shape, quant_bitmap_shape, coded_bitmap_shape, bundles_shape, quantized_shape>;
 
 const char * layout_name(const cpu_shape & shape);
 // Bytes of memory, known before the data is read.
 int64_t layout_nbytes(const macko_desc & desc, const cpu_shape & shape);
 // Binds pointers into layout_nbytes() bytes of memory, aligned to LAYOUT_ALIGNMENT. Writes nothing.
-cpu_matrix bind_layout(const macko_desc & desc, const cpu_shape & shape, void * memory);
+cpu_matrix       bind_layout(const macko_desc & desc, const cpu_shape & shape, void * memory);
+quantized_arrays arrays_of(const quantized_layout & m);
 // Whether CODED_BITMAP can hold a matrix with this many outliers (-1: its values do not have m = 7 and e = 2).
 bool can_stay_coded(const macko_desc & desc, int64_t max_outliers);
 // Number of QUANT_GROUPs of a matrix.

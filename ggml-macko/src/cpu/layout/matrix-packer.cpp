@@ -4,6 +4,7 @@
 #include "cpu/layout/quant-packer.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace macko::cpu {
 
@@ -104,6 +105,25 @@ bool matrix_packer::pack_bundles(const packed_view & view, int n_threads) {
         });
 }
 
+// Copies the arrays with several threads, and zeros behind them.
+static void copy_quantized(const quantized_arrays & a, int n_threads, const quantized_layout & m) {
+    const auto copy = [&](const void * from, int64_t nbytes, void * to, int64_t slack) {
+        constexpr int64_t PART = 1 << 20;
+        parallel_parts(n_threads, nbytes, PART, [&](int64_t begin, int64_t end, int) {
+            memcpy(static_cast<uint8_t *>(to) + begin, static_cast<const uint8_t *>(from) + begin,
+                   static_cast<size_t>(end - begin));
+        });
+        memset(static_cast<uint8_t *>(to) + nbytes, 0, static_cast<size_t>(slack));
+    };
+    const int64_t row_nbytes = (m.cols + 7) / 8;
+    copy(a.codes, int64_t(a.row_ptr[m.rows]) * m.bits, m.codes, CODES_SLACK);
+    copy(a.bitmap, m.rows * row_nbytes, m.bitmap, BITMAP_SLACK);
+    copy(a.scales, m.rows * a.windows(), m.scales, SCALES_SLACK);
+    copy(a.factors, m.rows * int64_t(sizeof(*a.factors)), m.factors, 0);
+    copy(a.row_ptr, (m.rows + 1) * int64_t(sizeof(*a.row_ptr)), m.row_off, 0);
+    copy(a.levels, int64_t(1) << m.bits, m.levels, 0);
+}
+
 namespace {
 
 struct whole_packer {
@@ -112,11 +132,16 @@ struct whole_packer {
 
     template <typename M> void operator()(const M & m) const { bitmap_pack(view, n_threads, m); }
     void                       operator()(const bundles_layout &) const {}
+    void                       operator()(const quantized_layout &) const {}
 };
 
 } // namespace
 
 void matrix_packer::pack_whole(const codec_view & view, int n_threads) {
+    if (const auto * quantized = std::get_if<quantized_layout>(&matrix_)) {
+        copy_quantized(static_cast<const quantized_view &>(view).arrays(), n_threads, *quantized);
+        return;
+    }
     const auto & packed = static_cast<const packed_view &>(view);
     if (writer_ && !pack_bundles(packed, n_threads)) {
         become_bitmap();

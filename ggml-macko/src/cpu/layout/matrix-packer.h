@@ -25,8 +25,8 @@ public:
     // Call after all MACKO rows. Returns false if the bundles overflowed: then all rows must be packed again.
     [[nodiscard]] bool finish();
 
-    // The format whose matrices are packed as a whole. Matrices of all other formats arrive as MACKO rows.
-    static bool takes(const codec & format) { return &format == &packed_codec(); }
+    // The formats whose matrices are packed as a whole. Matrices of all other formats arrive as MACKO rows.
+    static bool takes(const codec & format) { return &format == &packed_codec() || &format == &quantized_codec(); }
     void        pack_whole(const codec_view & view, int n_threads);
 
 private:

@@ -1,0 +1,508 @@
+// The kernel `blocks` (kernels-impl.h): products with quantized matrices (FORMAT.md section 9) by integers.
+//
+// Columns are divided into blocks of 64, or of 32 if a window has 32 columns. The x of a block are integers with a
+// scale of their own. For some rows and CHUNK columns at a time, codes become levels, and levels are moved to their
+// columns, which gives dense rows of integers in L1 or L2:
+//
+//     codes      5 0 3 7           the next ones of the row
+//     levels     a b c d           to_levels(), by a table
+//     bitmap     1 0 0 1 1 0 1 0
+//     weights    a 0 0 b c 0 d 0   spread()
+//
+// Then dot() multiplies them by x. A vector of T tokens has LANES / T lanes for each, so that weights are loaded with
+// the same elements for all tokens. A lane adds the products of COLUMNS columns:
+//
+//     T = 1      weights  w0 w1 w2 w3 ...      x   x0 x1 x2 x3 ...     of one token
+//     T = LANES  weights  w0 w0 w0 w0 ...      x   x0 of each token
+//
+// The sum of a block is an exact integer. It is multiplied by the scales of the block's window and of x, and added to
+// floats. If x needs more digits than its elements have, they are in several planes: x = 256 * (256 * top + middle) +
+// low. Weights may be stored with an OFFSET, so that they are not negative; then sums begin with -OFFSET * x.
+#pragma once
+
+#include "cpu/kernels/kernels-panels.h"
+
+namespace macko::cpu {
+namespace {
+
+using weight_t = simd::weight_t;
+using x_t      = simd::x_t;
+
+constexpr int  LANES       = W;                // of 32-bit sums
+constexpr int  COLUMNS     = simd::COLUMNS;    // of a lane
+constexpr int  CHUNK       = 2048;             // columns
+constexpr int  SUB_CHUNK   = 256;              // columns whose x of a tile of tokens stay in L1
+constexpr int  TILES       = 8;                // tiles of tokens for which rows are decoded once
+constexpr int  TILE_VECS_X = simd::x_vecs;     // vectors of tokens in a full tile
+constexpr bool WIDE        = sizeof(x_t) == 2; // 16-bit integers, else 8-bit
+constexpr int  OFFSET      = simd::OFFSET;
+constexpr int  SCALES      = CHUNK / 32;
+constexpr int  SCALE_STEP  = 8; // scales that are computed together
+
+// With one and more planes, the largest x.
+constexpr float LARGEST[3] = { WIDE ? 32767.0f : 127.0f, WIDE ? 127.0f * 32768 : 127.0f * 256, 127.0f * 32768 };
+
+// How x are stored: for each block, the scales of its tokens, the first values of the sums, and x.
+template <int BLOCK_COLUMNS, int TOKENS, int VECTORS, int X_PLANES> struct x_form {
+    static constexpr int BLOCK        = BLOCK_COLUMNS;
+    static constexpr int T            = TOKENS; // of a vector
+    static constexpr int VECS         = VECTORS;
+    static constexpr int PLANES       = X_PLANES;
+    static constexpr int VEC_COLUMNS  = COLUMNS * LANES / T;
+    static constexpr int STEPS        = BLOCK / VEC_COLUMNS;
+    static constexpr int VEC_ELEMENTS = COLUMNS * LANES;
+    static constexpr int N_SUMS       = OFFSET ? PLANES * VECS * LANES : 0;
+    static constexpr int X_AT         = (VECS * LANES + N_SUMS) * 4; // bytes
+    static constexpr int NBYTES       = X_AT + STEPS * PLANES * VECS * VEC_ELEMENTS * int(sizeof(x_t));
+    static_assert(BLOCK % VEC_COLUMNS == 0, "a block has whole vectors");
+
+    static float *   scales(uint8_t * block) { return reinterpret_cast<float *>(block); }
+    static int32_t * sums(uint8_t * block) { return reinterpret_cast<int32_t *>(block) + VECS * LANES; }
+    static x_t *     x(uint8_t * block, int step, int plane, int v) {
+        return reinterpret_cast<x_t *>(block + X_AT) + ((step * PLANES + plane) * VECS + v) * VEC_ELEMENTS;
+    }
+};
+
+// Planes of x: one token has about 16 bits, and unrounded x have 23.
+INLINE int planes_of(int64_t n, bool round_x) {
+    return !round_x ? (WIDE ? 2 : 3) : !WIDE && n <= simd::precise_n ? 2 : 1;
+}
+INLINE int64_t tile_tokens(bool round_x) { return (round_x ? TILE_VECS_X : 1) * LANES; }
+
+template <int BLOCK, int PLANES, int T, typename F> INLINE void with_tokens(int64_t n, const F & f) {
+    if constexpr (COLUMNS * LANES / T > BLOCK) { // no vector has so many columns
+        with_tokens<BLOCK, PLANES, 2 * T>(n, f);
+    } else if constexpr (T < LANES && (WIDE || PLANES != 2 || T < simd::precise_n)) {
+        n <= T ? f(x_form<BLOCK, T, 1, PLANES>{}) : with_tokens<BLOCK, PLANES, 2 * T>(n, f);
+    } else if constexpr (PLANES == 1 && T == LANES) {
+        const int64_t vecs = (n + LANES - 1) / LANES;
+        static_assert(TILE_VECS_X == 2 || TILE_VECS_X == 4, "cases");
+        vecs <= 1                       ? f(x_form<BLOCK, LANES, 1, 1>{})
+        : vecs == 2 || TILE_VECS_X == 2 ? f(x_form<BLOCK, LANES, 2, 1>{})
+        : vecs == 3                     ? f(x_form<BLOCK, LANES, 3, 1>{})
+                                        : f(x_form<BLOCK, LANES, TILE_VECS_X, 1>{});
+    } else {
+        f(x_form<BLOCK, T, 1, PLANES>{});
+    }
+}
+template <int BLOCK, typename F> INLINE void with_block(int planes, int64_t n, const F & f) {
+    if (planes == 1) {
+        with_tokens<BLOCK, 1, 1>(n, f);
+    } else if (planes == 2) {
+        with_tokens<BLOCK, 2, 1>(n, f);
+    } else if constexpr (!WIDE) {
+        with_tokens<BLOCK, 3, 1>(n, f);
+    }
+}
+// Calls f with the form of a tile of n tokens.
+template <typename F> INLINE void with_form(int block, int planes, int64_t n, const F & f) {
+    block == 32 ? with_block<32>(planes, n, f) : with_block<64>(planes, n, f);
+}
+
+// ---- x ----
+
+// Rounds the first n of a block's x to integers, and the others are zero. Returns the scale.
+template <int BLOCK> INLINE float round_block(const float * src, int64_t n, float largest, int32_t * q) {
+    float    v[BLOCK];
+    uint32_t most = 0;
+    for (int64_t i = 0; i < BLOCK; i++) {
+        v[i] = i < n ? src[i] : 0.0f;
+    }
+    for (int i = 0; i < BLOCK; i++) {
+        uint32_t bits;
+        __builtin_memcpy(&bits, v + i, sizeof(bits));
+        bits &= 0x7fffffffu;
+        most = bits > most ? bits : most;
+    }
+    float magnitude;
+    __builtin_memcpy(&magnitude, &most, sizeof(magnitude));
+    const float     inverse = magnitude < 0x1p-100f ? 0.0f : largest / magnitude;
+    constexpr float ROUNDER = 0x1.8p23f; // adding it rounds to an integer, which is in the low bits of the sum
+    for (int i = 0; i < BLOCK; i++) {
+        const float sum = v[i] * inverse + ROUNDER;
+        __builtin_memcpy(q + i, &sum, sizeof(sum));
+        q[i] -= 0x4b400000;
+    }
+    return magnitude / largest;
+}
+
+// Writes a block of the x of n tokens; the first n_columns columns exist.
+template <typename X, typename S = simd>
+void prepare_block(const float * const * x, int64_t n, int64_t column, int64_t n_columns, uint8_t * block) {
+    if (n < X::T * X::VECS) {
+        __builtin_memset(block, 0, X::NBYTES);
+    }
+    for (int64_t i = 0; i < n; i++) {
+        const int     v = static_cast<int>(i / X::T), t = static_cast<int>(i % X::T);
+        int32_t       q[X::BLOCK];
+        constexpr int PER_TOKEN = LANES / X::T;
+        const float   scale =
+            round_block<X::BLOCK>(x[i] + (n_columns > 0 ? column : 0), n_columns, LARGEST[X::PLANES - 1], q);
+        for (int j = 0; j < PER_TOKEN; j++) {
+            X::scales(block)[v * LANES + t * PER_TOKEN + j] = scale;
+        }
+        for (int plane = X::PLANES - 1; plane >= 0; plane--) { // the lowest digits are in the last plane
+            x_t digits[X::BLOCK];
+            for (int k = 0; k < X::BLOCK; k++) {
+                const int32_t low = plane > 0 ? static_cast<int8_t>(q[k]) : q[k];
+                digits[k]         = static_cast<x_t>(low);
+                q[k]              = (q[k] - low) >> 8;
+            }
+            for (int step = 0; step < X::STEPS; step++) {
+                __builtin_memcpy(X::x(block, step, plane, v) + t * X::VEC_COLUMNS, digits + step * X::VEC_COLUMNS,
+                                 X::VEC_COLUMNS * sizeof(x_t));
+            }
+        }
+    }
+    if constexpr (OFFSET != 0) {
+        for (int plane = 0; plane < X::PLANES; plane++) {
+            for (int v = 0; v < X::VECS; v++) {
+                auto sum = simd::no_sum();
+                for (int step = 0; step < X::STEPS; step++) {
+                    sum = S::dot(sum, S::offsets(), S::load_ints(X::x(block, step, plane, v)));
+                }
+                S::store_negative(X::sums(block) + (plane * X::VECS + v) * LANES, sum);
+            }
+        }
+    }
+}
+
+void prepare_blocks(const quantized_layout & w, const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
+    const int     size = block_columns(w.window), planes = planes_of(p.n, p.round_x);
+    const int64_t n_blocks = words_of(w.cols) * 64 / size;
+    uint8_t *     tile     = static_cast<uint8_t *>(p.scratch);
+    for (int64_t token = 0; token < p.n; token += tile_tokens(p.round_x)) {
+        const int64_t n = smaller(tile_tokens(p.round_x), p.n - token);
+        with_form(size, planes, n, [&](auto form) {
+            using X = decltype(form);
+            for (int64_t c = col_begin; c < col_end; c += X::BLOCK) {
+                prepare_block<X>(p.x + token, n, c, smaller(X::BLOCK, w.cols - c), tile + c / X::BLOCK * X::NBYTES);
+            }
+            tile += n_blocks * X::NBYTES;
+        });
+    }
+}
+
+// ---- weights ----
+
+struct level_table { // repeated, so that the bits after a code do not matter
+    alignas(64) uint8_t levels[64];
+};
+
+// What does not change from row to row.
+struct row_source {
+    const quantized_layout & w;
+    level_table              table;
+    int64_t                  bitmap_nbytes = (w.cols + 7) / 8; // of a row
+    int64_t                  windows       = (w.cols + w.window - 1) / w.window;
+    int                      log_window    = 5;
+
+    explicit row_source(const quantized_layout & matrix) : w(matrix) {
+        while (int64_t(1) << log_window < w.window) {
+            log_window++;
+        }
+        for (int i = 0; i < 64 && w.bits < 8; i++) {
+            table.levels[i] = static_cast<uint8_t>(w.levels[i & ((1 << w.bits) - 1)] + OFFSET);
+        }
+    }
+};
+
+// At most ROWS_PER_PASS rows in a chunk of columns: their bitmaps, and the levels of their non-zeros.
+struct packed_rows {
+    uint64_t        mask[ROWS_PER_PASS][CHUNK / 64];
+    const uint8_t * at[ROWS_PER_PASS]; // the first level of each row
+    alignas(64) uint8_t levels[ROWS_PER_PASS][CHUNK + 128];
+};
+
+// Moves levels to the columns of a word of the bitmap.
+INLINE void spread(uint64_t bits, const uint8_t * levels, weight_t * out) {
+    simd::for_each_part(bits, levels, [&](int part, auto weights) __attribute__((always_inline)) {
+        simd::store_ints(out + part * COLUMNS * LANES, weights);
+    });
+}
+
+// Reads n_rows rows, n_words * 64 columns from `column` on, and their scales. used: the codes of each row before them.
+// Levels are read again only after those of all rows are written: a load that covers several recent stores waits until
+// these have reached the cache.
+template <int BITS>
+void read_rows(const row_source & s, int64_t row, int n_rows, int64_t column, int64_t n_words, int64_t * used,
+               packed_rows & rows, float * scales) {
+    const int64_t left  = s.w.cols - column - (n_words - 1) * 64; // columns of the last word
+    const int64_t first = column >> s.log_window;
+    for (int r = 0; r < n_rows; r++) {
+        const uint8_t * bitmap = s.w.bitmap + (row + r) * s.bitmap_nbytes + column / 8;
+        int64_t         n      = 0;
+        __builtin_prefetch(bitmap + 4096);
+#pragma GCC unroll 8
+        for (int64_t word = 0; word < n_words; word++) {
+            uint64_t bits;
+            __builtin_memcpy(&bits, bitmap + word * 8, sizeof(bits));
+            rows.mask[r][word] = bits;
+            n += __builtin_popcountll(bits);
+        }
+        if (left < 64) {
+            uint64_t & last = rows.mask[r][n_words - 1];
+            n -= __builtin_popcountll(last >> left << left);
+            last &= (uint64_t(1) << left) - 1;
+        }
+        const uint8_t * codes = s.w.codes + (static_cast<int64_t>(s.w.row_off[row + r]) + used[r] / 8) * BITS;
+        simd::template to_levels<BITS>(codes, (used[r] % 8 + n + 63) / 64, s.table.levels, rows.levels[r]);
+        rows.at[r] = rows.levels[r] + used[r] % 8;
+        used[r] += n;
+
+        const uint32_t factor_bits = static_cast<uint32_t>(s.w.factors[row + r]) << 16;
+        float          factor;
+        __builtin_memcpy(&factor, &factor_bits, sizeof(factor));
+        const uint8_t * code = s.w.scales + (row + r) * s.windows + first;
+        for (int64_t k = 0; k < (n_words * 64 + s.w.window - 1) >> s.log_window; k += SCALE_STEP) {
+            for (int i = 0; i < SCALE_STEP; i++) { // those after the last window are multiplied by zeros
+                const uint32_t c    = code[k + i];
+                const uint32_t bits = (c & 0x80) << 24 | (((c & 0x7f) << 19) + 0x3c000000u);
+                float          scale;
+                __builtin_memcpy(&scale, &bits, sizeof(scale));
+                scales[r * SCALES + k + i] = scale * factor;
+            }
+        }
+    }
+}
+
+using read_fn = void (*)(const row_source &, int64_t, int, int64_t, int64_t, int64_t *, packed_rows &, float *);
+
+INLINE read_fn reader_of(int32_t bits) {
+    switch (bits) {
+        case 3:  return read_rows<3>;
+        case 4:  return read_rows<4>;
+        case 5:  return read_rows<5>;
+        default: return read_rows<8>;
+    }
+}
+
+// ---- products ----
+
+// The sums of a block's planes as floats.
+template <typename X, typename S = simd, typename SUM> INLINE vec value_of(const SUM (&sum)[X::PLANES]) {
+    if constexpr (X::PLANES == 1) {
+        return simd::to_floats(sum[0]);
+    } else if constexpr (WIDE) {
+        return simd::fma(simd::to_floats(sum[0]), simd::set1(256), simd::to_floats(sum[1]));
+    } else {
+        const vec low = simd::to_floats(S::join_digits(sum[X::PLANES - 2], sum[X::PLANES - 1]));
+        return X::PLANES == 2 ? low : simd::fma(simd::to_floats(sum[0]), simd::set1(65536), low);
+    }
+}
+
+// The first sum of a plane.
+template <typename X> INLINE auto first_sum(uint8_t * x, int plane, int v) {
+    return OFFSET ? simd::load_sum(X::sums(x) + (plane * X::VECS + v) * LANES) : simd::no_sum();
+}
+
+// sums[LANES] += a row of levels * one x, without storing the weights. A block is a word of the bitmap.
+template <typename X>
+void add_words(const uint64_t * mask, const uint8_t * levels, const float * scales, int shift, uint8_t * x,
+               int64_t n_words, float * sums) {
+    static_assert(X::BLOCK == 64 && X::T == 1 && X::VECS == 1, "one x");
+    vec total = simd::load(sums);
+    for (int64_t word = 0; word < n_words; word++, x += X::NBYTES) {
+        decltype(simd::no_sum()) sum[X::PLANES];
+        for (int plane = 0; plane < X::PLANES; plane++) {
+            sum[plane] = first_sum<X>(x, plane, 0);
+        }
+        simd::for_each_part(mask[word], levels, [&](int step, auto weights) __attribute__((always_inline)) {
+            for (int plane = 0; plane < X::PLANES; plane++) {
+                sum[plane] = simd::dot(sum[plane], weights, simd::load_ints(X::x(x, step, plane, 0)));
+            }
+        });
+        levels += __builtin_popcountll(mask[word]);
+        const vec scale = simd::mul(simd::set1(scales[word >> shift]), simd::load(X::scales(x)));
+        total           = simd::fma(value_of<X>(sum), scale, total);
+    }
+    simd::store(sums, total);
+}
+
+// sums[R][VECS * LANES] += R rows of weights * x, over n_blocks blocks. shift: log2 of the blocks of a window.
+template <typename X, int R>
+void add_blocks(const weight_t * weights, const float * scales, int shift, uint8_t * x, int64_t first_block,
+                int64_t n_blocks, float * sums) {
+    constexpr bool IN_REGISTERS = R * X::VECS <= 8;
+    constexpr int  STRIDE       = X::VECS * LANES;
+    vec            total[R][X::VECS];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < X::VECS; v++) {
+            total[r][v] = IN_REGISTERS ? simd::load(sums + r * STRIDE + v * LANES) : simd::zero();
+        }
+    }
+    for (int64_t b = first_block; b < first_block + n_blocks; b++, x += X::NBYTES) {
+        decltype(simd::no_sum()) sum[R][X::VECS][X::PLANES];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+            for (int v = 0; v < X::VECS; v++) {
+#pragma GCC unroll 3
+                for (int plane = 0; plane < X::PLANES; plane++) {
+                    sum[r][v][plane] = first_sum<X>(x, plane, v);
+                }
+            }
+        }
+#pragma GCC unroll 16
+        for (int step = 0; step < X::STEPS; step++) {
+            decltype(simd::load_ints(X::x(x, 0, 0, 0))) xs[X::VECS][X::PLANES];
+#pragma GCC unroll 4
+            for (int v = 0; v < X::VECS; v++) {
+#pragma GCC unroll 3
+                for (int plane = 0; plane < X::PLANES; plane++) {
+                    xs[v][plane] = simd::load_ints(X::x(x, step, plane, v));
+                }
+            }
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                const auto w =
+                    simd::template load_weights<X::T>(weights + r * CHUNK + b * X::BLOCK + step * X::VEC_COLUMNS);
+#pragma GCC unroll 4
+                for (int v = 0; v < X::VECS; v++) {
+#pragma GCC unroll 3
+                    for (int plane = 0; plane < X::PLANES; plane++) {
+                        sum[r][v][plane] = simd::dot(sum[r][v][plane], w, xs[v][plane]);
+                    }
+                }
+            }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            const vec scale = simd::set1(scales[r * SCALES + (b >> shift)]);
+#pragma GCC unroll 4
+            for (int v = 0; v < X::VECS; v++) {
+                const vec value = value_of<X>(sum[r][v]);
+                const vec both  = simd::mul(scale, simd::load(X::scales(x) + v * LANES));
+                if constexpr (IN_REGISTERS) {
+                    total[r][v] = simd::fma(value, both, total[r][v]);
+                } else {
+                    float * at = sums + r * STRIDE + v * LANES;
+                    simd::store(at, simd::fma(value, both, simd::load(at)));
+                }
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R && IN_REGISTERS; r++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < X::VECS; v++) {
+            simd::store(sums + r * STRIDE + v * LANES, total[r][v]);
+        }
+    }
+}
+
+// Rows of weights as integers, with the sums of N_TILES tiles of tokens.
+template <int N_ROWS, int N_TILES> struct quantized_rows {
+    static constexpr int     SUMS = (N_ROWS + W - 1) / W * W * (N_TILES == 1 ? 1 : TILE_VECS_X) * LANES;
+    const quantized_layout & w;
+    const mul_mat_params &   p;
+    row_source               source = row_source(w);
+    read_fn                  read   = reader_of(w.bits);
+    int                      block = block_columns(w.window), planes = planes_of(p.n, p.round_x);
+    int                      shift    = source.log_window - (block == 32 ? 5 : 6); // log2 of the blocks of a window
+    bool                     one_x    = N_TILES == 1 && p.n == 1 && block == 64;   // which add_words() multiplies
+    int64_t                  tile     = tile_tokens(p.round_x);
+    int64_t                  n_blocks = words_of(w.cols) * 64 / block;
+    packed_rows              packed;
+    alignas(64) weight_t weights[N_ROWS * CHUNK];
+    alignas(64) float scales[N_ROWS * SCALES];
+    alignas(64) float sums[N_TILES][SUMS];
+
+    quantized_rows(const quantized_layout & matrix, const mul_mat_params & params) : w(matrix), p(params) {}
+
+    // Calls f(form, tile, its x, token, its n) for tiles from `token` on.
+    template <typename F> INLINE void for_each_tile(int64_t first, int64_t last, const F & f) {
+        int64_t full = 0; // bytes of the x of a full tile
+        with_form(block, planes, smaller(tile, p.n), [&](auto form) { full = n_blocks * decltype(form)::NBYTES; });
+        for (int64_t token = first; token < last; token += tile) {
+            const int64_t n = smaller(tile, p.n - token);
+            with_form(block, planes, n, [&](auto form) {
+                f(form, (token - first) / tile, static_cast<uint8_t *>(p.scratch) + token / tile * full, token, n);
+            });
+        }
+    }
+
+    void multiply(int64_t row, int64_t n_rows, int64_t first, int64_t last) {
+        int64_t used[N_ROWS] = {};
+        for (auto & of_tile : sums) {
+            __builtin_memset(of_tile, 0, sizeof(of_tile));
+        }
+        for (int64_t column = 0; column < w.cols; column += CHUNK) {
+            const int64_t n_columns = smaller(CHUNK, words_of(w.cols - column) * 64);
+            const int64_t n_words   = n_columns / 64;
+            for (int64_t r = 0; r < n_rows; r += ROWS_PER_PASS) {
+                const auto n = static_cast<int>(smaller(ROWS_PER_PASS, n_rows - r));
+                read(source, row + r, n, column, n_words, used + r, packed, scales + r * SCALES);
+                for (int k = 0; k < n && !one_x; k++) {
+                    const uint8_t * at = packed.at[k];
+                    for (int64_t word = 0; word < n_words; word++) {
+                        spread(packed.mask[k][word], at, weights + (r + k) * CHUNK + word * 64);
+                        at += __builtin_popcountll(packed.mask[k][word]);
+                    }
+                }
+            }
+            for_each_tile(first, last, [&](auto form, int64_t t, uint8_t * x, int64_t, int64_t) {
+                using X                = decltype(form);
+                constexpr int64_t PART = (N_TILES == 1 ? CHUNK : SUB_CHUNK) / X::BLOCK;
+                x += column / X::BLOCK * X::NBYTES;
+                if constexpr (N_TILES == 1 && X::T == 1 && X::BLOCK == 64) {
+                    for (int64_t r = 0; r < n_rows; r++) {
+                        add_words<X>(packed.mask[r], packed.at[r], scales + r * SCALES, shift, x, n_words,
+                                     sums[t] + r * LANES);
+                    }
+                    return;
+                }
+                for (int64_t b = 0; b < n_columns / X::BLOCK; b += PART) {
+                    const int64_t n = smaller(PART, n_columns / X::BLOCK - b);
+                    int64_t       r = 0;
+                    for (; r + ROWS_PER_PASS <= n_rows; r += ROWS_PER_PASS) {
+                        add_blocks<X, ROWS_PER_PASS>(weights + r * CHUNK, scales + r * SCALES, shift, x + b * X::NBYTES,
+                                                     b, n, sums[t] + r * X::VECS * LANES);
+                    }
+                    for (; r < n_rows; r++) {
+                        add_blocks<X, 1>(weights + r * CHUNK, scales + r * SCALES, shift, x + b * X::NBYTES, b, n,
+                                         sums[t] + r * X::VECS * LANES);
+                    }
+                }
+            });
+        }
+        for_each_tile(first, last, [&](auto form, int64_t t, uint8_t *, int64_t token, int64_t n) {
+            using X = decltype(form);
+            if constexpr (X::T == LANES) {
+                store_block<X::VECS>(p, sums[t], row, n_rows, token, n);
+            } else {
+                constexpr int PER_TOKEN = LANES / X::T;
+                for (int64_t i = 0; i < n_rows * n; i++) {
+                    const float * lanes = sums[t] + i / n * LANES + i % n * PER_TOKEN;
+                    float         y     = lanes[0];
+                    for (int j = 1; j < PER_TOKEN; j++) {
+                        y += lanes[j];
+                    }
+                    p.y[token + i % n][row + i / n - p.row_begin] = y;
+                }
+            }
+        });
+    }
+};
+
+template <int N_ROWS, int N_TILES>
+void multiply_quantized_rows(const quantized_layout & w, const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+    quantized_rows<N_ROWS, N_TILES> rows(w, p);
+    const int64_t                   group = N_TILES * rows.tile;
+    for (int64_t token = 0; token < p.n; token += group) {
+        for (int64_t row = row_begin; row < row_end; row += N_ROWS) {
+            rows.multiply(row, smaller(N_ROWS, row_end - row), token, smaller(token + group, p.n));
+        }
+    }
+}
+
+void multiply_quantized(const quantized_layout & w, const mul_mat_params & p, x_layout, int64_t row_begin,
+                        int64_t row_end) {
+    p.n <= LANES ? multiply_quantized_rows<ROWS_PER_PASS, 1>(w, p, row_begin, row_end)
+                 : multiply_quantized_rows<ROW_TILE, TILES>(w, p, row_begin, row_end);
+}
+
+} // namespace
+} // namespace macko::cpu

@@ -372,6 +372,24 @@ def test_trained_values_are_better_than_rounded_ones(tmp_path, macko, pair, text
 
 
 @needs_torch
+@pytest.mark.parametrize("more", [[], ["--quant-values", "q4_nl"]], ids=["f16", "q4_nl"])
+def test_trials_choose_a_rate_and_leave_no_trace(tmp_path, macko, pair, text, more):
+    """The run is that with the chosen rate, which is better in its trial than the rates beside it."""
+    chosen, given = tmp_path / "chosen.gguf", tmp_path / "given.gguf"
+    done = run(macko, pair, text, chosen, "--epochs", 1, "-t", 1, "--json", *more)
+    assert done.code == 0, done.err
+    rate = json.loads(done.out)["learning_rate"]
+    trials = {
+        float(r): float(d) for r, d in re.findall(r"^learning rate (\S+): divergence (\S+) after", done.err, re.M)
+    }
+    assert len(trials) >= 3 and rate == min(trials, key=trials.get) and min(trials) < rate < max(trials)
+    assert run(macko, pair, text, given, "--epochs", 1, "-t", 1, "--learning-rate", rate, *more).code == 0
+    assert {n: w.tobytes() for n, (_, w) in weights(chosen).items()} == {
+        n: w.tobytes() for n, (_, w) in weights(given).items()
+    }
+
+
+@needs_torch
 def test_sparse_file_is_recovered_like_the_dense_one(tmp_path, macko, pair, text):
     sparse, a, b = (tmp_path / name for name in ("sparse.gguf", "a.gguf", "b.gguf"))
     assert macko("convert", pair[0], sparse).code == 0

@@ -263,21 +263,19 @@ class Transformer:
         return self._norm(out, post) if post in self.weights else out
 
     def _weighted(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        """Values weighted by the softmax of q k^T: (chunks, n_heads, tokens, head_dim); k and v have n_heads_kv. If
-        there are fewer queries than keys, they belong to the last tokens.
-        """
-        s, n, n_keys = self.shape, q.shape[2], k.shape[2]
+        """Values weighted by the softmax of q k^T: (chunks, n_heads, tokens, head_dim); k and v have n_heads_kv."""
+        s, n = self.shape, q.shape[2]
         k, v = (y.repeat_interleave(s.n_heads // s.n_heads_kv, dim=1) for y in (k, v))
-        windowed = s.has_window(layer) and n_keys > s.window
-        if not windowed and not s.attention_cap and n == n_keys:
+        windowed = s.has_window(layer) and n > s.window
+        if not windowed and not s.attention_cap:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=s.attention_scale)
-        at = torch.arange(n_keys, device=q.device)
-        distance = at[n_keys - n :, None] - at[None, :]
-        hidden = distance < 0
-        if windowed:
-            hidden |= distance >= s.window
+        at = torch.arange(n, device=q.device)
+        distance = at[:, None] - at[None, :]
+        seen = (distance >= 0) & (distance < (s.window if windowed else n))
+        if not s.attention_cap:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=s.attention_scale)
         scores = capped((q @ k.transpose(-1, -2)) * s.attention_scale, s.attention_cap)
-        return torch.softmax(scores.masked_fill(hidden, float("-inf")), -1) @ v
+        return torch.softmax(scores.masked_fill(~seen, float("-inf")), -1) @ v
 
     def _rotated(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         """Rotary position embedding of the first rope_dim of each head."""

@@ -22,7 +22,7 @@ from ..evaluation.transformer import Transformer, as_tokens
 from ..recovery.checkpoint import Checkpoint, Saved
 from ..recovery.divergence import divergence_of_hidden, log_probabilities, pieces
 from ..recovery.masked_adam import MaskedAdam
-from ..recovery.options import FIRST_RATE, RATE_FACTOR, TRIAL_STEPS, RecoverOptions
+from ..recovery.options import FIRST_RATE, MAX_POWER, RATE_FACTOR, TRIAL_STEPS, RecoverOptions
 from ..recovery.ranks import N_RANKS, RANK, Ranks
 from ..recovery.schedule import Point, Texts, batches, learning_rate, n_steps
 
@@ -214,20 +214,20 @@ class _Run:
         """
         n = min(TRIAL_STEPS, max(8, self.n_steps // 16))
         first = list(itertools.islice(batches(self._training.texts, self._training.options, 0), n))
-        start = self.optimizer.weights()
+        states = ("first.", "second.")  # 0 at the start
+        start = {name: a.cpu().clone() for name, a in self.optimizer.arrays() if not name.startswith(states)}
         found: dict[int, float] = {}  # by the power of RATE_FACTOR
-        best = 0
-        while (
-            power := next((i for i in (best, best - 1, best + 1) if i not in found and abs(i) < 7), None)
-        ) is not None:
-            rate = FIRST_RATE * RATE_FACTOR**power
+        best, untried = 0, [0]
+        while untried:
+            rate = FIRST_RATE * RATE_FACTOR ** untried[0]
             for i, chunks in enumerate(first):
                 self.step(chunks, learning_rate(i, n, rate))
             divergence = self._evaluated().divergence
             console.detail(f"learning rate {rate:.1e}: divergence {divergence:.4f} after {n} steps")
-            self.optimizer.restart(start)
-            found[power] = divergence if math.isfinite(divergence) else math.inf
+            self.optimizer.restore(start, 0)
+            found[untried[0]] = divergence if math.isfinite(divergence) else math.inf
             best = min(found, key=lambda i: (found[i], i))
+            untried = [i for i in (best - 1, best + 1) if i not in found and abs(i) <= MAX_POWER]
         return float(f"{FIRST_RATE * RATE_FACTOR**best:.1e}")
 
     def save(self) -> None:

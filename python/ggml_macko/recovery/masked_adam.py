@@ -74,7 +74,7 @@ class MaskedAdam:
             yield f"second.{name}", self._second[name]
 
     def restore(self, arrays: Mapping[str, torch.Tensor], n_steps: int) -> None:
-        """Restores the arrays() after n_steps."""
+        """Restores the arrays() after n_steps. States that are missing become 0, as before the first step."""
         self.n_steps = n_steps
         for name, w in self._weights.items():
             if name in self._blocks:
@@ -84,16 +84,12 @@ class MaskedAdam:
                 self._quantize(name)
             else:
                 self._assign(name, w, arrays[f"weight.{name}"].to(w.device))
-            self._first[name].copy_(arrays[f"first.{name}"])
-            self._second[name].copy_(arrays[f"second.{name}"])
-
-    def restart(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Goes back to weights() of before the first step."""
-        self.n_steps = 0
-        for name in self._weights:
-            self._first[name].zero_()
-            self._second[name].zero_()
-        self.set_weights(weights)
+            for key, state in (("first", self._first[name]), ("second", self._second[name])):
+                found = arrays.get(f"{key}.{name}")
+                if found is None:
+                    state.zero_()
+                else:
+                    state.copy_(found)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy of the trained weights, quantized if they have quantized values."""

@@ -17,6 +17,9 @@ FIRST_RATE, RATE_FACTOR = 3e-3, math.sqrt(10)
 two that are tried. The best of short trials was that of whole runs for docs-4m and docs-23m with 50 and 70 % zeros.
 """
 
+MAX_POWER = 6
+"""Largest power of RATE_FACTOR that is tried, up or down."""
+
 TRIAL_STEPS = 32
 """Largest number of steps of the trial of a rate."""
 

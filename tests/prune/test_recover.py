@@ -56,7 +56,7 @@ def pair(tmp_path, macko):
 
 def run(macko, pair, text, out, *more):
     pruned, dense = pair
-    return macko("recover", pruned, out, "--dense", dense, "-f", text, "-c", 32, "--batch-size", 4, *more)
+    return macko("recover", pruned, out, "--dense", dense, "-f", text, "-c", 32, "--batch-size", 4, "-t", 1, *more)
 
 
 def weights(path):

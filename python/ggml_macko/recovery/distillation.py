@@ -277,7 +277,7 @@ class TrainingStep:
     def __call__(self, chunks: Chunks) -> torch.Tensor:
         """Returns the loss, which the next step may overwrite. All chunks have the same shape."""
         tokens = self._arithmetic.tokens(chunks)
-        if tokens.device.type != "cuda" or N_RANKS > 1:  # FSDP2 cannot be recorded
+        if self._stream is None or N_RANKS > 1:  # FSDP2 cannot be recorded
             return self._run(tokens)
         self._n_steps += 1
         if self._n_steps <= _EAGER_STEPS:

@@ -43,7 +43,7 @@ class _Divergence(torch.autograd.Function):
     """Arguments: hidden states (positions, n_embd) and heads of the student and the teacher, and their logit caps."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x: torch.Tensor,
         head: torch.Tensor,
@@ -75,7 +75,7 @@ class _Divergence(torch.autograd.Function):
         return total / n_measured
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         scale = gradient / len(ctx.saved_tensors[0])
         return (*(g if g is None else (g * scale).to(g.dtype) for g in ctx.saved_tensors), None, None, None, None)
 

@@ -206,7 +206,7 @@ def _train(
         written = sample(teacher, texts.train, n, texts.first_token, device, options.seed, ranks)
         texts = texts._replace(train=np.concatenate([texts.train, written]))
     weights = read_weights(pruned, device)
-    trained = {t.name: weights[t.name] for t in tensors}
+    trained: Mapping[str, torch.Tensor] = {t.name: weights[t.name] for t in tensors}
     if device.type == "cuda":  # as the teacher's
         weights = {n: w if n in trained or w.dim() < 2 else w.to(torch.bfloat16) for n, w in weights.items()}
     student = Transformer(shape, weights, gradient_checkpointing=options.gradient_checkpointing)

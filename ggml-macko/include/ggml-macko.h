@@ -137,7 +137,7 @@ GGML_MACKO_API bool ggml_macko_setting_at(int32_t i, struct ggml_macko_setting *
 // GGML_MACKO_ and is not in the table, or an unknown word in one that is.
 GGML_MACKO_API int ggml_macko_check_environment(void);
 
-// ---- codecs (FORMAT.md sections 3, 6 and 7) ----
+// ---- codecs (FORMAT.md sections 3, 6, 7 and 9) ----
 
 #define GGML_MACKO_MAX_ARRAYS  8
 #define GGML_MACKO_MAX_OPTIONS 8
@@ -188,6 +188,7 @@ struct ggml_macko_encoded;
 //           index_bits       0: a bitmap; 2, 4, 8: gap codes; -1: the index with the fewest bytes
 //           mantissa_bits    for CODED: 7 or 10 (BF16: 7); -1: the width with the fewest bytes
 //           exponent_bits    for CODED: 2 or 3; -1: the width with the fewest bytes
+//   quantized  value_type    Q3, Q4, Q5 or Q8, as in ggml_macko_encode_quantized() without weights
 //   ec-csr  index_bits       4 or 8
 //           max_granularity  maximum rows of a block: 1 (no extraction), 2, 4 ... 64
 //           min_columns      minimum columns of an extracted block, a multiple of 128; 0: the number from which a block
@@ -195,12 +196,25 @@ struct ggml_macko_encoded;
 //                            the result is smaller without it
 //           clip             0 or 1: split blocks with more than twice the elements of an average row
 //           seed             seed of the order in which rows look for partners; nothing else is random
-// BAD_ARGUMENT for an unknown format or option. NOT_FINITE if a value is Inf or NaN, or too large for an F16 scale.
+// BAD_ARGUMENT for an unknown format or option. NOT_FINITE if a value is Inf or NaN, or too large for a scale.
 // LIMIT if there are too many entries. The bytes do not depend on n_threads. EC-CSR compares all rows with each other,
 // which takes seconds.
 GGML_MACKO_API int ggml_macko_encode(const char * format, const void * dense, int32_t type, int64_t rows, int64_t cols,
                                      const struct ggml_macko_option * options, int32_t n_options, int n_threads,
                                      struct ggml_macko_encoded ** out);
+// Encodes a matrix in format `quantized` with values of value_type Q3, Q4, Q5 or Q8. weights has n_weights rows of cols
+// numbers, not negative; the matrix is a stack of n_weights matrices of equal size, and an error in column c of matrix
+// i has weight weights[i][c]. NULL: all weights are 1. lattice: NULL, or a matrix of the format with the same shape and
+// value type, whose levels, scales and factors are used instead of a search; its other arrays are not read. If the data
+// of its scales and factors are NULL, scales are searched for its levels.
+GGML_MACKO_API int ggml_macko_encode_quantized(const void * dense, int32_t type, int64_t rows, int64_t cols,
+                                               int32_t value_type, const float * weights, int64_t n_weights,
+                                               const struct ggml_macko_matrix * lattice, int n_threads,
+                                               struct ggml_macko_encoded ** out);
+// The standard levels of value_type, one of two tables (table 0 or 1), which a tool may choose for values that another
+// program will encode: ggml_macko_encode_quantized() without a lattice finds the scales of such values, if each value
+// is exactly scale * factor * level rounded to the dense type. levels has 2^bits elements.
+GGML_MACKO_API int ggml_macko_standard_levels(int32_t value_type, int32_t table, int8_t * levels);
 // The description and arrays of an encoded matrix, valid until the matrix is freed.
 GGML_MACKO_API int  ggml_macko_encoded_matrix(const struct ggml_macko_encoded * e, struct ggml_macko_matrix * m);
 GGML_MACKO_API void ggml_macko_encoded_free(struct ggml_macko_encoded * e);

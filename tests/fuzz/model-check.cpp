@@ -1,6 +1,7 @@
 #include "model-check.h"
 #include "codec/ec-csr/ec-csr.h"
 #include "codec/packed/packed.h"
+#include "codec/quantized/quantized.h"
 #include "codec/registry.h"
 #include "gguf/model-keys.h"
 #include "load/dense-stream.h"
@@ -139,6 +140,42 @@ bytes decode_packed(const components & c, const sparse_tensor_info & m) {
     return dense;
 }
 
+// Decodes codes bit by bit.
+bytes decode_quantized(const components & c, const sparse_tensor_info & m) {
+    const size_t nb = static_cast<size_t>(macko::value_nbytes(m.desc.type)), row_nbytes = size_t(m.desc.cols + 7) / 8;
+    bytes        dense(static_cast<size_t>(m.nbytes_dense), 0);
+    const size_t n_levels = c[macko::QUANTIZED_LEVELS].size(), bits = n_levels == 256 ? 8 : n_levels / 16 + 3;
+    const size_t per_row = c[macko::QUANTIZED_SCALES].size() / static_cast<size_t>(m.desc.rows);
+    size_t       window  = 32;
+    while ((static_cast<size_t>(m.desc.cols) + window - 1) / window != per_row) {
+        window *= 2;
+    }
+    for (size_t r = 0; r < static_cast<size_t>(m.desc.rows); r++) {
+        int32_t  group;
+        uint16_t factor;
+        memcpy(&group, &c[macko::QUANTIZED_ROW_PTR][4 * r], sizeof(group));
+        memcpy(&factor, &c[macko::QUANTIZED_FACTORS][2 * r], sizeof(factor));
+        size_t bit = static_cast<size_t>(group) * 8 * bits;
+        for (size_t col = 0; col < static_cast<size_t>(m.desc.cols); col++) {
+            if (!(c[macko::QUANTIZED_BITMAP][r * row_nbytes + col / 8] >> (col % 8) & 1)) {
+                continue;
+            }
+            size_t code = 0;
+            for (size_t b = 0; b < bits; b++, bit++) {
+                code |= size_t(c[macko::QUANTIZED_CODES][bit / 8] >> (bit % 8) & 1) << b;
+            }
+            const uint8_t s   = c[macko::QUANTIZED_SCALES][r * per_row + col / window];
+            const float scale = std::ldexp((s & 128 ? -1.0f : 1.0f) * static_cast<float>(16 + s % 16), s / 16 % 8 - 11);
+            const float d     = scale * macko::float_of_value(factor, GGML_MACKO_TYPE_BF16);
+            const int   level = static_cast<int8_t>(c[macko::QUANTIZED_LEVELS][code]);
+            const uint32_t v  = nb == 4 ? macko::dense_of_quant<uint32_t>(d, level, m.desc.type)
+                                        : macko::dense_of_quant<uint16_t>(d, level, m.desc.type);
+            memcpy(&dense[(r * static_cast<size_t>(m.desc.cols) + col) * nb], &v, nb);
+        }
+    }
+    return dense;
+}
+
 bytes decode_macko(const components & c, const sparse_tensor_info & m) {
     const auto nb = static_cast<uint64_t>(macko::value_nbytes(m.desc.type)), rows = static_cast<uint64_t>(m.desc.rows),
                cols = static_cast<uint64_t>(m.desc.cols);
@@ -178,6 +215,7 @@ slow_decoder find_slow_decoder(const macko::codec & format) {
     static const std::pair<const macko::codec *, slow_decoder> TABLE[] = {
         { &macko::rows_codec(), decode_macko },
         { &macko::packed_codec(), decode_packed },
+        { &macko::quantized_codec(), decode_quantized },
         { &macko::ec_csr_codec(), decode_ec_csr },
     };
     for (const auto & [codec, decode] : TABLE) {

@@ -626,8 +626,48 @@ inline packed_components encode_packed(const dense_matrix & m, uint32_t value_ty
     return c;
 }
 
+// The components of format `quantized`, in their order: codes of 3 bits, and windows of 32 columns. The codes and
+// scales are random: only the positions of the non-zeros are those of the matrix.
+struct quantized_components {
+    bytes    codes, bitmap, scales, factors, row_ptr, levels;
+    uint64_t nnz;
+};
+inline quantized_components encode_quantized(const dense_matrix & m) {
+    quantized_components c  = {};
+    const uint64_t       nb = m.value_nbytes(), cols = m.ne[0], rows = m.data.size() / nb / cols;
+    uint32_t             groups = 0;
+    c.levels                    = { 20, 50, 80, 127, 136, 181, 211, 238 };
+    c.bitmap.assign((rows * ((cols + 7) / 8) + 3) / 4 * 4, 0);
+    put<uint32_t>(&c.row_ptr, 0);
+    for (uint64_t r = 0; r < rows; r++) {
+        uint64_t n = 0;
+        c.codes.resize(groups * 3 + (cols + 7) / 8 * 3, 0);
+        for (uint64_t col = 0; col < cols; col++) {
+            const uint8_t * v = &m.data[(r * cols + col) * nb];
+            if (col % 32 == 0) {
+                c.scales.push_back(0);
+            }
+            if (std::any_of(v, v + nb, [](uint8_t b) { return b != 0; })) {
+                c.bitmap[r * ((cols + 7) / 8) + col / 8] |= static_cast<uint8_t>(1 << (col % 8));
+                c.scales.back() = static_cast<uint8_t>(37 * (r + col / 32) + 1);
+                for (uint64_t bit = 3 * n; bit < 3 * n + 3; bit++) { // of code v[0] % 8
+                    c.codes[groups * 3 + bit / 8] |= static_cast<uint8_t>((v[0] >> (bit - 3 * n) & 1) << (bit % 8));
+                }
+                n++;
+            }
+        }
+        groups += static_cast<uint32_t>((n + 7) / 8);
+        put<uint16_t>(&c.factors, n ? static_cast<uint16_t>(0x3c00 + r) : uint16_t(0));
+        put<uint32_t>(&c.row_ptr, groups);
+        c.nnz += n;
+    }
+    c.codes.resize(std::max<uint64_t>(4, (groups * 3 + 3) / 4 * 4), 0);
+    return c;
+}
+
 // The sparse file of a model. with_ec: matrices with delta_bits 4 or 8 are ec-csr. with_packed: every third matrix is
-// packed, with plain or quantized values; the fifth has Q4_NL values and the sixth coded values.
+// packed, with plain or quantized values; the fifth has Q4_NL values, the sixth coded values, and the eighth is in
+// format `quantized`.
 inline file sparse_file(const model & m, bool with_ec = false, bool with_packed = false) {
     file f = m.dense;
     f.tensors.clear();
@@ -660,6 +700,16 @@ inline file sparse_file(const model & m, bool with_ec = false, bool with_packed 
             f.tensors.push_back({ t.name + ".row_ptr", { c.row_ptr.size() / 4 }, TYPE_I32, c.row_ptr, 0 });
             nnz.push_back(c.nnz);
             formats.push_back("packed");
+        } else if (with_packed && next == 7) {
+            const quantized_components c = encode_quantized(m.sparse[next]);
+            f.tensors.push_back({ t.name + ".codes", { c.codes.size() }, TYPE_I8, c.codes, 0 });
+            f.tensors.push_back({ t.name + ".bitmap", { c.bitmap.size() }, TYPE_I8, c.bitmap, 0 });
+            f.tensors.push_back({ t.name + ".scales", { c.scales.size() }, TYPE_I8, c.scales, 0 });
+            f.tensors.push_back({ t.name + ".factors", { c.factors.size() / 2 }, TYPE_BF16, c.factors, 0 });
+            f.tensors.push_back({ t.name + ".row_ptr", { c.row_ptr.size() / 4 }, TYPE_I32, c.row_ptr, 0 });
+            f.tensors.push_back({ t.name + ".levels", { c.levels.size() }, TYPE_I8, c.levels, 0 });
+            nnz.push_back(c.nnz);
+            formats.push_back("quantized");
         } else if (with_ec && m.bits[next] >= 4) {
             const ec_components c = encode_ec(m.sparse[next], m.bits[next]);
             f.tensors.push_back({ t.name + ".values", { c.values.size() / nb }, t.type, c.values, 0 });
@@ -680,7 +730,7 @@ inline file sparse_file(const model & m, bool with_ec = false, bool with_packed 
         }
         names.push_back(t.name);
         types.push_back(t.type);
-        bits.push_back(formats.back() == "packed" ? 0 : m.bits[next]);
+        bits.push_back(formats.back() == "packed" || formats.back() == "quantized" ? 0 : m.bits[next]);
         for (size_t d = 0; d < 4; d++) {
             ne.push_back(d < t.ne.size() ? t.ne[d] : 1);
         }

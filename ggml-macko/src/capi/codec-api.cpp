@@ -5,6 +5,7 @@
 #include "codec/matrix-error.h"
 #include "codec/negative-zeros.h"
 #include "codec/quantize.h"
+#include "codec/quantized/quantized.h"
 #include "codec/registry.h"
 #include "codec/team.h"
 
@@ -95,6 +96,43 @@ int ggml_macko_decode(const ggml_macko_matrix * m, void * dense, int n_threads) 
     });
 }
 
+int ggml_macko_standard_levels(int32_t value_type, int32_t table, int8_t * levels) {
+    if (!levels || code_bits(value_type) == 0 || (table != 0 && table != 1)) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer, or no table %d of value type %d", table, value_type);
+    }
+    const std::vector<int8_t> found = standard_levels(code_bits(value_type), table);
+    std::copy(found.begin(), found.end(), levels);
+    return GGML_MACKO_STATUS_OK;
+}
+
+// Checks that a matrix of `rows` rows is a stack of n_weights matrices of equal size.
+static int check_weights(const float * weights, int64_t n_weights, int64_t rows) {
+    return weights && (n_weights < 1 || rows % n_weights)
+               ? fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%lld rows cannot be split into %lld matrices of equal size",
+                      static_cast<long long>(rows), static_cast<long long>(n_weights))
+               : static_cast<int>(GGML_MACKO_STATUS_OK);
+}
+
+int ggml_macko_encode_quantized(const void * dense, int32_t type, int64_t rows, int64_t cols, int32_t value_type,
+                                const float * weights, int64_t n_weights, const ggml_macko_matrix * lattice,
+                                int n_threads, ggml_macko_encoded ** out) {
+    return c_boundary([&]() -> int {
+        if (!dense || !out) {
+            return null_pointer();
+        }
+        if (lattice) {
+            TRY(check_size(lattice));
+        }
+        TRY(check_desc({ rows, cols, type, 4, 0 }));
+        TRY(check_weights(weights, n_weights, rows));
+        auto e = std::make_unique<ggml_macko_encoded>(ggml_macko_encoded{ &quantized_codec(), nullptr });
+        TRY(encode_quantized(dense, { rows, cols, type, 4, 0 }, value_type, weights, n_weights, lattice,
+                             threads_for(n_threads, rows * cols), &e->arrays));
+        *out = e.release();
+        return GGML_MACKO_STATUS_OK;
+    });
+}
+
 int ggml_macko_measure_error(const ggml_macko_matrix * m, const void * dense, const float * weights, int64_t n_weights,
                              int n_threads, ggml_macko_error * out) {
     return c_boundary([&]() -> int {
@@ -104,10 +142,7 @@ int ggml_macko_measure_error(const ggml_macko_matrix * m, const void * dense, co
         }
         TRY(check_size(out));
         TRY(open_checked(m, n_threads, &view));
-        if (weights && (n_weights < 1 || m->rows % n_weights)) {
-            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%lld rows cannot be split into %lld matrices of equal size",
-                        static_cast<long long>(m->rows), static_cast<long long>(n_weights));
-        }
+        TRY(check_weights(weights, n_weights, m->rows));
         ggml_macko_error error = {};
         const int        n     = threads_for(n_threads, m->rows * m->cols);
         if (const int status = measure_error(*view, dense, weights, n_weights, n, &error)) {

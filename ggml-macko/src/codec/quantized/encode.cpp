@@ -17,14 +17,16 @@ namespace macko {
 
 namespace {
 
-using float16 = float __attribute__((vector_size(64)));
-using int16v  = int32_t __attribute__((vector_size(64)));
+using float16  = float __attribute__((vector_size(64)));
+using int16v   = int32_t __attribute__((vector_size(64)));
+using uint8x16 = uint8_t __attribute__((vector_size(16)));
 
 constexpr int LANES    = 16;
 constexpr int TOP      = 127;     // largest level
 constexpr int TOP_CODE = 127;     // magnitude of the largest scale code, which the largest window of a row gets
-constexpr int SAMPLE   = 1 << 17; // non-zeros that decide the levels
-constexpr int TURNS    = 12;      // of fitting the levels
+constexpr int SAMPLE   = 1 << 16; // non-zeros that decide the levels
+constexpr int TURNS    = 48;      // of fitting the levels
+constexpr int SEARCHES = 4;       // turns between two searches for scales
 // places of the largest value, as shares of the largest level
 constexpr float TRIED[8] = { .72f, .78f, .84f, .9f, .95f, 1.0f, 1.06f, 1.14f };
 
@@ -116,9 +118,8 @@ ALWAYS_INLINE void numbers_of(const float * x, int64_t n, float inverse, const l
                 number -= y >= t.place[k];
             }
         }
-        for (int l = 0; l < LANES; l++) {
-            numbers[i + l] = static_cast<uint8_t>(number[l]);
-        }
+        const auto bytes = __builtin_convertvector(number, uint8x16);
+        memcpy(numbers + i, &bytes, sizeof(bytes));
     }
 }
 
@@ -213,15 +214,10 @@ float improve_scale(const window_values & v, const level_table & t, const found_
     return d != 0 ? d : found.d[found.better];
 }
 
-// The magnitude of the scale code nearest to d.
+// The magnitude of the scale code nearest to d, as whole steps of 2^19 in the bits of a float.
 int nearest_code(double d) {
-    int code = 0;
-    while (code < TOP_CODE && d > static_cast<double>(scale_of_code(static_cast<uint8_t>(code)) +
-                                                      scale_of_code(static_cast<uint8_t>(code + 1))) /
-                                      2) {
-        code++;
-    }
-    return code;
+    const uint32_t bits = bits_of_float(static_cast<float>(std::min(d, 2.0)));
+    return std::max(0, std::min(TOP_CODE, static_cast<int>((bits + (1u << 18)) >> 19) - (120 << 4)));
 }
 
 // The scale code with the least error among 8 of each sign near the scales found. unit: the row's factor in units of
@@ -252,6 +248,7 @@ struct dense_matrix {
     int64_t       window;
     const float * weights; // n_weights x cols, or nullptr
     int64_t       n_weights;
+    bool          has_scales; // factors and scales are known
 };
 
 // Loads a window with up to `window` values to v.x and v.weights, without normalizing them. bitmap: its bytes of the
@@ -419,7 +416,7 @@ std::vector<int8_t> fit_levels(const window_sample & s, int32_t bits, int n_thre
     const std::vector<float> positive = magnitudes(y, false, half);
     levels.insert(levels.end(), positive.begin(), positive.end());
     for (int turn = 0; turn < TURNS; turn++) {
-        if (turn % 3 == 0 && turn > 0) {
+        if (turn % SEARCHES == 0 && turn > 0) {
             scale_to_top(&levels);
             const level_table table(levels);
             parallel_ranges(n_threads, static_cast<int64_t>(s.windows.size()), [&](int64_t begin, int64_t end) {
@@ -482,7 +479,7 @@ public:
             load_window<T>(m_, row, w * m_.window, bitmap_of(row) + w * m_.window / 8, &v);
             normalize(&v);
             if (v.n > 0) {
-                const found_scales found       = search_scales(v, table_);
+                const found_scales found       = m_.has_scales ? found_scales{} : search_scales(v, table_);
                 found_[static_cast<size_t>(w)] = found;
                 largest = std::max(largest, static_cast<double>(std::fabs(found.d[found.better])) *
                                                 static_cast<double>(v.largest));
@@ -491,16 +488,19 @@ public:
         if (!set_factor(row, largest / static_cast<double>(scale_of_code(TOP_CODE)))) {
             return false;
         }
-        int64_t k = 0;
+        bool    fits = true;
+        int64_t k    = 0;
         for (int64_t w = 0; w < windows_; w++) {
             const window_values & v = values_[static_cast<size_t>(w)];
             if (v.n > 0) {
-                encode_window(row, w, v, &codes_[static_cast<size_t>(k)]);
+                fits = encode_window(row, w, v, &codes_[static_cast<size_t>(k)]) && fits;
                 k += v.n;
+            } else {
+                out_.scales[static_cast<size_t>(row * windows_ + w)] = 0;
             }
         }
         put_codes(row, k);
-        return true;
+        return fits;
     }
 
 private:
@@ -512,31 +512,39 @@ private:
             bits = 0;
             return true;
         }
+        if (m_.has_scales) {
+            return bits >= MIN_FACTOR && bits <= MAX_FACTOR;
+        }
         const uint32_t u = bits_of_float(static_cast<float>(std::max(factor, 0x1p-90)));
         bits             = static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
         return bits <= MAX_FACTOR;
     }
 
-    void encode_window(int64_t row, int64_t w, const window_values & v, uint8_t * codes) {
+    bool encode_window(int64_t row, int64_t w, const window_values & v, uint8_t * codes) {
         const float  factor  = float_of_value(out_.factors[static_cast<size_t>(row)], GGML_MACKO_TYPE_BF16);
         const double largest = v.largest > 0 ? static_cast<double>(v.largest) : 1; // only -0.0
         const double unit    = static_cast<double>(factor) / largest;
-        uint8_t      code    = best_code(v, table_, found_[static_cast<size_t>(w)], unit);
-        const auto   half    = static_cast<unsigned>(out_.levels.size() / 2);
-        const auto   set     = [&] {
+        uint8_t &    code    = out_.scales[static_cast<size_t>(row * windows_ + w)];
+        if (!m_.has_scales) {
+            code = best_code(v, table_, found_[static_cast<size_t>(w)], unit);
+        }
+        const auto half = static_cast<unsigned>(out_.levels.size() / 2);
+        const auto set  = [&] {
             float most = 0;
             numbers_of(v.x, v.n, static_cast<float>(1 / (static_cast<double>(scale_of_code(code)) * unit)), table_,
-                             codes);
+                        codes);
             for (int64_t i = 0; i < v.n; i++) {
                 codes[i] = static_cast<uint8_t>((codes[i] + half) & (2 * half - 1));
                 most     = std::max(most, std::fabs(static_cast<float>(out_.levels[codes[i]])));
             }
             return std::fabs(scale_of_code(code) * factor) * most;
         };
-        while (set() >= 65536 && m_.desc.type == GGML_MACKO_TYPE_F16) { // a scale was rounded up
+        bool beyond = set() >= 65536 && m_.desc.type == GGML_MACKO_TYPE_F16;
+        while (beyond && !m_.has_scales) { // a scale was rounded up
             code--;
+            beyond = set() >= 65536;
         }
-        out_.scales[static_cast<size_t>(row * windows_ + w)] = code;
+        return !beyond;
     }
 
     void put_codes(int64_t row, int64_t n) {
@@ -578,22 +586,29 @@ template <typename T> std::vector<int32_t> count_groups(const T * dense, const m
     return row_ptr;
 }
 
-template <typename T> int quantize_type(dense_matrix m, int32_t bits, int n_threads, quantized_matrix * out) {
+template <typename T>
+int quantize_type(dense_matrix m, int32_t bits, const quantized_arrays * lattice, int n_threads,
+                  quantized_matrix * out) {
     const macko_desc & desc = m.desc;
+    m.has_scales            = lattice && lattice->scales;
     out->dense              = desc;
     out->bits               = bits;
-    out->window = m.window = window_for(desc);
+    out->window = m.window = m.has_scales ? lattice->window : window_for(desc);
     out->row_ptr           = count_groups(static_cast<const T *>(m.elements), desc, n_threads);
     out->codes.assign(static_cast<size_t>(codes_nbytes(out->row_ptr.back(), bits)), 0);
     out->bitmap.assign(static_cast<size_t>(bitmap_nbytes(desc.rows, desc.cols)), 0);
     out->scales.assign(static_cast<size_t>(desc.rows * windows_of_row(desc.cols, m.window)), 0);
     out->factors.assign(static_cast<size_t>(desc.rows), 0);
-    if (bits == 8) {
-        for (int i = 0; i < 256; i++) {
-            out->levels.push_back(static_cast<int8_t>(i));
-        }
+    if (m.has_scales) {
+        out->scales.assign(lattice->scales, lattice->scales + out->scales.size());
+        out->factors.assign(lattice->factors, lattice->factors + out->factors.size());
+    }
+    if (lattice) {
+        out->levels.assign(lattice->levels, lattice->levels + (1 << bits));
+    } else if (find_exact(m.elements, n_threads, out)) {
+        m.has_scales = true;
     } else {
-        out->levels = fit_levels(take_sample<T>(m), bits, n_threads);
+        out->levels = bits == 8 ? standard_levels(8, 0) : fit_levels(take_sample<T>(m), bits, n_threads);
     }
     const level_table table = table_of(out->levels);
     std::atomic<bool> fits{ true };
@@ -606,16 +621,16 @@ template <typename T> int quantize_type(dense_matrix m, int32_t bits, int n_thre
         }
     });
     return fits ? static_cast<int>(GGML_MACKO_STATUS_OK)
-                : fail(GGML_MACKO_STATUS_NOT_FINITE, "values are too large for the factor of a row");
+                : fail(GGML_MACKO_STATUS_NOT_FINITE, "values are too large for the scales of their row");
 }
 
 } // namespace
 
 int quantize(const void * dense, const macko_desc & shape, int32_t bits, const float * weights, int64_t n_weights,
-             int n_threads, quantized_matrix * out) {
-    const dense_matrix m = { dense, shape, 0, weights, n_weights };
-    return shape.type == GGML_MACKO_TYPE_F32 ? quantize_type<uint32_t>(m, bits, n_threads, out)
-                                             : quantize_type<uint16_t>(m, bits, n_threads, out);
+             const quantized_arrays * lattice, int n_threads, quantized_matrix * out) {
+    const dense_matrix m = { dense, shape, 0, weights, n_weights, false };
+    return shape.type == GGML_MACKO_TYPE_F32 ? quantize_type<uint32_t>(m, bits, lattice, n_threads, out)
+                                             : quantize_type<uint16_t>(m, bits, lattice, n_threads, out);
 }
 
 } // namespace macko

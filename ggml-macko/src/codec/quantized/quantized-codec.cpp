@@ -10,6 +10,19 @@ constexpr int32_t RECODED_BITS = 4; // delta_bits for consumers of MACKO rows
 
 macko_desc desc_of(const ggml_macko_matrix & m) { return { m.rows, m.cols, m.type, RECODED_BITS, m.nnz }; }
 
+quantized_arrays arrays_of(const ggml_macko_matrix & m) {
+    const auto at = [&](quantized_component c) { return static_cast<const uint8_t *>(m.arrays[c].data); };
+    return { desc_of(m),
+             code_bits(m.value_type),
+             window_of(m),
+             at(QUANTIZED_CODES),
+             at(QUANTIZED_BITMAP),
+             at(QUANTIZED_SCALES),
+             static_cast<const uint16_t *>(m.arrays[QUANTIZED_FACTORS].data),
+             static_cast<const int32_t *>(m.arrays[QUANTIZED_ROW_PTR].data),
+             static_cast<const int8_t *>(m.arrays[QUANTIZED_LEVELS].data) };
+}
+
 class encoded_quantized : public encoded_matrix {
 public:
     quantized_matrix quantized;
@@ -81,36 +94,49 @@ public:
     int32_t recoded_bits(int32_t) const override { return RECODED_BITS; }
 
     int open(const ggml_macko_matrix & m, int n_threads, std::unique_ptr<codec_view> * view) const override {
+        auto v = std::make_unique<quantized_view>();
+        TRY(check_lengths(m, QUANTIZED_BITMAP));
+        TRY(check_quantized(arrays_of(m), m.arrays[QUANTIZED_CODES].nbytes, n_threads, v.get()));
+        *view = std::move(v);
+        return GGML_MACKO_STATUS_OK;
+    }
+
+    // Checks the lengths of the components from `first` on.
+    int check_lengths(const ggml_macko_matrix & m, size_t first) const {
         component_rule rules[GGML_MACKO_MAX_ARRAYS];
         component_rules(m, rules);
-        for (size_t i = QUANTIZED_BITMAP; i <= QUANTIZED_LEVELS; i++) {
+        for (size_t i = first; i <= QUANTIZED_LEVELS; i++) {
             if (array_length(m.arrays[i]) != rules[i].length) {
                 return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s has the wrong length (%lld vs %lld)",
                             components()[i] + 1, static_cast<long long>(array_length(m.arrays[i])),
                             static_cast<long long>(rules[i].length));
             }
         }
-        const auto at = [&](quantized_component c) { return static_cast<const uint8_t *>(m.arrays[c].data); };
-        const quantized_arrays arrays = { desc_of(m),
-                                          code_bits(m.value_type),
-                                          window_of(m),
-                                          at(QUANTIZED_CODES),
-                                          at(QUANTIZED_BITMAP),
-                                          at(QUANTIZED_SCALES),
-                                          static_cast<const uint16_t *>(m.arrays[QUANTIZED_FACTORS].data),
-                                          static_cast<const int32_t *>(m.arrays[QUANTIZED_ROW_PTR].data),
-                                          static_cast<const int8_t *>(m.arrays[QUANTIZED_LEVELS].data) };
-        auto                   v      = std::make_unique<quantized_view>();
-        TRY(check_quantized(arrays, m.arrays[QUANTIZED_CODES].nbytes, n_threads, v.get()));
-        *view = std::move(v);
         return GGML_MACKO_STATUS_OK;
     }
 
     int encode(const void * dense, const macko_desc & shape, const int64_t * options, int n_threads,
                std::unique_ptr<encoded_matrix> * out) const override {
-        return encode_quantized(dense, shape, int32_option(options[0]), nullptr, 0, n_threads, out);
+        return encode_quantized(dense, shape, int32_option(options[0]), nullptr, 0, nullptr, n_threads, out);
     }
 };
+
+const quantized_format & format() {
+    static const quantized_format found;
+    return found;
+}
+
+// Checks the parts of a lattice that are read.
+int open_lattice(const ggml_macko_matrix & m, const macko_desc & shape, int32_t value_type, quantized_arrays * out) {
+    TRY(check_header(format(), m));
+    TRY(format().check_lengths(m, QUANTIZED_BITMAP));
+    *out = arrays_of(m);
+    if (m.rows != shape.rows || m.cols != shape.cols || m.value_type != value_type || !out->scales != !out->factors ||
+        !out->levels) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "a lattice of another shape or type, or without levels");
+    }
+    return check_levels(*out);
+}
 
 } // namespace
 
@@ -123,24 +149,27 @@ int64_t window_of(const ggml_macko_matrix & m) {
     return 0;
 }
 
-const codec & quantized_codec() {
-    static const quantized_format format;
-    return format;
-}
+const codec & quantized_codec() { return format(); }
 
 int encode_quantized(const void * dense, const macko_desc & shape, int32_t value_type, const float * weights,
-                     int64_t n_weights, int n_threads, std::unique_ptr<encoded_matrix> * out) {
+                     int64_t n_weights, const ggml_macko_matrix * lattice, int n_threads,
+                     std::unique_ptr<encoded_matrix> * out) {
     macko_desc desc = { shape.rows, shape.cols, shape.type, RECODED_BITS, 0 };
     TRY(check_desc(desc));
     if (code_bits(value_type) == 0) {
         return fail(GGML_MACKO_STATUS_BAD_FORMAT, "value type %d is not Q3 (%d), Q4 (%d), Q5 (%d) or Q8 (%d)",
                     value_type, GGML_MACKO_TYPE_Q3, GGML_MACKO_TYPE_Q4, GGML_MACKO_TYPE_Q5, GGML_MACKO_TYPE_Q8);
     }
+    quantized_arrays given = {};
+    if (lattice) {
+        TRY(open_lattice(*lattice, shape, value_type, &given));
+    }
     ggml_macko_count count = {};
     TRY(count_finite(dense, desc, n_threads, &count));
     desc.nnz    = count.nnz;
     auto result = std::make_unique<encoded_quantized>();
-    TRY(quantize(dense, desc, code_bits(value_type), weights, n_weights, n_threads, &result->quantized));
+    TRY(quantize(dense, desc, code_bits(value_type), weights, n_weights, lattice ? &given : nullptr, n_threads,
+                 &result->quantized));
     *out = std::move(result);
     return GGML_MACKO_STATUS_OK;
 }

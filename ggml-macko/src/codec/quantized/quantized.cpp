@@ -27,7 +27,7 @@ static int64_t row_nnz(const quantized_arrays & a, int64_t row) {
     return set_bits(a.row_bitmap(row), (a.dense.cols + 7) / 8);
 }
 
-static int check_levels(const quantized_arrays & a) {
+int check_levels(const quantized_arrays & a) {
     const int n = 1 << a.bits, half = n / 2;
     for (int i = 0; i < n; i++) {
         const int  level = a.levels[i];

@@ -103,6 +103,8 @@ private:
     friend int check_quantized(const quantized_arrays & arrays, int64_t codes, int n_threads, quantized_view * view);
     quantized_arrays arrays_ = {};
 };
+// Checks the levels of a matrix, and nothing else.
+[[nodiscard]] int check_levels(const quantized_arrays & arrays);
 // Checks arrays of the lengths that their description implies. codes: bytes of the codes, which row_ptr implies.
 [[nodiscard]] int check_quantized(const quantized_arrays & arrays, int64_t codes, int n_threads, quantized_view * view);
 
@@ -121,16 +123,24 @@ struct quantized_matrix {
                  scales.data(), factors.data(), row_ptr.data(), levels.data() };
     }
 };
+// The levels of values that a tool fits to a lattice: one of two tables; with 8 bits, all levels.
+std::vector<int8_t> standard_levels(int32_t bits, int table);
+// Sets the levels, factors and scales of m if its dense elements are exactly values with standard levels. m has its
+// description, window, and room for factors and scales.
+bool find_exact(const void * dense, int n_threads, quantized_matrix * m);
+
 // Quantizes a dense matrix of shape.nnz finite non-zeros. weights: n_weights rows of cols numbers, not negative, the
 // weights of the squared errors; the matrix is a stack of n_weights equal parts with one row of weights each. nullptr:
-// all weights are equal. NOT_FINITE if a value is too large for a scale. The bytes do not depend on the number of
-// threads.
+// all weights are equal. lattice: nullptr, or a matrix of the same shape and bits whose levels, windows, scales and
+// factors are used; its codes and bitmap are not. Without scales, only its levels are used. NOT_FINITE if a value is
+// too large for a scale. The bytes do not depend on the number of threads.
 [[nodiscard]] int quantize(const void * dense, const macko_desc & shape, int32_t bits, const float * weights,
-                           int64_t n_weights, int n_threads, quantized_matrix * out);
+                           int64_t n_weights, const quantized_arrays * lattice, int n_threads, quantized_matrix * out);
 
-// The same as an encoded matrix of the format. NOT_FINITE also if a value is Inf or NaN.
+// The same as an encoded matrix of the format. lattice: nullptr, or an unchecked matrix of the format. NOT_FINITE also
+// if a value is Inf or NaN.
 [[nodiscard]] int encode_quantized(const void * dense, const macko_desc & shape, int32_t value_type,
-                                   const float * weights, int64_t n_weights, int n_threads,
-                                   std::unique_ptr<encoded_matrix> * out);
+                                   const float * weights, int64_t n_weights, const ggml_macko_matrix * lattice,
+                                   int n_threads, std::unique_ptr<encoded_matrix> * out);
 
 } // namespace macko

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ggml_macko import values
 from ggml_macko.codecs import exact_blocks
-from ggml_macko.codecs.value_types import BLOCK, LEVELS, TYPE_Q4_NL, pack_blocks, pack_nibbles
+from ggml_macko.codecs.value_types import BLOCK, LEVELS, QUANT_NAMES, TYPE_Q4_NL, pack_blocks, pack_nibbles
+from ggml_macko.native import codec as native_codec
 from ggml_macko.pruning import array_backend, quantized
 from ggml_macko.pruning.options import VALUES
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
@@ -18,11 +19,14 @@ from reference import packed
 from support import generators
 from support.pruning import damped64, interrupted, moments, problem_of, pruned_tensors, tiny_model
 
-NUMBERS = {  # FORMAT.md section 7, 0 left out
+BLOCK_VALUES = tuple(QUANT_NAMES.values())  # the types with a scale per block of non-zeros
+NUMBERS = {  # FORMAT.md sections 7 and 9, 0 left out
     "q8_0": [[q for q in range(-127, 128) if q]],
     "q5_0": [[q for q in range(-16, 16) if q]],
     "q4_0": [[q for q in range(-8, 8) if q]],
     "q4_nl": LEVELS.tolist(),
+    "q8": [[q for q in range(-127, 128) if q]],
+    **{f"q{b}": [native_codec.standard_levels(1010 + b, table).tolist() for table in (0, 1)] for b in (3, 4, 5)},
 }
 
 
@@ -96,7 +100,7 @@ def test_no_weight_can_be_moved_alone(name):
             assert error(moved[r : r + 1], w[r : r + 1], h) > error(found[r : r + 1], w[r : r + 1], h) - 1e-6 * best
 
 
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", BLOCK_VALUES)
 def test_scales_are_next_to_the_best(name):
     """Against many scales tried in float64, for each block of its own."""
     rng = np.random.default_rng(1)
@@ -140,7 +144,7 @@ def test_blocks_run_through_rows_and_matrices(xp):
         assert np.array_equal(scales[block], np.repeat(array_backend.to_host(want), len(kept[block])))
 
 
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", BLOCK_VALUES)
 def test_tiny_weights_do_not_become_zero(name):
     w = np.full((1, 64), 1e-12, dtype=np.float32)
     [lattice] = quantized.lattices([w], [np.ones(64, dtype=np.float32)], quantized.Grid(name))
@@ -170,7 +174,10 @@ def random_blocks(rng, name, n):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(VALUES), st.sampled_from([TYPE_F16, TYPE_BF16, TYPE_F32]), st.integers(1, 70), st.integers(0, 2**32)
+    st.sampled_from(BLOCK_VALUES),
+    st.sampled_from([TYPE_F16, TYPE_BF16, TYPE_F32]),
+    st.integers(1, 70),
+    st.integers(0, 2**32),
 )
 def test_blocks_are_found_again(name, type_id, n, seed):
     data, wanted = random_blocks(np.random.default_rng(seed), name, n)
@@ -189,7 +196,7 @@ def test_padding_of_found_blocks_is_that_of_the_format():
     assert np.array_equal(found, data)  # F32 holds d * q, so that there is one scale
 
 
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", BLOCK_VALUES)
 def test_other_values_are_no_blocks(name):
     rng = np.random.default_rng(0)
     value_type = quantized.VALUE_TYPES[name]
@@ -199,6 +206,26 @@ def test_other_values_are_no_blocks(name):
     bits = values.from_float(wanted, TYPE_F32)
     bits[BLOCK * 35 + 7] += 1  # behind the blocks that are looked at first
     assert exact_blocks.find(bits, TYPE_F32, value_type) is None
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    name=st.sampled_from(("q8", "q5", "q4", "q3")),
+    type_id=st.sampled_from([TYPE_F16, TYPE_BF16, TYPE_F32]),
+    table=st.integers(0, 1),
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 400)),
+    seed=st.integers(0, 2**32),
+)
+def test_windows_are_found_again(name, type_id, table, shape, seed):
+    """Values on standard levels, also in a matrix of which some rows and windows are empty."""
+    rng = np.random.default_rng(seed)
+    value_type = quantized.VALUE_TYPES[name]
+    w = np.where(rng.random(shape) < rng.choice([0.1, 0.5]), rng.standard_normal(shape), 0)
+    bits = values.from_float((w * rng.choice([0.01, 3], (shape[0], 1))).astype(np.float32), type_id)
+    levels = native_codec.standard_levels(value_type, table)
+    dense = native_codec.decode(native_codec.encode_quantized(bits, type_id, value_type, levels=levels))
+    found = native_codec.encode_quantized(dense, type_id, value_type)
+    assert native_codec.decode(found).tobytes() == dense.tobytes()
 
 
 # ---- the command ----

@@ -222,7 +222,7 @@ def assert_nearest_values(found, weights, state):
 
 
 @needs_torch
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", ["q8_0", "q5_0", "q4_nl", "q4_0"])
 def test_scales_follow_the_weights(name):
     """The scale is that with the least error for the numbers that the weights had, rounded to F16."""
     import torch
@@ -242,6 +242,33 @@ def test_scales_follow_the_weights(name):
         steps = 1.01 if name == "q4_nl" else 0.51  # of F16; there every second number has the table's bit
         assert abs(float(blocks.scale[i]) - want) <= steps * float(np.spacing(np.float16(abs(want))))
     assert np.array_equal(blocks.table.numpy(), table)
+
+
+@needs_torch
+@pytest.mark.parametrize("name", ["q8", "q5", "q4", "q3"])
+def test_scales_of_windows_follow_the_weights(name):
+    """The scale is that with the least error for the numbers that the weights had, rounded to 5 bits."""
+    import torch
+
+    from ggml_macko.recovery.quantized_weights import Windows
+
+    rng = np.random.default_rng(7)
+    w = np.where(rng.random((3, 100)) < 0.4, rng.normal(size=(3, 100)), 0).astype(np.float32)
+    w[1, 64:] = 0  # an empty window
+    places = np.flatnonzero(w)
+    kept = torch.from_numpy(w.reshape(-1)[places])
+    windows = Windows(kept, torch.from_numpy(places), torch.Size(w.shape), name)
+    before = windows.values(kept).numpy().astype(np.float64)
+    moved = kept + torch.from_numpy(rng.normal(size=len(places)).astype(np.float32) * 0.02)
+    scale = windows.scale.numpy().astype(np.float64).copy()
+    width = 128 if len(scale) == 3 else 64
+    window = places // 100 * (len(scale) // 3) + places % 100 // width
+    q = windows.values(moved).numpy() / scale[window]
+    assert np.abs(before - kept.numpy()).max() < 0.5 and np.all(np.rint(q) == np.round(q, 3))
+    windows.follow(moved)
+    for i in np.unique(window):
+        x, number = moved.numpy()[window == i].astype(np.float64), q[window == i]
+        assert float(windows.scale[i]) == pytest.approx(x @ number / (number @ number), rel=1 / 31)
 
 
 @needs_torch

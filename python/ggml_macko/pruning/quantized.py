@@ -1,10 +1,10 @@
-"""Fits the remaining weights to the blocks of a quantized type, so that they compensate for each other's errors.
+"""Fits the remaining weights to the values of a quantized type, so that they compensate for each other's errors.
 
-A block is 32 consecutive non-zeros in the rows of a tensor, so pruning comes first. A weight is a number of the type
-times the scale of its block (FORMAT.md section 7). Scales are computed for the given weights. Then each weight gets its
-best value while the others are fixed, column by column, in several passes, as in QuantEase (Behdin et al., arXiv
-2309.01885). Unlike SparseGPT and GPTQ, this method never relies on changes of later weights that are zero. The module
-reads no files; its arrays may be on a GPU (array_backend.py).
+A weight is a number of the type times a scale, which serves 32 consecutive non-zeros in the rows of a tensor (FORMAT.md
+section 7), or a window of columns (section 9), so pruning comes first. Scales are computed for the given weights. Then
+each weight gets its best value while the others are fixed, column by column, in several passes, as in QuantEase (Behdin
+et al., arXiv 2309.01885). Unlike SparseGPT and GPTQ, this method never relies on changes of later weights that are
+zero. The module reads no files; its arrays may be on a GPU (array_backend.py).
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 
-from ..codecs.value_types import BLOCK, QUANT_NAMES, nearest_numbers, numbers
+from ..codecs.quantized import element_scales
+from ..codecs.value_types import BLOCK, QUANT_NAMES, VALUE_NAMES, nearest_numbers, numbers
+from ..native import codec as native_codec
 from ..pruning import array_backend
 from ..pruning.alps import Problem
 from ..pruning.array_backend import Array
+from ..values import TYPE_F32
 
-VALUE_TYPES = {name: type_id for type_id, name in QUANT_NAMES.items()}
+VALUE_TYPES = {name: type_id for type_id, name in VALUE_NAMES.items()}
 """Name of a quantized type -> type id."""
 
 PASSES = 3
@@ -35,10 +38,11 @@ class Grid:
     """The numbers of a quantized type except 0, because remaining weights are not zero."""
 
     def __init__(self, name: str, xp: array_backend.ArrayModule = np) -> None:
-        found = numbers(VALUE_TYPES[name])
-        self.n_tables = len(found)  # the lowest bit of a scale selects one of two
+        self.type = VALUE_TYPES[name]
+        found = numbers(self.type)
+        self.n_tables = len(found)  # one of two is selected by the lowest bit of a scale, or for a matrix
         self.largest = np.float32(np.abs(found.astype(np.int64)).max())
-        self._nearest = xp.asarray(nearest_numbers(VALUE_TYPES[name]).astype(np.float32)).reshape(-1)
+        self._nearest = xp.asarray(nearest_numbers(self.type).astype(np.float32)).reshape(-1)
 
     def nearest(self, x: Array, table: Array | int) -> Array:
         """The nearest numbers to x, float32. table: of each element, or of all."""
@@ -50,7 +54,7 @@ class Grid:
 class Lattice(NamedTuple):
     """The possible values of each remaining weight of a matrix: arrays (rows, cols)."""
 
-    scale: Array  # float32, that of the weight's block
+    scale: Array  # float32, that of the weight's block or window
     table: Array  # int32
 
 
@@ -60,6 +64,8 @@ def lattices(weights: Sequence[Array], importance: Sequence[Array], grid: Grid) 
     weights: float32 (rows, cols). importance: float32 (cols,), weights of squared errors.
     """
     xp = array_backend.module_of(weights[0])
+    if grid.type not in QUANT_NAMES:
+        return window_lattices(weights, importance, grid)
     kept = [w != 0 for w in weights]
     values = xp.concatenate([w[k] for w, k in zip(weights, kept)])
     counts = xp.concatenate([xp.broadcast_to(of, k.shape)[k] for of, k in zip(importance, kept)])
@@ -77,6 +83,21 @@ def lattices(weights: Sequence[Array], importance: Sequence[Array], grid: Grid) 
         out.append(lattice)
         begin = end
     return out
+
+
+def window_lattices(weights: Sequence[Array], importance: Sequence[Array], grid: Grid) -> list[Lattice]:
+    """lattices() of codes with scales for windows, with the standard levels of least error."""
+    xp = array_backend.module_of(weights[0])
+    stack = np.concatenate([array_backend.to_host(w) for w in weights]).astype(np.float32)
+    bits, counts = stack.view(np.uint32), np.stack([array_backend.to_host(of) for of in importance])
+    tried = []
+    for table in range(grid.n_tables):
+        levels = native_codec.standard_levels(grid.type, table)
+        m = native_codec.encode_quantized(bits, TYPE_F32, grid.type, counts, levels=levels)
+        tried.append((native_codec.measure_error(m, bits, counts).weighted_error, table, m))
+    _, table, m = min(tried, key=lambda found: found[:2])
+    scales = np.split(np.where(stack != 0, element_scales(m), 1).astype(np.float32), len(weights))
+    return [Lattice(xp.asarray(s), xp.full(s.shape, table, dtype=np.int32)) for s in scales]
 
 
 def search_scales(x: Array, counts: Array, grid: Grid) -> Lattice:

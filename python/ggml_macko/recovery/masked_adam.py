@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from ..recovery.quantized_weights import Blocks
+from ..recovery.quantized_weights import Blocks, Windows, of_tensor
 from ..recovery.ranks import Ranks, local
 
 BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
@@ -40,11 +40,11 @@ class MaskedAdam:
         self._second = {name: torch.zeros_like(m) for name, m in self._first.items()}
         self._unit = {name: _root_mean_square(self._select(name, w), ranks) for name, w in self._weights.items()}
         self._trained: dict[str, torch.Tensor] = {}  # trained elements of weights with quantized values
-        self._blocks: dict[str, Blocks] = {}
+        self._blocks: dict[str, Blocks | Windows] = {}
         for name, w in self._weights.items():
             if quant_values is not None and len(self._first[name]) and w.dim() > 1:
                 self._trained[name] = self._select(name, w).clone()
-                self._blocks[name] = Blocks(self._trained[name], quant_values)
+                self._blocks[name] = of_tensor(self._trained[name], self._kept[name], w.shape, quant_values)
                 self._quantize(name)
         self._hooks = []
         for name, w in self._whole.items():

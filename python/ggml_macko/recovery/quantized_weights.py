@@ -2,7 +2,8 @@
 value is the gradient of its weight.
 
 The non-zeros in the order of their rows are in the order of the type's blocks (FORMAT.md section 7), so a flat tensor
-of them splits into blocks. One step of least squares updates the scales each time.
+of them splits into blocks. Codes have scales for windows of columns (section 9). One step of least squares updates the
+scales each time.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..codecs.value_types import BLOCK, nearest_numbers
+from ..codecs.quantized import FACTORS, element_scales, window_of
+from ..codecs.value_types import BLOCK, QUANT_NAMES, nearest_numbers
+from ..native import codec as native_codec
 from ..pruning import quantized
+from ..values import TYPE_BF16, TYPE_F32, to_float
 
 _PIECE = 1 << 14  # blocks per step of the search for scales
 
@@ -68,3 +72,64 @@ class Blocks:
 
 def _pieces(x: np.ndarray) -> list[np.ndarray]:
     return [x[i : i + _PIECE] for i in range(0, len(x), _PIECE)]
+
+
+class Windows:
+    """The windows of one tensor, as Blocks.
+
+    kept: its non-zeros, float32 (n,), and their places in the flat tensor of this shape. The levels are the standard
+    ones with a narrow gap, because different processes may have rows of one matrix.
+    """
+
+    def __init__(self, kept: torch.Tensor, places: torch.Tensor, shape: torch.Size, name: str) -> None:
+        value_type, cols = quantized.VALUE_TYPES[name], shape[-1]
+        levels = native_codec.standard_levels(value_type, 0)
+        dense = np.zeros(shape.numel(), dtype=np.float32)
+        dense[places.cpu().numpy()] = kept.cpu().numpy()
+        m = native_codec.encode_quantized(dense.reshape(-1, cols).view(np.uint32), TYPE_F32, value_type, levels=levels)
+        self._width = window_of(m)
+        per_row, row, col = -(-cols // self._width), places.long() // cols, places.long() % cols
+        self._window = row * per_row + col // self._width
+        self._slot = row * (per_row * self._width) + col
+        factors = np.repeat(np.maximum(to_float(m.arrays[FACTORS], TYPE_BF16), np.float32(2.0**-90)), per_row)
+        self._factor = torch.from_numpy(factors).to(kept.device)
+        of_windows = np.ascontiguousarray(element_scales(m)[:, :: self._width]).reshape(-1)
+        self.scale = torch.where(
+            torch.from_numpy(of_windows).to(kept.device) == 0,
+            self._factor,
+            torch.from_numpy(of_windows).to(kept.device),
+        )
+        self.table = torch.zeros(1, dtype=torch.int32, device=kept.device)
+        lookup = nearest_numbers(value_type)[0].astype(np.float32)
+        self._nearest = torch.from_numpy(lookup).to(kept.device)
+
+    def values(self, kept: torch.Tensor) -> torch.Tensor:
+        """The quantized values of weights (n,) with the present scales."""
+        scale = self.scale[self._window]
+        return scale * self._numbers(kept, scale)
+
+    def follow(self, kept: torch.Tensor) -> None:
+        """Sets each scale to the best one for the numbers of its weights at the previous scale."""
+        q = self._numbers(kept, self.scale[self._window])
+        best = self._sums(kept * q) / self._sums(q * q)  # NaN without weights
+        self.scale.copy_(torch.where(best * self.scale > 0, self._as_scales(best), self.scale))
+
+    def _numbers(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        place = torch.floor((x / scale).clamp(-128, 127.5) * 2).int() + 256
+        return self._nearest[place]
+
+    def _sums(self, x: torch.Tensor) -> torch.Tensor:
+        """Sums over windows, in a fixed order."""
+        slots = x.new_zeros(len(self.scale) * self._width)
+        return slots.index_copy_(0, self._slot, x).reshape(-1, self._width).sum(1)
+
+    def _as_scales(self, d: torch.Tensor) -> torch.Tensor:
+        """The nearest floats with 4 bits of mantissa, 2^-7 to 1.9375, times the factor."""
+        bits = (d.abs() / self._factor).clamp(2.0**-7, 1.9375).view(torch.int32)
+        return (((bits + (1 << 18)) >> 19) << 19).view(torch.float32).mul(self._factor).copysign(d)
+
+
+def of_tensor(kept: torch.Tensor, places: torch.Tensor, shape: torch.Size, name: str) -> Blocks | Windows:
+    """For the non-zeros (n,) at these places of a flat tensor."""
+    is_block = quantized.VALUE_TYPES[name] in QUANT_NAMES
+    return Blocks(kept, name) if is_block else Windows(kept, places, shape, name)

@@ -13,8 +13,9 @@ from ggml_macko.native.cpu import CpuMatrix
 from reference.ec_csr import EcCsrMatrix
 from reference.macko import MackoMatrix
 from reference.packed import PackedMatrix
+from reference.quantized import QuantizedMatrix
 
-Matrix = Union[MackoMatrix, EcCsrMatrix, PackedMatrix]
+Matrix = Union[MackoMatrix, EcCsrMatrix, PackedMatrix, QuantizedMatrix]
 
 
 def macko(dense: np.ndarray, type_id: int, delta_bits: int, n_threads: int = 0) -> MackoMatrix:

@@ -194,6 +194,10 @@ class Codec(ABC):
         """Name of a quantized type of values; None for lossless types."""
         return None
 
+    def dense_name(self, value_type: int) -> str | None:
+        """ggml's type of a dense matrix in which a quantized type of values has as many bits; None if lossless."""
+        return self.value_name(value_type)
+
     def is_lossy(self, value_type: int) -> bool:
         """Whether values of the type may differ from the encoded values."""
         return self.value_name(value_type) is not None

@@ -8,8 +8,9 @@ from .codec import Choice, Codec
 from .ec_csr import EcCsrCodec
 from .macko import MackoCodec
 from .packed import PackedCodec
+from .quantized import QuantizedCodec
 
-CODECS: list[Codec] = [MackoCodec(), EcCsrCodec(), PackedCodec()]
+CODECS: list[Codec] = [MackoCodec(), EcCsrCodec(), PackedCodec(), QuantizedCodec()]
 
 AUTO = "auto"
 """The default TYPE: for each tensor, the smallest lossless TYPE that needs no search."""

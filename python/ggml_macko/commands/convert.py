@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "macko-d8: with this number. packed: non-zeros without fillers, and a bitmap or gap codes. sparse-lossless: "
         "packed, with non-zeros coded in 10 to 14 bits, bit for bit, if that is smaller. ec-csr, ec-csr-4, ec-csr-8: "
         "blocks of rows that share columns, with delta bits as in macko; lossless, but not part of auto, because "
-        "encoding takes seconds per tensor. sparse-q8_0, sparse-q5_0, sparse-q4_nl, sparse-q4_0: packed, with "
+        "encoding takes seconds per tensor. sparse-q8, sparse-q5, sparse-q4, sparse-q3: non-zeros in so many bits "
+        "(lossy), with scales for windows of columns and levels that fit the tensor. sparse-q8_0, sparse-q5_0, "
+        "sparse-q4_nl, sparse-q4_0: packed, with "
         "quantized non-zeros (lossy), or dense in this type if there are almost no zeros. q4_nl has the size of "
         "q4_0 and loses less for pruned matrices; for others it is q4_0",
     )
@@ -124,8 +126,8 @@ def add_quantization_arguments(parser: argparse.ArgumentParser) -> None:
         "--output-tensor-type",
         metavar="TYPE",
         help="type of output.weight (or of the embedding that replaces it), which stays dense: "
-        f"{dense_types} (default with a quantized TYPE: q8_0 for sparse-q8_0 or if the columns are no multiple of 256, "
-        "otherwise q6_k; a pruned head becomes sparse)",
+        f"{dense_types} (default with a quantized TYPE: q8_0 for sparse-q8, sparse-q8_0 or if the columns are no "
+        "multiple of 256, otherwise q6_k; a pruned head becomes sparse)",
     )
     parser.add_argument("--token-embedding-type", metavar="TYPE", help="the same for token_embd.weight")
 

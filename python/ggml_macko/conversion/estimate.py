@@ -270,14 +270,15 @@ def _stored(t: Tensor, source: Source, wanted: str, alignment: int, scale: float
     if not found:
         return stays
     chosen = min(found, key=lambda c: stored_nbytes(c, alignment))
-    nbytes = round(stored_nbytes(chosen, alignment) * scale)
+    header = chosen.codec.header(chosen, source, t.rows)
+    nbytes = sum(align(n, alignment) for n in header.nbytes)
     expanded = max(nbytes, round(chosen.codec.nbytes_expanded(chosen, source) * scale))
     if expanded >= stays.nbytes:
         return stays
     instead = dense_instead(t, wanted, source, chosen, nbytes)
     if instead is not None:
         return _dense(align(int(dense_nbytes(t, instead)), alignment))
-    on_gpu = native_codec.gpu_nbytes(chosen.codec.header(chosen, source, t.rows))
+    on_gpu = native_codec.gpu_nbytes(header)
     return _Stored(nbytes, True, expanded, on_gpu, chosen.name, _coding(chosen, scale))
 
 

@@ -327,7 +327,7 @@ def end_type(t: Tensor, wanted: str) -> str | None:
     """
     if t.name not in tensor_rules.ENDS or not tensor_rules.is_value_type(t.type):
         return None
-    names = [c.codec.value_name(c.value_type) for c in registry.types().get(wanted, ()) if c.value_type is not None]
+    names = [c.codec.dense_name(c.value_type) for c in registry.types().get(wanted, ()) if c.value_type is not None]
     tried = [] if not any(names) else ["q8_0"] if "q8_0" in names else ["q6_k", "q8_0"]
     return next((name for name in tried if dense_nbytes(t, name) < float("inf")), None)
 
@@ -336,7 +336,7 @@ def dense_instead(t: Tensor, wanted: str, source: Source, chosen: Candidate, nby
     """The dense quantized type of a tensor with too few zeros for an index: the type of its values, or end_type().
     None: the tensor is stored sparse. source: all rows or a sample; nbytes: of all rows, stored sparse.
     """
-    name = chosen.codec.value_name(chosen.value_type)
+    name = chosen.codec.dense_name(chosen.value_type)
     end = None if name is None else end_type(t, wanted)
     if end is None:
         return name if dense_nbytes(t, name) <= nbytes else None

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import errors
-from ..values import TYPE_NAMES, Array, bits_dtype, component_dtype
+from ..values import TYPE_BF16, TYPE_I8, TYPE_I32, TYPE_NAMES, Array, bits_dtype, component_dtype
 from .library import check, ffi, from_struct, lib, new_struct, text
 
 _DELTA_BITS = (1, 2, 4, 8)  # of Count.n_stored
@@ -127,7 +127,58 @@ def encode(
     check(
         lib().ggml_macko_encode(format.encode(), pointer, type_id, *dense.shape, c_options, len(names), n_threads, out)
     )
-    owner = ffi().gc(out[0], lib().ggml_macko_encoded_free)
+    return _take(out[0])
+
+
+def encode_quantized(
+    dense: Array,
+    type_id: int,
+    value_type: int,
+    weights: Array | None = None,
+    lattice: EncodedMatrix | None = None,
+    levels: npt.NDArray[np.int8] | None = None,
+    n_threads: int = 0,
+) -> EncodedMatrix:
+    """Encodes a dense matrix (rows, cols) of finite values in the format `quantized`.
+
+    weights: as in measure_error(). lattice: a matrix of the same shape and value type, whose levels, scales and factors
+    are used. levels: the levels to search scales for, in the order of the codes; None: fitted to the matrix. Raises
+    PayloadError (NOT_FINITE) for Inf, NaN, and values beyond the range of a scale.
+    """
+    dense = dense_bits(dense, type_id)
+    out = ffi().new("struct ggml_macko_encoded **")
+    pointer = ffi().from_buffer("const void *", dense)
+    n_weights = 0 if weights is None else len(weights)
+    c_lattice = ffi().NULL if lattice is None else c_matrix(lattice)
+    if levels is not None:
+        c_lattice = _lattice_of_levels(*dense.shape, type_id, value_type, levels)
+    check(
+        lib().ggml_macko_encode_quantized(
+            pointer, type_id, *dense.shape, value_type, _floats(weights), n_weights, c_lattice, n_threads, out
+        )
+    )
+    return _take(out[0])
+
+
+def _lattice_of_levels(rows: int, cols: int, type_id: int, value_type: int, levels: npt.NDArray[np.int8]) -> Any:
+    """The C struct of a lattice without scales and factors."""
+    nbytes = (4, -(-rows * -(-cols // 8) // 4) * 4, rows * -(-cols // 32), 2 * rows, 4 * (rows + 1), len(levels))
+    types = (TYPE_I8, TYPE_I8, TYPE_I8, TYPE_BF16, TYPE_I32, TYPE_I8)
+    c = _c_header(MatrixHeader("quantized", rows, cols, type_id, value_type, 0, 0, types, nbytes))
+    c.arrays[5].data = ffi().from_buffer("const void *", levels)
+    return c
+
+
+def standard_levels(value_type: int, table: int) -> npt.NDArray[np.int8]:
+    """One of two tables of levels, in the order of the codes, with which encode_quantized() finds a lattice again."""
+    out = np.zeros(256, dtype=np.int8)
+    check(lib().ggml_macko_standard_levels(value_type, table, ffi().from_buffer("int8_t *", out)))
+    return np.trim_zeros(out, "b")
+
+
+def _take(encoded: Any) -> EncodedMatrix:
+    """A copy of an encoded matrix of the library, which is freed."""
+    owner = ffi().gc(encoded, lib().ggml_macko_encoded_free)
     m = new_struct("ggml_macko_matrix")
     check(lib().ggml_macko_encoded_matrix(owner, m))
     components = [m.arrays[i] for i in range(m.n_arrays)]

@@ -222,13 +222,15 @@ def test_code_128_of_8_bits_is_refused():
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("type_id", generators.TYPES)
-def test_products_are_those_of_the_decoded_matrix(bits, type_id):
+def test_products_are_those_of_the_unrounded_values(bits, type_id):
     rng = np.random.default_rng(6)
     m = encode(pruned(rng, 100, 777, 0.4, type_id), type_id, bits)
     x = rng.standard_normal((3, 777)).astype(np.float32)
-    w = generators.to_float64(c_codecs.decode(m), type_id)
+    w = quantized.values(m)
     found = c_codecs.cpu_matrix(m).mul_mat(x)
-    assert np.all(np.abs(found - x @ w.T) <= 2 * 777 * 2.0**-24 * (np.abs(x) @ np.abs(w.T)) + 1e-30)
+    rounding = (1 / (127 * 32768) + 8 * 2.0**-24) * np.abs(x).max(axis=1)[:, None]  # of x to integers, and of floats
+    bound = np.abs(w).sum(axis=1) * rounding + 2 * 777 * 2.0**-24 * (np.abs(x) @ np.abs(w.T))
+    assert np.all(np.abs(found - x @ w.T) <= bound)
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -87,12 +87,17 @@ def code_numbers(m: QuantizedMatrix) -> Array:
     )
 
 
+def values(m: QuantizedMatrix) -> Array:
+    """The products of scales and levels, which kernels multiply, float64 (rows, cols)."""
+    kept = places(m)
+    found = np.zeros(kept.shape)
+    found[kept] = window_scales(m)[kept] * m.levels.view(np.int8)[code_numbers(m)]
+    return found
+
+
 def decode(m: QuantizedMatrix) -> Array:
     """Bit patterns (rows, cols)."""
-    kept = places(m)
-    values = np.zeros(kept.shape)
-    values[kept] = window_scales(m)[kept] * m.levels.view(np.int8)[code_numbers(m)]
-    return from_float(values.astype(np.float32), m.type)
+    return from_float(values(m).astype(np.float32), m.type)
 
 
 def encode(dense: Array, lattice: QuantizedMatrix) -> QuantizedMatrix:

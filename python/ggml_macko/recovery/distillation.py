@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -271,7 +271,7 @@ class TrainingStep:
         self._student, self._teacher, self._arithmetic = student, teacher, arithmetic
         self._n_steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._stream = torch.cuda.Stream() if arithmetic.device.type == "cuda" else None
+        self._stream: Any = torch.cuda.Stream() if arithmetic.device.type == "cuda" else None
         self._tokens = self._loss = torch.empty(0)
 
     def __call__(self, chunks: Chunks) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any, Callable, TypeVar
 import numpy as np
 import torch
 
+from .. import errors
 from ..evaluation.transformer import Transformer, Weights
 from ..pruning.options import refuse_if
 from ..recovery.options import RecoverOptions
@@ -84,6 +85,9 @@ class Ranks:
         """The model and its trained tensors, which are split among the processes if there are several."""
         if self._mesh is None:
             return model, trained
+        other = next((name for name in trained if not name.startswith("blk.")), None)
+        if other is not None:
+            raise errors.bad_argument(f"{other}: several processes train only tensors of blocks")
         found = _SplitTransformer(model, trained, self._mesh)
         return found, found.trained
 
@@ -109,7 +113,7 @@ def assign(tensor: torch.Tensor, values: torch.Tensor) -> None:
         tensor.copy_(values)
 
 
-class _Part(torch.nn.Module):
+class _Part(torch.nn.Module):  # type: ignore[misc]  # torch is Any here
     """Tensors and the function that reads them: what FSDP2 collects before a call, and splits again after it."""
 
     def __init__(self, call: Callable[..., torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:

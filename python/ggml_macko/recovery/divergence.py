@@ -39,7 +39,7 @@ def _scores(logits: torch.Tensor, cap: float) -> torch.Tensor:
     return capped(logits.float(), cap) if cap else logits
 
 
-class _Divergence(torch.autograd.Function):  # type: ignore[misc]  # torch is Any here
+class _Divergence(torch.autograd.Function):
     """Arguments: hidden states (positions, n_embd) and heads of the student and the teacher, and their logit caps."""
 
     @staticmethod

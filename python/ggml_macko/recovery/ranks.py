@@ -113,7 +113,7 @@ def assign(tensor: torch.Tensor, values: torch.Tensor) -> None:
         tensor.copy_(values)
 
 
-class _Part(torch.nn.Module):  # type: ignore[misc]  # torch is Any here
+class _Part(torch.nn.Module):
     """Tensors and the function that reads them: what FSDP2 collects before a call, and splits again after it."""
 
     def __init__(self, call: Callable[..., torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:

@@ -39,7 +39,6 @@ class QuantizedCodec(Codec):
 
     name: ClassVar[str] = "quantized"
     components: ClassVar[tuple[str, ...]] = ("codes", "bitmap", "scales", "factors", "row_ptr", "levels")
-    mixed_types: ClassVar[tuple[str, ...]] = ("sparse-q8", "sparse-q5", "sparse-q4", "sparse-q3")
 
     def types(self) -> Mapping[str, tuple[Choice, ...]]:
         return {f"sparse-q{bits}": (Choice(self, None, value_type(bits)),) for bits in reversed(BITS)}

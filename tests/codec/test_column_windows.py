@@ -70,6 +70,17 @@ def test_c_and_numpy_decode_the_same_values(bits):
         generators.assert_same(m, encode(moderate(dense, type_id), type_id, bits, n_threads=1), label)
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_scale_reaches_half_of_an_outlier(bits):
+    """Least squares alone would choose a smaller scale for a window with one large value among small ones."""
+    rng = np.random.default_rng()
+    x = (0.05 * np.sign(rng.standard_normal((64, 512)))).astype(np.float32)
+    x[:, ::64] = 1 + rng.random((64, 8))
+    dense = values.from_float(x, TYPE_F16)
+    decoded = generators.to_float64(quantized.decode(encode(dense, TYPE_F16, bits)), TYPE_F16)
+    assert (np.abs(decoded[:, ::64]) >= 0.49 * x[:, ::64]).all()
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),

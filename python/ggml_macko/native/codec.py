@@ -151,7 +151,8 @@ def encode_quantized(
     n_weights = 0 if weights is None else len(weights)
     c_lattice = ffi().NULL if lattice is None else c_matrix(lattice)
     if levels is not None:
-        c_lattice = _lattice_of_levels(*dense.shape, type_id, value_type, levels)
+        rows, cols = dense.shape
+        c_lattice = _lattice_of_levels(rows, cols, type_id, value_type, levels)
     check(
         lib().ggml_macko_encode_quantized(
             pointer, type_id, *dense.shape, value_type, _floats(weights), n_weights, c_lattice, n_threads, out

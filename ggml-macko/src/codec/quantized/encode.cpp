@@ -167,6 +167,10 @@ struct found_scales {
     int   better;
 };
 
+// Least magnitude of a scale: the outermost level represents half of the window's largest magnitude, and some more for
+// the rounding of factors. error_bounds() accepts no smaller scale. Without the limit, least squares ignore an outlier.
+constexpr float LEAST_SCALE = 0.51f / TOP;
+
 // d[s] are the best scales for the levels that 8 tried scales of sign s lead to.
 found_scales best_of(const window_values & v, const level_table & t, const float16 & inverse) {
     scale_sums   sums;
@@ -179,7 +183,7 @@ found_scales best_of(const window_values & v, const level_table & t, const float
         const int    s = l / 8;
         if (wxq * d > gain[s] && (d < 0) == (s == 1)) {
             gain[s]    = wxq * d; // reduction of the sum of w x^2
-            found.d[s] = static_cast<float>(d);
+            found.d[s] = std::copysign(std::max(static_cast<float>(std::fabs(d)), LEAST_SCALE), s ? -1.0f : 1.0f);
         }
     }
     found.better = gain[1] > gain[0];
@@ -233,6 +237,9 @@ uint8_t best_code(const window_values & v, const level_table & t, const found_sc
         inverse[l]       = 1 / scale[l];
     }
     errors_of(v, t, scale, inverse, &errors);
+    for (int l = 0; l < LANES; l++) {
+        errors[l] = std::fabs(scale[l]) * (2 * TOP) < 1 ? INFINITY : errors[l];
+    }
     int best = 0;
     for (int l = 1; l < (t.n == 256 ? 8 : LANES); l++) {
         best = errors[l] < errors[best] ? l : best;

@@ -1,4 +1,4 @@
-# One file per instruction set; dispatch.cpp picks one at run time, and asks the CPU for what these flags promise.
+# One file per instruction set; dispatch.cpp picks one at run time, after a check that the CPU has these instructions.
 set(macko_sets "")
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64")
     set(macko_avx2         -mavx2 -mfma -mf16c -mbmi -mbmi2 -mpopcnt)
@@ -18,6 +18,8 @@ endforeach()
 
 get_target_property(kernel_sources macko-core SOURCES)
 list(FILTER kernel_sources INCLUDE REGEX "/kernels-[^/]*\\.cpp$")
+# kernels throw nothing; with exceptions, gcc adds a weak symbol for the personality function
+set_property(SOURCE ${kernel_sources} APPEND PROPERTY COMPILE_OPTIONS -fno-exceptions)
 if(GGML_MACKO_FUZZ) # clang needs many minutes for them with sanitizers, which gcc's builds have
     set_property(SOURCE ${kernel_sources} APPEND PROPERTY COMPILE_OPTIONS
         -O2 -fno-sanitize=all -fno-sanitize=fuzzer-no-link)

@@ -224,9 +224,14 @@ std::vector<bytes> seeds() {
     std::vector<bytes> all;
     uint8_t            n = 0;
     for (const bytes & matrix : encode_seeds()) {
-        bytes b = { static_cast<uint8_t>(n % 3 ? n : 0),
-                    // values that are not quantized, the first option of an encoder, keep their type
-                    static_cast<uint8_t>(n % SEED_OPTIONS == 0 ? 3 : n / SEED_OPTIONS * 4 + n % 2 * 2), n, 0, 0, 0 };
+        // values that are not quantized, the first option of most encoders, keep their type
+        const bool plain = n % SEED_OPTIONS == 0 && strcmp(all_codecs()[matrix[0]]->name(), "quantized") != 0;
+        bytes      b     = { static_cast<uint8_t>(n % 3 ? n : 0),
+                             static_cast<uint8_t>(plain ? 3 : n / SEED_OPTIONS * 4 + n % 2 * 2),
+                             n,
+                             0,
+                             0,
+                             0 };
         b.insert(b.end(), matrix.begin(), matrix.end());
         all.push_back(b);
         n++;

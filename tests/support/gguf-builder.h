@@ -704,7 +704,7 @@ inline file sparse_file(const model & m, bool with_ec = false, bool with_packed 
             const quantized_components c = encode_quantized(m.sparse[next]);
             f.tensors.push_back({ t.name + ".codes", { c.codes.size() }, TYPE_I8, c.codes, 0 });
             f.tensors.push_back({ t.name + ".bitmap", { c.bitmap.size() }, TYPE_I8, c.bitmap, 0 });
-            f.tensors.push_back({ t.name + ".scales", { c.scales.size() }, TYPE_I8, c.scales, 0 });
+            f.tensors.push_back({ t.name + ".wscales", { c.scales.size() }, TYPE_I8, c.scales, 0 });
             f.tensors.push_back({ t.name + ".factors", { c.factors.size() / 2 }, TYPE_BF16, c.factors, 0 });
             f.tensors.push_back({ t.name + ".row_ptr", { c.row_ptr.size() / 4 }, TYPE_I32, c.row_ptr, 0 });
             f.tensors.push_back({ t.name + ".levels", { c.levels.size() }, TYPE_I8, c.levels, 0 });

@@ -99,7 +99,10 @@ def test_tokens_of_pieces_are_those_of_the_whole_text(name, models, monkeypatch)
         n_cuts += len([*of._pieces(text)]) - 1
         assert of.tokens(text).tolist() == of._llama_tokenize(text, True).tolist()
 
-    check()
+    for _ in range(20):  # some vocabularies allow few cuts, and 60 random texts may have none
+        check()
+        if n_cuts > 0:
+            break
     assert n_cuts > 0
 
 

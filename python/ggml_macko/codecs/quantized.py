@@ -38,7 +38,7 @@ class QuantizedCodec(Codec):
     """The width of the windows follows from the density."""
 
     name: ClassVar[str] = "quantized"
-    components: ClassVar[tuple[str, ...]] = ("codes", "bitmap", "scales", "factors", "row_ptr", "levels")
+    components: ClassVar[tuple[str, ...]] = ("codes", "bitmap", "wscales", "factors", "row_ptr", "levels")
 
     def types(self) -> Mapping[str, tuple[Choice, ...]]:
         return {f"sparse-q{bits}": (Choice(self, None, value_type(bits)),) for bits in reversed(BITS)}

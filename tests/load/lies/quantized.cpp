@@ -18,7 +18,7 @@ TEST(malformed_quantized_is_refused) {
     const auto patched = [=](const char * component, size_t at, uint8_t value) {
         return [=](file & f) { f.at(name(component)).data[at] = value; };
     };
-    for (const char * component : { ".codes", ".bitmap", ".scales", ".factors", ".row_ptr", ".levels" }) {
+    for (const char * component : { ".codes", ".bitmap", ".wscales", ".factors", ".row_ptr", ".levels" }) {
         lie("quantized component missing", S(MISSING_COMPONENT), [=](file & f) {
             f.tensors.erase(f.tensors.begin() + static_cast<int64_t>(f.tensor_index(name(component))));
         });
@@ -42,7 +42,7 @@ TEST(malformed_quantized_is_refused) {
         t.data.resize(4);
     });
     lie("bitmap too long", S(BAD_COMPONENT), resize(".bitmap", 4));
-    lie("scales of no window", S(BAD_COMPONENT), resize(".scales", 1));
+    lie("scales of no window", S(BAD_COMPONENT), resize(".wscales", 1));
     lie("factors too short", S(BAD_COMPONENT), resize(".factors", -1, 2));
     lie("row_ptr too short", S(BAD_COMPONENT), resize(".row_ptr", -1, 4));
     lie("levels of no width", S(BAD_COMPONENT), resize(".levels", 1));

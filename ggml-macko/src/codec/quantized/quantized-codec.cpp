@@ -49,7 +49,7 @@ class quantized_format final : public codec {
 public:
     quantized_format()
         : codec({ "quantized",
-                  { ".codes", ".bitmap", ".scales", ".factors", ".row_ptr", ".levels" },
+                  { ".codes", ".bitmap", ".wscales", ".factors", ".row_ptr", ".levels" },
                   { { "value_type", GGML_MACKO_TYPE_Q4 } },
                   false }) {}
 

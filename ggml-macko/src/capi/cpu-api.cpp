@@ -26,10 +26,6 @@ static std::unique_ptr<void, void (*)(void *)> aligned_memory(int64_t nbytes) {
     return { memory, free };
 }
 
-static int64_t window_in(const codec & format, const ggml_macko_matrix & m) {
-    return &format == &quantized_codec() ? window_of(m) : 0;
-}
-
 // A packer into the memory of m. value_type, values_nbytes, window: of the values in the file.
 static std::unique_ptr<matrix_packer> make_packer(const macko_desc & desc, int32_t value_type, int64_t values_nbytes,
                                                   int64_t window, ggml_macko_cpu_matrix * m) {
@@ -70,8 +66,7 @@ static int pack_matrix(const codec_view & view, const ggml_macko_matrix & m, int
                        ggml_macko_cpu_matrix * out) {
     if (matrix_packer::takes(view.format())) {
         TRY(view.check_rows(n_threads));
-        const auto packer =
-            make_packer(view.desc(), m.value_type, m.arrays[0].nbytes, window_in(view.format(), m), out);
+        const auto packer = make_packer(view.desc(), m.value_type, m.arrays[0].nbytes, view.format().window(m), out);
         packer->pack_whole(view, n_threads);
         out->matrix = packer->matrix();
         return GGML_MACKO_STATUS_OK;
@@ -125,7 +120,7 @@ int ggml_macko_cpu_layout(const ggml_macko_matrix * m, ggml_macko_layout * layou
         TRY(check_header(*format, *m));
         TRY(select_kernels(&kernels));
         const cpu_plan plan = choose_cpu_layout(layout_traits_in_use(), rows_desc(*format, *m), m->value_type,
-                                                m->arrays[0].nbytes, window_in(*format, *m));
+                                                m->arrays[0].nbytes, format->window(*m));
         *layout             = sized<ggml_macko_layout>();
         layout->nbytes      = plan.nbytes;
         layout->name        = layout_name(plan.shape);

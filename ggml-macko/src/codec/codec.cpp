@@ -1,5 +1,6 @@
 #include "codec/codec.h"
 #include "codec/quants.h"
+#include "codec/team.h"
 
 #include <algorithm>
 #include <cstring>
@@ -19,6 +20,19 @@ static int64_t unit_nbytes(int32_t type) {
 int64_t array_length(const ggml_macko_array & array) {
     const int64_t unit = unit_nbytes(array.type);
     return unit == 0 ? 0 : array.nbytes / unit * (is_quant_type(array.type) ? QUANT_BLOCK : 1);
+}
+
+void for_each_decoded_row(const macko_desc & desc, int n_threads, const std::function<void(int64_t, void *)> & decode,
+                          const std::function<void(int64_t, const void *)> & f) {
+    const auto                        nbytes = static_cast<size_t>(desc.cols * value_nbytes(desc.type));
+    std::vector<std::vector<uint8_t>> buffers(static_cast<size_t>(n_threads), std::vector<uint8_t>(nbytes));
+    parallel_parts(n_threads, desc.rows, 16, [&](int64_t begin, int64_t end, int thread) {
+        uint8_t * row = buffers[static_cast<size_t>(thread)].data();
+        for (int64_t r = begin; r < end; r++) {
+            decode(r, row);
+            f(r, row);
+        }
+    });
 }
 
 int codec_view::decode(void * dense, int n_threads) const {

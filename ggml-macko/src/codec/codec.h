@@ -15,6 +15,9 @@ namespace macko {
 class codec;
 class encoded_matrix;
 
+// delta_bits of the MACKO rows that matrices with bitmaps or gap codes are recoded to
+constexpr int32_t RECODED_BITS = 4;
+
 // Requirements on a component tensor of a matrix: its ggml type, and its length in elements. The length must be exactly
 // `length`, or, if `multiple` > 0, a multiple of `multiple` that is at most `length`.
 struct component_rule {
@@ -79,6 +82,10 @@ private:
     const codec * format_;
 };
 
+// Calls decode(row, its dense elements) and then f(row, them) for all rows of desc, from several threads, in any order.
+void for_each_decoded_row(const macko_desc & desc, int n_threads, const std::function<void(int64_t, void *)> & decode,
+                          const std::function<void(int64_t, const void *)> & f);
+
 // The arrays made by an encoder, with their memory.
 class encoded_matrix {
 public:
@@ -121,6 +128,11 @@ public:
     [[nodiscard]] virtual int check_nnz(const ggml_macko_matrix & m) const {
         (void)m;
         return GGML_MACKO_STATUS_OK;
+    }
+    // Columns that share a scale; 0 in formats without such scales.
+    virtual int64_t window(const ggml_macko_matrix & m) const {
+        (void)m;
+        return 0;
     }
     // delta_bits of the MACKO rows that a matrix is recoded to
     virtual int32_t recoded_bits(int32_t bits) const { return bits; }

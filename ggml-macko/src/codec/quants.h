@@ -48,7 +48,7 @@ inline uint32_t bits_of_float(float f) {
     memcpy(&u, &f, sizeof(u));
     return u;
 }
-inline float float_of_bits(uint32_t u) {
+inline __attribute__((always_inline)) float float_of_bits(uint32_t u) { // kernels define no symbol
     float f;
     memcpy(&f, &u, sizeof(f));
     return f;
@@ -76,6 +76,16 @@ inline uint16_t f16_of_float(float f) {
     }
     return static_cast<uint16_t>(
         sign | (((u + 0xfffu + ((u >> 13) & 1)) >> 13) - 0x1c000u)); // F16 exponents are biased by 112 less
+}
+
+// Rounds to nearest, ties to even, for a finite f.
+inline uint16_t bf16_of_float(float f) {
+    const uint32_t u = bits_of_float(f);
+    return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+}
+// Largest relative error of rounding to a dense type, without subnormal numbers.
+constexpr double rounding_error(int32_t type) {
+    return type == GGML_MACKO_TYPE_F32 ? 0x1p-24 : type == GGML_MACKO_TYPE_F16 ? 0x1p-11 : 0x1p-8;
 }
 
 inline float float_of_value(uint16_t bits, int32_t type) {
@@ -111,8 +121,7 @@ template <typename T> inline T dense_of_quant(float d, int q, int32_t type) {
         const uint16_t h = f16_of_float(v);
         return static_cast<T>((h & 0x7fff) == 0x7c00 ? h - 1 : h);
     } else {
-        const uint32_t u = bits_of_float(v);
-        return static_cast<T>((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+        return static_cast<T>(bf16_of_float(v));
     }
 }
 

@@ -2,7 +2,6 @@
 // sections 1, 2 and 4). The codec of each format (codec/codec.h) decides which components a matrix has, and their types
 // and sizes.
 #include "load/sparse-header.h"
-#include "codec/quantized/quantized.h"
 #include "codec/registry.h"
 #include "gguf/names.h"
 #include "load/activation-keys.h"
@@ -240,7 +239,7 @@ static int check_components_of(const gguf_tensor * t, int64_t file_size, sparse_
     }
     m->n_padded      = m->format->max_entries(full);
     m->nbytes_values = t->nbytes;
-    m->window        = m->format == &quantized_codec() ? window_of(full) : 0;
+    m->window        = m->format->window(full);
     return GGML_MACKO_STATUS_OK;
 }
 

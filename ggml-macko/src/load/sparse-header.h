@@ -24,7 +24,7 @@ struct sparse_tensor_info {
     std::shared_ptr<const std::vector<int32_t>> row_ptr = nullptr;    // counted, if it is encoded on load (compress.h)
     int64_t                                     n_negative_zeros = 0; // become +0.0 when it is encoded on load
     int64_t nbytes_values = 0; // bytes of its first component in the file; 0 if the matrix is encoded on load
-    int64_t window        = 0; // columns that share a scale, in the format `quantized`
+    int64_t window        = 0; // codec::window()
     // The inputs of this matrix contain many zeros (zero-inputs.h), so a device should also keep it by columns. Set
     // only while a model is loaded, and never with GGML_MACKO_DISABLE=csc, which saves memory.
     bool by_columns = false;

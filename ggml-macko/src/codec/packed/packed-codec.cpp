@@ -6,8 +6,6 @@ namespace macko {
 
 namespace {
 
-constexpr int32_t RECODED_BITS = 4; // delta_bits for consumers of MACKO rows
-
 packed_desc desc_of(const ggml_macko_matrix & m) {
     return { { m.rows, m.cols, m.type, RECODED_BITS, m.nnz }, m.value_type, m.index_bits };
 }

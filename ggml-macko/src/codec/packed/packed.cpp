@@ -79,26 +79,12 @@ static int check_rest_of_index(const packed_arrays & a, int64_t n_bits) {
 }
 
 static int check_bitmap(const packed_arrays & a, int n_threads) {
-    const macko_desc & desc    = a.desc.dense;
-    const int64_t      nbytes  = bitmap_row_nbytes(desc.cols);
-    const auto         columns = [&](int64_t r) {
-        const uint8_t * p = a.index + r * nbytes;
-        int64_t         n = 0, i = 0;
-        for (; i + 8 <= nbytes; i += 8) {
-            uint64_t word;
-            memcpy(&word, p + i, 8);
-            n += __builtin_popcountll(word);
-        }
-        for (; i < nbytes; i++) {
-            n += __builtin_popcount(p[i]);
-        }
-        return n;
-    };
-    const auto past_cols = [&](int64_t r) {
-        return desc.cols % 8 ? a.index[(r + 1) * nbytes - 1] >> (desc.cols % 8) : 0;
-    };
-    const int64_t r = first_bad(desc.rows, n_threads, [&](int64_t row) {
-        return past_cols(row) != 0 || columns(row) != a.row_ptr[row + 1] - a.row_ptr[row];
+    const macko_desc & desc      = a.desc.dense;
+    const int64_t      nbytes    = bitmap_row_nbytes(desc.cols);
+    const auto         columns   = [&](int64_t r) { return set_bits(a.index + r * nbytes, nbytes); };
+    const auto         past_cols = [&](int64_t r) { return has_bit_past_cols(a.index + r * nbytes, desc.cols); };
+    const int64_t      r         = first_bad(desc.rows, n_threads, [&](int64_t row) {
+        return past_cols(row) || columns(row) != a.row_ptr[row + 1] - a.row_ptr[row];
     });
     if (r < desc.rows) {
         return past_cols(r) ? fail(GGML_MACKO_STATUS_BAD_COLUMN, "row %lld: a bit past column %lld",
@@ -371,15 +357,7 @@ void packed_view::decode_row(int64_t row, void * dense) const {
 }
 
 int packed_view::for_each_row(int n_threads, const std::function<void(int64_t, const void *)> & f) const {
-    const size_t                      nbytes = static_cast<size_t>(desc().cols * value_nbytes(desc().type));
-    std::vector<std::vector<uint8_t>> buffers(static_cast<size_t>(n_threads), std::vector<uint8_t>(nbytes));
-    parallel_parts(n_threads, desc().rows, 16, [&](int64_t begin, int64_t end, int thread) {
-        uint8_t * row = buffers[static_cast<size_t>(thread)].data();
-        for (int64_t r = begin; r < end; r++) {
-            decode_row(r, row);
-            f(r, row);
-        }
-    });
+    for_each_decoded_row(desc(), n_threads, [&](int64_t row, void * dense) { decode_row(row, dense); }, f);
     return GGML_MACKO_STATUS_OK;
 }
 
@@ -419,9 +397,7 @@ void packed_view::error_bounds(int64_t row, const int32_t * columns, int64_t k, 
         return;
     }
     const auto * blocks   = static_cast<const uint8_t *>(arrays_.values);
-    const double rounding = desc().type == GGML_MACKO_TYPE_F32   ? 0x1p-24
-                            : desc().type == GGML_MACKO_TYPE_F16 ? 0x1p-11
-                                                                 : 0x1p-8;
+    const double rounding = rounding_error(desc().type);
     const double most     = 2 - quant_range(type).low;
     for (int64_t i = 0; i < n; i++) {
         const uint8_t * block = blocks + (k + i) / QUANT_BLOCK * quant_block_nbytes(type);

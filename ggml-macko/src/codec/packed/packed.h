@@ -2,6 +2,7 @@
 // positions (FORMAT.md sections 7 and 8). Plain C++17: no ggml, no CUDA.
 #pragma once
 
+#include "codec/bitmap-rows.h"
 #include "codec/codec.h"
 #include "codec/packed/coded.h"
 #include "codec/quants.h"
@@ -21,7 +22,6 @@ constexpr bool    is_index_bits(int32_t bits) { return bits == INDEX_BITMAP || (
 constexpr int64_t packed_n_values(int64_t nnz) {
     return nnz <= QUANT_BLOCK ? QUANT_BLOCK : (nnz + QUANT_BLOCK - 1) / QUANT_BLOCK * QUANT_BLOCK;
 }
-constexpr int64_t bitmap_row_nbytes(int64_t cols) { return (cols + 7) / 8; }
 constexpr int64_t index_nbytes_of_bits(int64_t bits) { return bits <= 32 ? 4 : ((bits + 7) / 8 + 3) & ~int64_t(3); }
 
 struct packed_desc {

@@ -511,7 +511,7 @@ public:
     }
 
 private:
-    uint8_t * bitmap_of(int64_t row) { return out_.bitmap.data() + row * ((m_.desc.cols + 7) / 8); }
+    uint8_t * bitmap_of(int64_t row) { return out_.bitmap.data() + row * bitmap_row_nbytes(m_.desc.cols); }
 
     bool set_factor(int64_t row, double factor) {
         uint16_t & bits = out_.factors[static_cast<size_t>(row)];
@@ -522,8 +522,7 @@ private:
         if (m_.has_scales) {
             return bits >= MIN_FACTOR && bits <= MAX_FACTOR;
         }
-        const uint32_t u = bits_of_float(static_cast<float>(std::max(factor, 0x1p-90)));
-        bits             = static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+        bits = bf16_of_float(static_cast<float>(std::max(factor, 0x1p-90)));
         return bits <= MAX_FACTOR;
     }
 

@@ -6,8 +6,6 @@ namespace macko {
 
 namespace {
 
-constexpr int32_t RECODED_BITS = 4; // delta_bits for consumers of MACKO rows
-
 macko_desc desc_of(const ggml_macko_matrix & m) { return { m.rows, m.cols, m.type, RECODED_BITS, m.nnz }; }
 
 quantized_arrays arrays_of(const ggml_macko_matrix & m) {
@@ -91,6 +89,7 @@ public:
                                  static_cast<long long>(n));
     }
 
+    int64_t window(const ggml_macko_matrix & m) const override { return window_of(m); }
     int32_t recoded_bits(int32_t) const override { return RECODED_BITS; }
 
     int open(const ggml_macko_matrix & m, int n_threads, std::unique_ptr<codec_view> * view) const override {

@@ -10,21 +10,8 @@ namespace macko {
 
 // ---- checks ----
 
-static int64_t set_bits(const uint8_t * bytes, int64_t n) {
-    int64_t count = 0, i = 0;
-    for (; i + 8 <= n; i += 8) {
-        uint64_t word;
-        memcpy(&word, bytes + i, 8);
-        count += __builtin_popcountll(word);
-    }
-    for (; i < n; i++) {
-        count += __builtin_popcount(bytes[i]);
-    }
-    return count;
-}
-
 static int64_t row_nnz(const quantized_arrays & a, int64_t row) {
-    return set_bits(a.row_bitmap(row), (a.dense.cols + 7) / 8);
+    return set_bits(a.row_bitmap(row), bitmap_row_nbytes(a.dense.cols));
 }
 
 int check_levels(const quantized_arrays & a) {
@@ -60,7 +47,7 @@ static int check_row_ptr(const quantized_arrays & a, int64_t codes) {
 
 static int check_bitmap_row(const quantized_arrays & a, int64_t row) {
     const int64_t n = row_nnz(a, row), groups = a.row_ptr[row + 1] - a.row_ptr[row];
-    if (a.dense.cols % 8 && a.row_bitmap(row)[a.dense.cols / 8] >> (a.dense.cols % 8)) {
+    if (has_bit_past_cols(a.row_bitmap(row), a.dense.cols)) {
         return fail(GGML_MACKO_STATUS_BAD_COLUMN, "row %lld: a bit past column %lld", static_cast<long long>(row),
                     static_cast<long long>(a.dense.cols - 1));
     }
@@ -141,7 +128,7 @@ static int check_end(const quantized_arrays & a, int64_t codes) {
     if (!is_zero(a.codes, used, codes)) {
         return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "codes are not zero after the last row");
     }
-    return is_zero(a.bitmap, rows * ((cols + 7) / 8), bitmap_nbytes(rows, cols))
+    return is_zero(a.bitmap, rows * bitmap_row_nbytes(cols), bitmap_nbytes(rows, cols))
                ? static_cast<int>(GGML_MACKO_STATUS_OK)
                : fail(GGML_MACKO_STATUS_NOT_CANONICAL, "the bitmap is not zero after the last row");
 }
@@ -150,7 +137,7 @@ int check_quantized(const quantized_arrays & a, int64_t codes, int n_threads, qu
     TRY(check_levels(a));
     TRY(check_row_ptr(a, codes));
     TRY(check_rows(a, n_threads, check_bitmap_row));
-    const int64_t nnz = set_bits(a.bitmap, a.dense.rows * ((a.dense.cols + 7) / 8));
+    const int64_t nnz = set_bits(a.bitmap, a.dense.rows * bitmap_row_nbytes(a.dense.cols));
     if (nnz != a.dense.nnz) {
         return fail(GGML_MACKO_STATUS_BAD_NNZ, "%lld non-zeros, but nnz is %lld", static_cast<long long>(nnz),
                     static_cast<long long>(a.dense.nnz));
@@ -167,29 +154,15 @@ int check_quantized(const quantized_arrays & a, int64_t codes, int n_threads, qu
 
 template <typename T> static void decode_row(const quantized_arrays & a, int64_t row, T * dense) {
     memset(dense, 0, static_cast<size_t>(a.dense.cols) * sizeof(T));
-    int64_t k = 0;
-    for (int64_t w = 0; w < a.windows(); w++) {
-        const float d = window_scale(a, row, w);
-        for_each_code(
-            a, row, w * a.window, std::min((w + 1) * a.window, a.dense.cols), &k,
-            [&](int64_t col, uint32_t code) { dense[col] = dense_of_quant<T>(d, a.levels[code], a.dense.type); });
-    }
+    put_values(a, row, dense);
 }
 
 int quantized_view::for_each_row(int n_threads, const std::function<void(int64_t, const void *)> & f) const {
-    const size_t                       n = static_cast<size_t>(desc().cols);
-    std::vector<std::vector<uint32_t>> buffers(static_cast<size_t>(n_threads), std::vector<uint32_t>(n));
-    parallel_parts(n_threads, desc().rows, 16, [&](int64_t begin, int64_t end, int thread) {
-        uint32_t * row = buffers[static_cast<size_t>(thread)].data();
-        for (int64_t r = begin; r < end; r++) {
-            if (desc().type == GGML_MACKO_TYPE_F32) {
-                decode_row(arrays_, r, row);
-            } else {
-                decode_row(arrays_, r, reinterpret_cast<uint16_t *>(row));
-            }
-            f(r, row);
-        }
-    });
+    const auto decode = [&](int64_t row, void * dense) {
+        desc().type == GGML_MACKO_TYPE_F32 ? decode_row(arrays_, row, static_cast<uint32_t *>(dense))
+                                           : decode_row(arrays_, row, static_cast<uint16_t *>(dense));
+    };
+    for_each_decoded_row(desc(), n_threads, decode, f);
     return GGML_MACKO_STATUS_OK;
 }
 
@@ -197,9 +170,7 @@ int quantized_view::for_each_row(int n_threads, const std::function<void(int64_t
 // largest level cannot belong to its scale: searched scales cut off less than half of a value.
 void quantized_view::error_bounds(int64_t row, const int32_t * columns, int64_t, int64_t n, const float * source,
                                   double * bounds) const {
-    const double   rounding = desc().type == GGML_MACKO_TYPE_F32   ? 0x1p-24
-                              : desc().type == GGML_MACKO_TYPE_F16 ? 0x1p-11
-                                                                   : 0x1p-8;
+    const double   rounding = rounding_error(desc().type);
     const int8_t * levels   = arrays_.levels;
     for (int64_t i = 0; i < n; i++) {
         const double d = static_cast<double>(window_scale(arrays_, row, columns[i] / arrays_.window));

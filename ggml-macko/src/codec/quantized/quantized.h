@@ -2,6 +2,7 @@
 // C++17: no ggml, no CUDA.
 #pragma once
 
+#include "codec/bitmap-rows.h"
 #include "codec/codec.h"
 #include "codec/quants.h"
 
@@ -33,13 +34,17 @@ constexpr int32_t code_bits(int32_t value_type) {
     const int32_t bits = value_type - (GGML_MACKO_TYPE_Q8 - 8);
     return is_code_bits(bits) ? bits : 0;
 }
+// Whether values of this type are quantized, in blocks or by columns.
+constexpr bool    is_lossy_type(int32_t value_type) { return is_quant_type(value_type) || code_bits(value_type) != 0; }
 constexpr int32_t type_of_code_bits(int32_t bits) { return GGML_MACKO_TYPE_Q8 - 8 + bits; }
 constexpr int64_t windows_of_row(int64_t cols, int64_t window) { return (cols + window - 1) / window; }
 constexpr int64_t code_groups(int64_t nnz) { return (nnz + CODE_GROUP - 1) / CODE_GROUP; }
 constexpr int64_t codes_nbytes(int64_t groups, int32_t bits) {
     return groups > 0 ? (groups * bits + 3) & ~int64_t(3) : 4;
 }
-constexpr int64_t bitmap_nbytes(int64_t rows, int64_t cols) { return (rows * ((cols + 7) / 8) + 3) & ~int64_t(3); }
+constexpr int64_t bitmap_nbytes(int64_t rows, int64_t cols) {
+    return (rows * bitmap_row_nbytes(cols) + 3) & ~int64_t(3);
+}
 
 // A matrix of nnz codes. The arrays have the lengths of FORMAT.md section 9.
 struct quantized_arrays {
@@ -55,12 +60,12 @@ struct quantized_arrays {
 
     int64_t         windows() const { return windows_of_row(dense.cols, window); }
     const uint8_t * row_codes(int64_t row) const { return codes + int64_t(row_ptr[row]) * bits; }
-    const uint8_t * row_bitmap(int64_t row) const { return bitmap + row * ((dense.cols + 7) / 8); }
+    const uint8_t * row_bitmap(int64_t row) const { return bitmap + row * bitmap_row_nbytes(dense.cols); }
     const uint8_t * row_scales(int64_t row) const { return scales + row * windows(); }
 };
 
 // (-1)^s * (1 + m / 16) * 2^(e - 7) of a scale code.
-inline float scale_of_code(uint8_t code) {
+inline __attribute__((always_inline)) float scale_of_code(uint8_t code) { // kernels define no symbol
     return float_of_bits((code & 0x80u) << 24 | (((code & 0x7fu) << 19) + (120u << 23)));
 }
 // The scale of a window of a row, with which its levels are multiplied.
@@ -85,6 +90,18 @@ void for_each_code(const quantized_arrays & a, int64_t row, int64_t begin, int64
         for (uint32_t bits = bitmap[at / 8]; bits; bits &= bits - 1, ++*k) {
             f(at + __builtin_ctz(bits), code_at(codes + *k / CODE_GROUP * a.bits, a.bits, *k % CODE_GROUP));
         }
+    }
+}
+
+// Writes the non-zeros of a row to its dense elements, which are zero.
+template <typename T> void put_values(const quantized_arrays & a, int64_t row, T * dense) {
+    int64_t k = 0;
+    for (int64_t w = 0; w < a.windows(); w++) {
+        const float   d   = window_scale(a, row, w);
+        const int64_t end = (w + 1) * a.window < a.dense.cols ? (w + 1) * a.window : a.dense.cols;
+        for_each_code(a, row, w * a.window, end, &k, [&](int64_t col, uint32_t code) {
+            dense[col] = dense_of_quant<T>(d, a.levels[code], a.dense.type);
+        });
     }
 }
 

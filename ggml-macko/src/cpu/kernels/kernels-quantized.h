@@ -189,7 +189,7 @@ struct level_table { // repeated, so that the bits after a code do not matter
     alignas(64) uint8_t levels[64];
 };
 
-// What does not change from row to row.
+// The table and the sizes that all rows share.
 struct row_source {
     const quantized_layout & w;
     level_table              table;
@@ -250,17 +250,11 @@ void read_rows(const row_source & s, int64_t row, int n_rows, int64_t column, in
         rows.at[r] = rows.levels[r] + used[r] % 8;
         used[r] += n;
 
-        const uint32_t factor_bits = static_cast<uint32_t>(s.w.factors[row + r]) << 16;
-        float          factor;
-        __builtin_memcpy(&factor, &factor_bits, sizeof(factor));
-        const uint8_t * code = s.w.scales + (row + r) * s.windows + first;
+        const float     factor = float_of_bits(static_cast<uint32_t>(s.w.factors[row + r]) << 16);
+        const uint8_t * code   = s.w.scales + (row + r) * s.windows + first;
         for (int64_t k = 0; k < (n_words * 64 + s.w.window - 1) >> s.log_window; k += SCALE_STEP) {
             for (int i = 0; i < SCALE_STEP; i++) { // those after the last window are multiplied by zeros
-                const uint32_t c    = code[k + i];
-                const uint32_t bits = (c & 0x80) << 24 | (((c & 0x7f) << 19) + 0x3c000000u);
-                float          scale;
-                __builtin_memcpy(&scale, &bits, sizeof(scale));
-                scales[r * SCALES + k + i] = scale * factor;
+                scales[r * SCALES + k + i] = scale_of_code(code[k + i]) * factor;
             }
         }
     }

@@ -14,7 +14,7 @@ constexpr int64_t WORD      = 64; // rows of a mask word
 constexpr int64_t TILE_COLS = 64; // columns that are transposed together: a tile of 64 rows stays in L1
 
 bool columns_can_hold(int64_t rows_per_matrix, int32_t value_type) {
-    return rows_per_matrix >= WORD && !is_quant_type(value_type) && !code_bits(value_type);
+    return rows_per_matrix >= WORD && !is_lossy_type(value_type);
 }
 
 static macko_desc columns_desc(const macko_desc & desc, int64_t rows_per_matrix) {

@@ -87,14 +87,7 @@ template <typename T> struct densifier {
     void operator()(const quantized_layout & m) const {
         const quantized_arrays a = arrays_of(m);
         for (int64_t r = row_begin; r < row_end; r++) {
-            T *     row   = dense + (r - row_begin) * m.cols;
-            int64_t first = 0;
-            for (int64_t window = 0, k = 0; first < m.cols; window++, first += m.window) {
-                const float d = window_scale(a, r, window);
-                for_each_code(
-                    a, r, first, first + m.window < m.cols ? first + m.window : m.cols, &k,
-                    [&](int64_t col, uint32_t code) { row[col] = dense_of_quant<T>(d, m.levels[code], dense_type); });
-            }
+            put_values(a, r, dense + (r - row_begin) * m.cols);
         }
     }
     void operator()(const bundles_layout & m) const {

@@ -52,7 +52,7 @@ struct binder {
                                  s.bits,
                                  s.window,
                                  take<uint8_t>(s.codes_nbytes + CODES_SLACK),
-                                 take<uint8_t>(desc.rows * ((desc.cols + 7) / 8) + BITMAP_SLACK),
+                                 take<uint8_t>(desc.rows * bitmap_row_nbytes(desc.cols) + BITMAP_SLACK),
                                  take<uint8_t>(desc.rows * windows_of_row(desc.cols, s.window) + SCALES_SLACK),
                                  take<uint16_t>(desc.rows),
                                  take<int8_t>(int64_t(1) << s.bits) };

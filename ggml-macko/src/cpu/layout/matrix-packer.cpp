@@ -115,9 +115,8 @@ static void copy_quantized(const quantized_arrays & a, int n_threads, const quan
         });
         memset(static_cast<uint8_t *>(to) + nbytes, 0, static_cast<size_t>(slack));
     };
-    const int64_t row_nbytes = (m.cols + 7) / 8;
     copy(a.codes, int64_t(a.row_ptr[m.rows]) * m.bits, m.codes, CODES_SLACK);
-    copy(a.bitmap, m.rows * row_nbytes, m.bitmap, BITMAP_SLACK);
+    copy(a.bitmap, m.rows * bitmap_row_nbytes(m.cols), m.bitmap, BITMAP_SLACK);
     copy(a.scales, m.rows * a.windows(), m.scales, SCALES_SLACK);
     copy(a.factors, m.rows * int64_t(sizeof(*a.factors)), m.factors, 0);
     copy(a.row_ptr, (m.rows + 1) * int64_t(sizeof(*a.row_ptr)), m.row_off, 0);
@@ -127,27 +126,26 @@ static void copy_quantized(const quantized_arrays & a, int n_threads, const quan
 namespace {
 
 struct whole_packer {
-    const packed_view & view;
-    int                 n_threads;
+    const codec_view & view;
+    int                n_threads;
 
-    template <typename M> void operator()(const M & m) const { bitmap_pack(view, n_threads, m); }
-    void                       operator()(const bundles_layout &) const {}
-    void                       operator()(const quantized_layout &) const {}
+    template <typename M> void operator()(const M & m) const {
+        bitmap_pack(static_cast<const packed_view &>(view), n_threads, m);
+    }
+    void operator()(const bundles_layout &) const {}
+    void operator()(const quantized_layout & m) const {
+        copy_quantized(static_cast<const quantized_view &>(view).arrays(), n_threads, m);
+    }
 };
 
 } // namespace
 
 void matrix_packer::pack_whole(const codec_view & view, int n_threads) {
-    if (const auto * quantized = std::get_if<quantized_layout>(&matrix_)) {
-        copy_quantized(static_cast<const quantized_view &>(view).arrays(), n_threads, *quantized);
-        return;
-    }
-    const auto & packed = static_cast<const packed_view &>(view);
-    if (writer_ && !pack_bundles(packed, n_threads)) {
+    if (writer_ && !pack_bundles(static_cast<const packed_view &>(view), n_threads)) {
         become_bitmap();
     }
     writer_.reset();
-    std::visit(whole_packer{ packed, n_threads }, matrix_);
+    std::visit(whole_packer{ view, n_threads }, matrix_);
 }
 
 } // namespace macko::cpu

@@ -13,25 +13,16 @@ from ..native import codec as native_codec
 from ..native.codec import EncodedMatrix
 from ..values import TYPE_BF16, TYPE_I8, to_float, value_bits
 from .codec import Candidate, Choice, Codec, Component, Settings, Source, StoredArrays
+from .value_types import CODE_BITS, VALUE_NAMES, code_bits, code_type
 
 CODES, BITMAP, SCALES, FACTORS, ROW_PTR, LEVELS = range(6)
 """The components, in file order."""
 
-_FIRST_TYPE = 1010  # value type - bits of a code
-BITS = (3, 4, 5, 8)
 DENSE_NAMES = {3: "q3_k", 4: "q4_0", 5: "q5_0", 8: "q8_0"}
 """ggml's type of a dense matrix whose values have as many bits."""
 
 WINDOWS = (32, 64, 128, 256, 512)
 _GROUP = 8  # codes
-
-
-def value_type(bits: int) -> int:
-    return _FIRST_TYPE + bits
-
-
-def code_bits(value_type: int) -> int:
-    return value_type - _FIRST_TYPE
 
 
 class QuantizedCodec(Codec):
@@ -41,16 +32,16 @@ class QuantizedCodec(Codec):
     components: ClassVar[tuple[str, ...]] = ("codes", "bitmap", "wscales", "factors", "row_ptr", "levels")
 
     def types(self) -> Mapping[str, tuple[Choice, ...]]:
-        return {f"sparse-q{bits}": (Choice(self, None, value_type(bits)),) for bits in reversed(BITS)}
+        return {self.type_name(code_type(bits)): (Choice(self, None, code_type(bits)),) for bits in CODE_BITS}
 
     def storage_name(self, bits: int, value_type: int) -> str:
         return self.type_name(value_type)
 
     def type_name(self, value_type: int) -> str:
-        return f"sparse-q{code_bits(value_type)}"
+        return f"sparse-{VALUE_NAMES[value_type]}"
 
     def value_name(self, value_type: int) -> str | None:
-        return f"q{code_bits(value_type)}"
+        return VALUE_NAMES[value_type]
 
     def dense_name(self, value_type: int) -> str | None:
         return DENSE_NAMES[code_bits(value_type)]
@@ -70,7 +61,7 @@ class QuantizedCodec(Codec):
         if settings.search:
             return super().plan(source, choice, settings)
         assert choice.value_type is not None
-        found = super().plan(source, Choice(self, None, value_type(8)), settings)
+        found = super().plan(source, Choice(self, None, code_type(8)), settings)
         n_groups = int(found.matrix.arrays[ROW_PTR][-1]) if found.matrix is not None else 0
         components = list(found.components)
         components[CODES] = _codes(n_groups, code_bits(choice.value_type))
@@ -96,12 +87,17 @@ class QuantizedCodec(Codec):
         return _GROUP * stored.last_number(ROW_PTR)
 
 
-def element_scales(m: EncodedMatrix) -> npt.NDArray[np.float32]:
-    """The scale of each element, (rows, cols), that of its window times the factor of its row."""
+def window_scales(m: EncodedMatrix) -> npt.NDArray[np.float32]:
+    """The scale of each window, (rows, windows), times the factor of its row."""
     codes = m.arrays[SCALES].reshape(m.rows, -1).astype(np.uint32)
     scales = (codes >> 7 << 31 | ((codes & 127) << 19) + (120 << 23)).astype(np.uint32).view(np.float32)
-    scales = scales * to_float(m.arrays[FACTORS], TYPE_BF16)[:, None]
-    return np.repeat(scales, window_of(m), axis=1)[:, : m.cols]
+    found: npt.NDArray[np.float32] = scales * to_float(m.arrays[FACTORS], TYPE_BF16)[:, None]
+    return found
+
+
+def element_scales(m: EncodedMatrix) -> npt.NDArray[np.float32]:
+    """The scale of each element's window, (rows, cols)."""
+    return np.repeat(window_scales(m), window_of(m), axis=1)[:, : m.cols]
 
 
 def window_of(m: EncodedMatrix) -> int:

@@ -14,9 +14,10 @@ from ..values import Array
 BLOCK = 32  # values that share a scale
 TYPE_Q4_0, TYPE_Q5_0, TYPE_Q8_0 = 2, 6, 8  # ggml type ids
 TYPE_Q4_NL = 1004  # not a type of ggml: its blocks are bytes in a file
-_FIRST_CODE_TYPE = 1010  # types of the format `quantized`: this number plus the bits of a code
+_FIRST_CODE_TYPE = 1010  # value type of the format `quantized`, minus the bits of a code
+CODE_BITS = (8, 5, 4, 3)
 QUANT_NAMES = {TYPE_Q8_0: "q8_0", TYPE_Q5_0: "q5_0", TYPE_Q4_NL: "q4_nl", TYPE_Q4_0: "q4_0"}
-VALUE_NAMES = {**QUANT_NAMES, **{_FIRST_CODE_TYPE + bits: f"q{bits}" for bits in (8, 5, 4, 3)}}
+VALUE_NAMES = {**QUANT_NAMES, **{_FIRST_CODE_TYPE + bits: f"q{bits}" for bits in CODE_BITS}}
 """The names of all types that weights may be fitted to."""
 BLOCK_NBYTES = {TYPE_Q8_0: 34, TYPE_Q5_0: 22, TYPE_Q4_NL: 18, TYPE_Q4_0: 18}
 Q_RANGE = {TYPE_Q8_0: (-127, 127), TYPE_Q5_0: (-16, 15), TYPE_Q4_NL: (-127, 124), TYPE_Q4_0: (-8, 7)}
@@ -29,16 +30,26 @@ LEVELS = np.array(  # numbers of Q4_NL; the lowest bit of the scale selects the 
 )
 
 
+def code_type(bits: int) -> int:
+    """The value type of codes with this number of bits."""
+    return _FIRST_CODE_TYPE + bits
+
+
+def code_bits(value_type: int) -> int:
+    """Bits of a code; 0 if the type has blocks."""
+    return value_type - _FIRST_CODE_TYPE if value_type > _FIRST_CODE_TYPE else 0
+
+
 def quant_bits(value_type: int) -> float:
     """Bits of a quantized value, without its share of a scale."""
-    if value_type > _FIRST_CODE_TYPE:
-        return value_type - _FIRST_CODE_TYPE
+    if code_bits(value_type):
+        return code_bits(value_type)
     return (BLOCK_NBYTES[value_type] - 2) * 8 / BLOCK
 
 
 def numbers(value_type: int) -> Array:
-    """The numbers of a type except 0, ascending: int8 (tables, numbers). Of codes, the standard levels."""
-    if value_type > _FIRST_CODE_TYPE:
+    """The numbers of a type except 0, ascending: int8 (tables, numbers). Codes have the standard levels."""
+    if code_bits(value_type):
         levels = np.sort([native_codec.standard_levels(value_type, table) for table in (0, 1)], axis=1)
         return levels if levels.shape[1] < 256 else levels[:1, (levels[0] != 0) & (levels[0] != -128)]
     if value_type == TYPE_Q4_NL:

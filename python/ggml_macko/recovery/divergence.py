@@ -31,7 +31,7 @@ def pieces(n: int, n_vocab: int) -> Iterator[slice]:
 
 
 def log_probabilities(model: Transformer, x: torch.Tensor) -> torch.Tensor:
-    """Of each next token (positions, n_vocab). x: hidden() of the model (positions, n_embd)."""
+    """The logarithms (positions, n_vocab) of the next tokens' probabilities. x: hidden() (positions, n_embd)."""
     return F.log_softmax(_scores(F.linear(x, model.head), model.shape.logit_cap), dim=-1, dtype=torch.float32)
 
 

@@ -135,13 +135,13 @@ class MaskedAdam:
 
 
 def _places(weight: torch.Tensor) -> torch.Tensor:
-    """Of the non-zeros in the flat weight: int32 where that is enough, for the sake of memory."""
+    """The places of the non-zeros in the flat weight: int32 if that is enough, to save memory."""
     found = weight.reshape(-1).nonzero().flatten()
     return found.int() if weight.numel() < 2**31 else found
 
 
 def _root_mean_square(values: torch.Tensor, ranks: Ranks | None) -> torch.Tensor:
-    """Over all processes. 1 if all are 0, such as new biases."""
+    """The root mean square over all processes; 1 if all values are 0, such as new biases."""
     sums = torch.stack([values.double().square().sum(), values.new_tensor(values.numel(), dtype=torch.float64)])
     if ranks is not None:
         ranks.total(sums)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..codecs.quantized import FACTORS, element_scales, window_of
+from ..codecs.quantized import FACTORS, window_of, window_scales
 from ..codecs.value_types import BLOCK, QUANT_NAMES, nearest_numbers
 from ..native import codec as native_codec
 from ..pruning import quantized
@@ -93,12 +93,8 @@ class Windows:
         self._slot = row * (per_row * self._width) + col
         factors = np.repeat(np.maximum(to_float(m.arrays[FACTORS], TYPE_BF16), np.float32(2.0**-90)), per_row)
         self._factor = torch.from_numpy(factors).to(kept.device)
-        of_windows = np.ascontiguousarray(element_scales(m)[:, :: self._width]).reshape(-1)
-        self.scale = torch.where(
-            torch.from_numpy(of_windows).to(kept.device) == 0,
-            self._factor,
-            torch.from_numpy(of_windows).to(kept.device),
-        )
+        scales = torch.from_numpy(window_scales(m).reshape(-1)).to(kept.device)
+        self.scale = torch.where(scales == 0, self._factor, scales)
         self.table = torch.zeros(1, dtype=torch.int32, device=kept.device)
         lookup = nearest_numbers(value_type)[0].astype(np.float32)
         self._nearest = torch.from_numpy(lookup).to(kept.device)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 RANK, LOCAL_RANK = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
 N_RANKS = int(os.environ.get("WORLD_SIZE", "1"))
-"""Of torchrun."""
+"""The number of processes that torchrun started; above, the number of this one, also among those of its host."""
 
 
 def check(options: RecoverOptions) -> None:

@@ -25,7 +25,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from ggml_macko import console
-from ggml_macko.benchmark import report
+from ggml_macko.evaluation.perplexity import perplexity
 from ggml_macko.gguf.files import Model, Tensor
 from ggml_macko.gguf.outputs import AtomicOutput
 from ggml_macko.pruning import layerwise, methods
@@ -86,7 +86,8 @@ class Sweep:
             self.results = json.loads(self.results_path.read_text())
 
     def measure(self, label: str, path: pathlib.Path) -> None:
-        found = report.perplexity_of(path, self.args.held_out, self.args.held_out_chunks)
+        with console.quiet():
+            found = perplexity(path, self.args.held_out, n_chunks=self.args.held_out_chunks, evenly=True)
         self.results[label] = {"ppl": found.ppl, "error": found.error, "tokens": found.n_tokens}
         self.results_path.write_text(json.dumps(self.results, indent=1) + "\n")
         console.log(f"{label:50s} {found.ppl:9.4f} +/- {found.error:.4f}")

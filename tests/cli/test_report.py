@@ -11,12 +11,11 @@ import gguf
 import numpy as np
 import pytest
 
-from ggml_macko.benchmark import page, plot, report
+from ggml_macko.benchmark import forms, page, plot, report
 from ggml_macko.evaluation import likelihood, perplexity
 from ggml_macko.evaluation.text_model import TextModel
 from ggml_macko.native import devices
 from support import generators, gguf_bytes, tiny_models
-
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
@@ -103,6 +102,25 @@ def test_figures_are_those_of_the_other_tools(made, macko, tmp_path):
         assert f">{name}: {r['bpw']:.4g} bits per weight, whole file, perplexity {r['ppl']:.2f}<" in shown
         assert f"<h3>{name}</h3><p><span class=prompt>ab &lt;b&gt;</span>" in shown
     assert "<b>" not in shown and "://" not in shown and "default-src 'none'" in shown
+
+
+def test_kl_divergence_and_top_tokens_are_those_of_macko_perplexity(made, macko, tmp_path):
+    """Also of a quantized file, which is a row as it is."""
+    _, model, text = made
+    quantized, base = tmp_path / "q4.gguf", tmp_path / "base.kld"
+    forms.quantize(model, quantized, "Q4_0", 2)
+    done = run(macko, made, quantized, "--types", "", "--kl-divergence", "--json")
+    assert done.code == 0, done.err
+    dense, found = json.loads(done.out)["models"]
+    assert (dense["kld"], dense["same_top"]) == (0, 1) and (found["model"], found["kind"]) == ("q4", "quantized")
+    perplexity.perplexity(model, text, n_ctx=32, n_gpu_layers=0, kl_divergence_base=base)
+    want = perplexity.kl_divergence(quantized, base, n_gpu_layers=0)
+    assert found["kld"] == pytest.approx(want.kld.value, rel=1e-3) and found["same_top"] == want.same_top.value
+    assert found["ppl"] == pytest.approx(want.ppl.value, rel=1e-4) and found["nbytes"] == quantized.stat().st_size
+    done = run(macko, made, quantized, "--types", "", "--kl-divergence")
+    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in done.out.splitlines() if line.startswith("|")]
+    assert rows[0][6:8] == ["KL divergence", "same top"]
+    assert rows[3][6:8] == [f"{found['kld']:.4f} nats", f"{found['same_top']:.1%}"]
 
 
 def test_bench_without_a_gpu_has_no_gpu_memory(made, macko):
@@ -207,9 +225,10 @@ def test_chunks_are_spread_over_the_text(made):
         picked = [
             likelihood.estimate(llama, chunks[i : i + 1]).nll for i in (0, len(chunks) // 3, 2 * len(chunks) // 3)
         ]
-    found = report.perplexity_of(model, text, 3, n_ctx=32, n_threads=2)
+    found = perplexity.perplexity(model, text, n_chunks=3, evenly=True, n_ctx=32, n_threads=2)
     assert found.nll == pytest.approx(np.mean(picked), rel=1e-5)
-    assert report.perplexity_of(model, text, 10**6, n_ctx=32, n_threads=2).n_tokens == len(chunks) * 15
+    whole = perplexity.perplexity(model, text, n_chunks=10**6, evenly=True, n_ctx=32, n_threads=2)
+    assert whole.n_tokens == len(chunks) * 15
 
 
 def test_table_of_methods_is_complete_and_resumes(made, tmp_path):

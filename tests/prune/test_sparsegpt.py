@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ggml_macko.benchmark import report
 from ggml_macko.errors import MackoError
 from ggml_macko.evaluation.activations import Weight
+from ggml_macko.evaluation.perplexity import perplexity
 from ggml_macko.pruning import array_backend, hessians, layerwise, options, sparsegpt
 from ggml_macko.pruning.options import METHODS
 from support import generators, gguf_bytes, tiny_models
@@ -126,7 +126,7 @@ def test_alps_beats_sparsegpt_beats_wanda_beats_magnitude(tmp_path, shared_model
                 "--method", method, "--sparsity", sparsity, *text,
             )  # fmt: skip
             assert done.code == 0, done.err
-            found[method] = report.perplexity_of(out, shared_models / "held-out.txt", 16).ppl
+            found[method] = perplexity(out, shared_models / "held-out.txt", n_chunks=16, evenly=True).ppl
         assert 0 < found["alps"] < found["sparsegpt"] < found["wanda"] < found["magnitude"], (sparsity, found)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Callable
 
 from .. import console, errors
+from ..gguf.dense_copy import is_quantized
 from ..gguf.files import Model
 
 DENSE, QUANTIZED, SPARSE, SPARSE_QUANTIZED = "dense", "quantized", "sparse", "sparse quantized"
@@ -63,8 +64,8 @@ class Forms:
         for recipe in (*prunings, *self._conversions):
             recipe.check(self._dense)
         labels = [self.list[0].label, *types]
-        for label, is_sparse in [(p.label, False) for p in prunings] + [(m.stem, self._is_sparse(m)) for m in models]:
-            labels += [label] if is_sparse else [self._converted_label(label, c) for c in self._conversions]
+        for label, kind in [(p.label, DENSE) for p in prunings] + [(m.stem, self._kind(m)) for m in models]:
+            labels += [label] if kind != DENSE else [self._converted_label(label, c) for c in self._conversions]
         for label in labels:
             if labels.count(label) > 1:
                 raise _two_models(label)
@@ -72,14 +73,16 @@ class Forms:
     def _converted_label(self, label: str, conversion: Recipe) -> str:
         return f"{label} {conversion.label}" if len(self._conversions) > 1 else label
 
-    def _is_sparse(self, path: Path) -> bool:
-        """Raises MackoError if a variant and the dense model have different tensors."""
+    def _kind(self, path: Path) -> str:
+        """The kind of a variant. Raises MackoError if it and the dense model have different tensors."""
         with Model(path) as model:
             if {t.name: t.ne for t in model.tensors} != self._shapes:
                 raise errors.bad_argument(
                     f"{path}: has other tensors than {self._dense}: not a variant of the same model"
                 )
-            return model.is_sparse
+            if model.is_sparse:
+                return sparse_kind(path, path)
+            return QUANTIZED if any(is_quantized(t) for t in model.tensors) else DENSE
 
     def _add(self, label: str, kind: str, path: Path) -> None:
         if any(label == form.label for form in self.list):
@@ -94,13 +97,15 @@ class Forms:
         self._add(name, QUANTIZED, path)
 
     def add_file(self, path: Path, label: str = "") -> None:
-        """Adds a variant of the same model: a sparse file, or a dense file with zeros, which is converted first.
+        """Adds a variant of the same model: a sparse or quantized file, or a dense file with zeros, which is converted
+        first.
 
         Raises MackoError if the file and the dense model have different tensors.
         """
         label = label or path.stem
-        if self._is_sparse(path):
-            self._add(label, sparse_kind(path, path), path)
+        kind = self._kind(path)
+        if kind != DENSE:
+            self._add(label, kind, path)
             return
         for conversion in self._conversions:
             converted = self._folder / f"sparse-{len(self.list)}.gguf"

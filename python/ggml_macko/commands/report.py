@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "bits per parameter of the dense model."
     )
     parser.add_argument("dense", metavar="DENSE", help="dense model in F16, BF16 or F32")
-    parser.add_argument("models", metavar="MODEL", nargs="*", help="variants of DENSE: sparse, or dense with zeros")
+    parser.add_argument(
+        "models", metavar="MODEL", nargs="*", help="variants of DENSE: sparse, quantized, or dense with zeros"
+    )
     parser.add_argument(
         "-f", "--file", dest="text", required=True, metavar="FNAME", help="text to measure perplexity on"
     )
@@ -86,6 +88,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.md",
         help="also write a README for a model hub: sizes, perplexities, commands, the origin of the model according to "
         "its metadata, and missing measurements",
+    )
+    parser.add_argument(
+        "--kl-divergence",
+        dest="with_kld",
+        action="store_true",
+        help="also compare the probabilities of all tokens with those of DENSE: KL divergence, and the share of tokens "
+        "at which the same token is most probable (a temporary file has two bytes for each token of the vocabulary and "
+        "of the text)",
     )
     add_force(parser, "files of -o and --card")
     add_chunks(parser, -1, "chunks of the text, spread evenly over it")
@@ -186,6 +196,7 @@ def measure(args: argparse.Namespace) -> list[FormResult]:
         prompts=args.prompts,
         n_gpu_layers=args.gpu_layers,
         force=args.force,
+        with_kld=args.with_kld,
         **{name: getattr(args, name) for name in MEASUREMENT},
     )
 
@@ -223,10 +234,12 @@ def print_table(results: Sequence[FormResult], n_prompt: int, n_gen: int) -> Non
             f"{r.bpw:.2f}",
             f"{r.ppl:.2f} ± {r.ppl_error:.2f}",
             f"{r.ppl / base.ppl - 1:+.1%}",
+            *([f"{r.kld:.4f} nats", f"{r.same_top:.1%}"] if r.kld is not None else []),
             ratio(r.prompt_tps, base.prompt_tps),
             ratio(r.gen_tps, base.gen_tps),
         ]
         for r in results
     ]
-    headers = ["model", "kind", "MiB", "BPW", "perplexity", "", f"pp{n_prompt} t/s", f"tg{n_gen} t/s"]
+    compared = [] if base.kld is None else ["KL divergence", "same top"]
+    headers = ["model", "kind", "MiB", "BPW", "perplexity", "", *compared, f"pp{n_prompt} t/s", f"tg{n_gen} t/s"]
     print(console.table(rows, headers, ".2f"))

@@ -31,6 +31,7 @@ def perplexity(
     *,
     n_ctx: int = N_CTX,
     n_chunks: int = -1,
+    evenly: bool = False,
     kl_divergence_base: str | os.PathLike[str] | None = None,
     force: bool = False,
     **options: Unpack[EvaluationOptions],
@@ -38,8 +39,8 @@ def perplexity(
     """Perplexity of a GGUF model, dense or sparse, on a UTF-8 text, as of llama-perplexity.
 
     n_ctx: tokens per chunk, at least 4; the second half of each chunk is scored. n_chunks: chunks from the start of the
-    text (-1: all). kl_divergence_base: also write the log-probabilities to this file, for kl_divergence(); force:
-    replace it if it exists. options: of EvaluationOptions.
+    text (-1: all), or with evenly spread over it, unlike those of llama-perplexity. kl_divergence_base: also write the
+    log-probabilities to this file, for kl_divergence(); force: replace it if it exists. options: of EvaluationOptions.
 
     Logs intermediate estimates. Raises MackoError (a text that is too short or not UTF-8, a model that llama.cpp does
     not load) or OSError.
@@ -48,7 +49,8 @@ def perplexity(
     _check_chunks(n_chunks)
 
     def measure(base: AtomicOutput | None) -> Estimate:
-        with TextModel.opened_with(model, text, n_ctx, n_chunks, **_with_gpu(options)) as (llama, chunks):
+        options_of_run = _with_gpu(options)
+        with TextModel.opened_with(model, text, n_ctx, n_chunks, evenly=evenly, **options_of_run) as (llama, chunks):
             return _measure(llama, chunks, base)
 
     if kl_divergence_base is None:

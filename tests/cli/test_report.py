@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -16,6 +17,9 @@ from ggml_macko.evaluation import likelihood, perplexity
 from ggml_macko.evaluation.text_model import TextModel
 from ggml_macko.native import devices
 from support import generators, gguf_bytes, tiny_models
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
@@ -216,6 +220,40 @@ def test_page_escapes_names_and_texts():
     body = shown.split("</style>")[1].split("<script>")[0]
     assert "<i>" not in shown and "\x1b" not in shown and "a\n\t&lt;script&gt;\\x07" in body
     assert "<td>\n" in body and ">2.0" in body and body.count('"point ') == 2
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+def test_browser_shows_the_page_in_light_and_dark_sorts_it_and_loads_nothing(tmp_path):
+    image = pytest.importorskip("matplotlib.image", reason="no matplotlib, which reads the screenshots")
+    columns, rows = [page.Column("model"), page.Column("x", ".1f")], [("b", 2.0), ("a", 3.0), ("c", None), ("d", 1.0)]
+    panel = plot.Panel("size", [plot.Point("b", "dense", 1, 2), plot.Point("a", "sparse", 30, 4)])
+    shown = page.page("title", "about", columns, rows, [panel], [page.Continuation("Once", [("a", " more")])])
+    (tmp_path / "page.html").write_text(shown)
+    click = "<script>document.querySelectorAll('th button')[1].click()</script>"
+    (tmp_path / "sorted.html").write_text(shown + click)
+    runs = {}
+    for name, scheme, file, what in (
+        ("light", 1, "page", f"--screenshot={tmp_path / 'light.png'}"),
+        ("dark", 0, "page", f"--screenshot={tmp_path / 'dark.png'}"),
+        ("sorted", 1, "sorted", "--dump-dom"),
+    ):
+        command = [
+            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=900,700",
+            f"--user-data-dir={tmp_path / name}", f"--blink-settings=preferredColorScheme={scheme}",
+            "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", what, f"file://{tmp_path / file}.html",
+        ]  # fmt: skip
+        runs[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = {name: process.communicate(timeout=120) for name, process in runs.items()}
+    assert all(process.returncode == 0 for process in runs.values()), done
+    assert not [
+        line for _, err in done.values() for line in err.splitlines() if "CONSOLE" in line
+    ]  # errors, blocked loads
+    assert re.findall("<td>([abcd])</td>", done["sorted"][0]) == ["d", "b", "a", "c"]
+    pictures = {name: np.rint(255 * image.imread(tmp_path / f"{name}.png")[..., :3]) for name in ("light", "dark")}
+    corners = [picture[0, 0].tolist() for picture in pictures.values()]
+    assert corners == [[0xFF, 0xFF, 0xFF], [0x15, 0x18, 0x1C]]
+    sparse = [[0x1B, 0x6A, 0xC9], [0x6C, 0xB0, 0xFF]]  # the colors of markers
+    assert all((picture == color).all(-1).any() for picture, color in zip(pictures.values(), sparse))
 
 
 def test_chunks_are_spread_over_the_text(made):

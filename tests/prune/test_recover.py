@@ -425,24 +425,31 @@ def test_sparse_file_is_recovered_like_the_dense_one(tmp_path, macko, pair, text
     assert {n: w.tobytes() for n, (_, w) in weights(a).items()} == {n: w.tobytes() for n, (_, w) in weights(b).items()}
 
 
+KILLED = [["distill"], ["blocks"], ["distill", "--quant-values", "q4_nl"], ["distill", "--quant-values", "dense-q4_0"]]
+
+
 @needs_torch
-@pytest.mark.parametrize("more", [["distill"], ["blocks"], ["distill", "--quant-values", "q4_nl"]], ids=" ".join)
+@pytest.mark.parametrize("more", KILLED, ids=" ".join)
 def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, macko, pair, text, more):
+    """It is killed twice, at random moments after its first checkpoint."""
     args = ["--epochs", 6, "--evaluations", 1000, "--patience", 1000, "-t", 1, "--method", *more]
     whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
     assert run(macko, pair, text, whole, *args).code == 0
     checkpoint = tmp_path / "out.gguf.checkpoint"
     command = ["recover", pair[0], out, "--dense", pair[1], "-f", text, "-c", 32, "--batch-size", 4, *args]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ggml_macko.commands.cli", *map(str, command)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    while process.poll() is None and not checkpoint.exists():
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert checkpoint.exists() and not out.exists()
+    for moment in np.random.default_rng(len(command[-1])).random(2):
+        before = checkpoint.stat().st_ino if checkpoint.exists() else None
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ggml_macko.commands.cli", *map(str, command)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        while process.poll() is None and not (checkpoint.exists() and checkpoint.stat().st_ino != before):
+            time.sleep(0.001)
+        time.sleep(0.05 * moment)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert checkpoint.exists() and not out.exists()
     done = run(macko, pair, text, out, *args)
     assert done.code == 0 and "continuing after" in done.err, done.err
     assert out.read_bytes() == whole.read_bytes()

@@ -9,7 +9,7 @@ import os
 from .. import console
 from ..benchmark import plot
 from ..commands.arguments import Number, add_chunks, add_force, add_quiet, add_threads, options_of
-from ..pruning.options import VALUES, refuse_if
+from ..pruning.options import refuse_if
 from ..recovery import options
 from ..recovery.recover import recover
 
@@ -116,9 +116,10 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--quant-values",
-        choices=VALUES,
+        choices=options.ALL_VALUES,
         help="train and write matrices with values of this quantized type; `macko convert ... sparse-q4_nl` (and so "
-        "on) finds the same values",
+        "on) finds the same values; dense-...: IN is a dense model (usually DENSE), all weights are trained, and OUT "
+        "has its matrices in this type of llama.cpp",
     )
     group.add_argument(
         "--keep-mantissa",
@@ -151,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     rows = [
         ["dense", report.perplexity_dense, 0.0],
-        ["pruned", report.perplexity_before, report.divergence_before],
+        [given.start, report.perplexity_before, report.divergence_before],
         ["recovered", report.perplexity_after, report.divergence_after],
     ]
     print(console.table(rows, ["model", "held-out perplexity", "divergence from the dense model"]))

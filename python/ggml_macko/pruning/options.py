@@ -219,10 +219,10 @@ def check_choice(option: str, value: str, choices: Iterable[str]) -> None:
     refuse_if(value not in choices, f"{option} {value}: expected one of {', '.join(choices)}")
 
 
-def check_values(quant_values: str | None, keep_mantissa: bool) -> None:
+def check_values(quant_values: str | None, keep_mantissa: bool, choices: Sequence[str] = VALUES) -> None:
     """Raises UsageError for options of the values that are wrong or do not go together."""
     if quant_values is not None:
-        check_choice("--quant-values", quant_values, VALUES)
+        check_choice("--quant-values", quant_values, choices)
         refuse_if(keep_mantissa, "--keep-mantissa does not go with --quant-values")
 
 

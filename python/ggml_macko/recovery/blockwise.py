@@ -15,7 +15,7 @@ import torch
 
 from .. import console, errors
 from ..evaluation.transformer import PARTS, Transformer
-from ..recovery.distillation import Arithmetic, Training
+from ..recovery.distillation import Arithmetic, Trained, Training
 from ..recovery.masked_adam import MaskedAdam
 from ..recovery.options import BLOCKS_RATE
 from ..recovery.schedule import learning_rate
@@ -27,10 +27,8 @@ _TENSORS = {"attention": ("attn_", "post_attention_"), "feed_forward": ("ffn_", 
 """Part -> prefixes of its tensors' names after blk.N."""
 
 
-def fit_blocks(training: Training) -> float:
-    """The highest learning rate. Resumes from the checkpoint, if there is one. Raises MackoError if an error is not
-    finite.
-    """
+def fit_blocks(training: Training) -> Trained:
+    """Resumes from the checkpoint, if there is one. Raises MackoError if an error is not finite."""
     student, teacher, trained, texts, _, arithmetic, checkpoint, *_ = training
     chunks = texts.train.copy()
     if texts.first_token is not None:
@@ -58,7 +56,7 @@ def fit_blocks(training: Training) -> float:
             found = _outputs(student, layer, name, found, arithmetic)
             wanted = target
             advance(1)
-    return _rate(training)
+    return Trained(_rate(training), training.before)
 
 
 def _rate(training: Training) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from ..recovery.masked_adam import MaskedAdam
 from ..recovery.options import FIRST_RATE, MAX_POWER, RATE_FACTOR, TRIAL_STEPS, RecoverOptions
 from ..recovery.ranks import N_RANKS, RANK, Ranks
 from ..recovery.schedule import Point, Texts, batches, learning_rate, n_steps
+from ..values import Array
 
 _READ_EVERY = 16
 """Steps between two reads of the loss, at which the host waits for the GPU."""
@@ -124,10 +125,17 @@ class Training(NamedTuple):
     ranks: Ranks
 
 
-def distill(training: Training) -> tuple[float, list[Point]]:
-    """The highest learning rate, and the evaluations. Resumes from the checkpoint, if there is one. Raises MackoError
-    if the loss is not finite.
-    """
+class Trained(NamedTuple):
+    """The result of a method, besides the trained tensors."""
+
+    rate: float  # the highest learning rate
+    before: Evaluation  # of the start, with quantized values if they are trained
+    points: Sequence[Point] = ()  # the evaluations during the run
+    packed: Mapping[str, tuple[int, Array]] = {}  # ggml types and blocks, uint8, of tensors in dense types
+
+
+def distill(training: Training) -> Trained:
+    """Resumes from the checkpoint, if there is one. Raises MackoError if the loss is not finite."""
     run = _Run(training)
     options, checkpoint = training.options, training.checkpoint
     saved = checkpoint.load()
@@ -158,12 +166,12 @@ def distill(training: Training) -> tuple[float, list[Point]]:
                 seconds_saving += time.monotonic() - now
     run.optimizer.set_weights(run.best.weights)
     run.optimizer.close()
-    if not run.best.divergence < training.before.divergence:
+    if not run.best.divergence < run.before.divergence:
         console.log(
-            f"warning: no evaluation was better than the pruned model, whose weights are written; --learning-rate "
-            f"{run.rate / 4:.2g} may help (this run: {run.rate:.2g}), or more text (--self-generated)"
+            f"warning: no evaluation was better than the {options.start} model, whose weights are written; "
+            f"--learning-rate {run.rate / 4:.2g} may help (this run: {run.rate:.2g}), or more text (--self-generated)"
         )
-    return run.rate, run.points
+    return Trained(run.rate, run.before, run.points, run.optimizer.packed())
 
 
 class _Run:
@@ -174,7 +182,8 @@ class _Run:
         self.n_steps = n_steps(training.texts, training.options)
         self.optimizer = MaskedAdam(training.trained, training.options.quant_values, training.ranks)
         self._step = TrainingStep(training.student, training.teacher, training.arithmetic)
-        self.best = Best(training.before.divergence, _on_host(self.optimizer.weights()), 0)
+        self.before = training.before if training.options.quant_values is None else self._evaluated()
+        self.best = Best(self.before.divergence, _on_host(self.optimizer.weights()), 0)
         self.points: list[Point] = []
         self.rate = 0.0  # the highest
 

@@ -1,4 +1,5 @@
-"""Adam for weights with zeros that stay zero. Only non-zeros have optimizer states.
+"""Adam for weights with zeros that stay zero. Only non-zeros have optimizer states. With the values of a dense type,
+all weights are trained.
 
 Each tensor is updated when its gradient is complete, during the backward pass, and the gradient is freed, so the
 gradients of a model never exist all at once. Kingma and Ba, "Adam" (arXiv 1412.6980), algorithm 1.
@@ -11,8 +12,11 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from ..codecs.dense_blocks import NAMES, layout_of
+from ..recovery.dense_weights import DenseBlocks
 from ..recovery.quantized_weights import Blocks, Windows, of_tensor
 from ..recovery.ranks import Ranks, local
+from ..values import Array
 
 BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
 
@@ -34,17 +38,22 @@ class MaskedAdam:
         self._weights = {name: local(w) for name, w in weights.items()}
         device = next(iter(self._weights.values())).device
         self._step_size = torch.zeros((), device=device)  # a tensor, so that a GPU can repeat a recorded step
-        # places of a matrix; vectors, such as norms and biases, are trained completely
-        self._kept = {name: _places(w) for name, w in self._weights.items() if w.dim() > 1}
+        dense_type = quant_values if quant_values in NAMES else None
+        # places of a matrix; vectors, such as norms and biases, and dense types are trained completely
+        self._kept = {name: _places(w) for name, w in self._weights.items() if w.dim() > 1 and dense_type is None}
         self._first = {name: torch.zeros_like(self._select(name, w)) for name, w in self._weights.items()}
         self._second = {name: torch.zeros_like(m) for name, m in self._first.items()}
         self._unit = {name: _root_mean_square(self._select(name, w), ranks) for name, w in self._weights.items()}
         self._trained: dict[str, torch.Tensor] = {}  # trained elements of weights with quantized values
-        self._blocks: dict[str, Blocks | Windows] = {}
+        self._blocks: dict[str, Blocks | Windows | DenseBlocks] = {}
         for name, w in self._weights.items():
             if quant_values is not None and len(self._first[name]) and w.dim() > 1:
                 self._trained[name] = self._select(name, w).clone()
-                self._blocks[name] = of_tensor(self._trained[name], self._kept[name], w.shape, quant_values)
+                if dense_type is not None:
+                    layout = layout_of(dense_type, name, w.shape[-1])
+                    self._blocks[name] = DenseBlocks(self._trained[name], layout)
+                else:
+                    self._blocks[name] = of_tensor(self._trained[name], self._kept[name], w.shape, quant_values)
                 self._quantize(name)
         self._hooks = []
         for name, w in self._whole.items():
@@ -92,13 +101,26 @@ class MaskedAdam:
                     state.copy_(found)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """A copy of the trained weights, quantized if they have quantized values."""
-        return {name: self._select(name, w).clone() for name, w in self._weights.items()}
+        """A copy of the trained weights, quantized if they have quantized values, and of the scales of dense types."""
+        found = {name: self._select(name, w).clone() for name, w in self._weights.items()}
+        for name, blocks in self._dense_blocks():
+            found[f"scale.{name}"], found[f"table.{name}"] = blocks.scale.clone(), blocks.table.clone()
+        return found
 
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Restores weights(), but not the states."""
         for name, w in self._weights.items():
             self._assign(name, w, weights[name].to(w.device))
+        for name, blocks in self._dense_blocks():
+            blocks.scale.copy_(weights[f"scale.{name}"])
+            blocks.table.copy_(weights[f"table.{name}"])
+
+    def packed(self) -> dict[str, tuple[int, Array]]:
+        """The types and blocks, uint8 (blocks, bytes), of the tensors with the values of a dense type."""
+        return {name: (blocks.layout.type, blocks.packed(self._weights[name])) for name, blocks in self._dense_blocks()}
+
+    def _dense_blocks(self) -> Iterator[tuple[str, DenseBlocks]]:
+        return ((name, blocks) for name, blocks in self._blocks.items() if isinstance(blocks, DenseBlocks))
 
     def _select(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The trained elements, flat, of a tensor with the shape of a weight."""

@@ -6,11 +6,15 @@ import math
 import os
 from dataclasses import dataclass
 
+from ..codecs import dense_blocks
 from ..evaluation import likelihood
 from ..evaluation.text_model import N_CTX
-from ..pruning.options import check_choice, check_values, refuse_if
+from ..pruning.options import VALUES, check_choice, check_values, refuse_if
 
 METHODS = ("distill", "blocks")
+
+ALL_VALUES = (*VALUES, *dense_blocks.NAMES)
+"""The quantized types whose values weights may have in training."""
 
 FIRST_RATE, RATE_FACTOR = 3e-3, math.sqrt(10)
 """The learning rate that is tried first if none is given, relative to the weights of a tensor, and the factor between
@@ -64,9 +68,10 @@ class RecoverOptions:
     n_evaluations: on the held-out text during a run; patience: in the second half of the run, the number without
     improvement that ends it. gradient_checkpointing: less memory for a third more time. quant_values: "q8", "q5", "q4",
     "q3", "q8_0", "q5_0", "q4_nl" or "q4_0": train matrices with values of this type, which `convert` to its sparse type
-    finds. keep_mantissa: give weights all bits of their type (default: round them to their former significant bits).
-    seed: of the order of the text. device: "auto" for a GPU if PyTorch finds one, or "cpu". n_threads: of the CPU; 0:
-    all cores.
+    finds; "dense-q4_0", "dense-q4_k", "dense-q3_k" or "dense-q2_k": train all weights of a dense model with values of
+    this type of ggml, and write the matrices in it (q4_0 if their columns are no multiple of 256). keep_mantissa: give
+    weights all bits of their type (default: round them to their former significant bits). seed: of the order of the
+    text. device: "auto" for a GPU if PyTorch finds one, or "cpu". n_threads: of the CPU; 0: all cores.
     """
 
     text: str | os.PathLike[str]
@@ -92,11 +97,20 @@ class RecoverOptions:
     def epochs(self) -> int:
         return self.n_epochs or EPOCHS[self.method]
 
+    @property
+    def start(self) -> str:
+        """The model before the training."""
+        return "quantized" if self.quant_values is not None and self.method == "distill" else "pruned"
+
     def check(self) -> None:
         """Raises UsageError for a value out of range."""
         check_choice("--method", self.method, METHODS)
         check_choice("--device", self.device, ("auto", "cpu"))
-        check_values(self.quant_values, self.keep_mantissa)
+        check_values(self.quant_values, self.keep_mantissa, ALL_VALUES)
+        refuse_if(
+            self.method != "distill" and self.quant_values in dense_blocks.NAMES,
+            f"--quant-values {self.quant_values} does not go with --method {self.method}",
+        )
         refuse_if(self.n_ctx < likelihood.MIN_CTX, f"-c {self.n_ctx}: at least {likelihood.MIN_CTX}")
         refuse_if(self.n_chunks == 0, "--chunks 0 trains nothing")
         for option, number, least in (

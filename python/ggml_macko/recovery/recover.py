@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 import numpy as np
 
 from .. import console, errors
+from ..codecs import dense_blocks, ggml_quants
 from ..evaluation.calibrate import model_digest
 from ..evaluation.text_model import Chunks, TextModel, read_text, spread
 from ..gguf import tensor_rules
@@ -111,6 +112,9 @@ def train_file(
         suffix = f".{ranks.RANK}" if ranks.RANK else ""
         copies = [stack.enter_context(dequantized(path, f"{out.path}{name}{suffix}")) for name, path in names.items()]
         pruned, teacher = (stack.enter_context(Model(path)) for path in copies)
+        if asked.quant_values in dense_blocks.NAMES:
+            for t in (t for t in task.tensors(pruned) if len(t.ne) > 1):
+                dense_blocks.layout_of(asked.quant_values, f"{source}: {t.name}", t.cols)
         start = time.monotonic()
         torch.manual_seed(asked.seed)
         if asked.n_threads:
@@ -166,6 +170,19 @@ def check_pair(pruned: Model, teacher: Model) -> None:
 # ---- training ----
 
 
+class NewData(NamedTuple):
+    """A trained tensor."""
+
+    type: int
+    data: Array  # bit patterns (rows, cols), or blocks of a quantized type, uint8 (blocks, bytes)
+
+    def values(self, t: Tensor) -> Array:
+        """float32 (rows, cols)."""
+        if self.type == t.type:
+            return masks.to_float32(self.data, self.type)
+        return ggml_quants.dequantize(self.data, self.type, t.rows, t.cols)
+
+
 def trained_tensors(model: Model) -> list[Tensor]:
     """Block matrices, norms and biases."""
 
@@ -183,8 +200,8 @@ def _train(
     options: RecoverOptions,
     device: torch.device,
     checkpoint: Checkpoint,
-) -> tuple[dict[str, Array], RecoverReport]:
-    """(bit patterns (rows, cols) of the trained tensors, report)."""
+) -> tuple[dict[str, NewData], RecoverReport]:
+    """(the trained tensors, report)."""
     import torch
 
     from ..evaluation.transformer import Shape, Transformer, read_weights
@@ -210,30 +227,33 @@ def _train(
     if device.type == "cuda":  # as the teacher's
         weights = {n: w if n in trained or w.dim() < 2 else w.to(torch.bfloat16) for n, w in weights.items()}
     student = Transformer(shape, weights, gradient_checkpointing=options.gradient_checkpointing)
-    n_trained = sum(int((w != 0).sum()) if w.dim() > 1 else w.numel() for w in trained.values())
+    trains_all = options.quant_values in dense_blocks.NAMES
+    n_trained = sum(w.numel() if trains_all or w.dim() < 2 else int((w != 0).sum()) for w in trained.values())
     student, trained = ranks.split(student, trained)
     del weights
     held_out = HeldOut(teacher, texts.held_out, arithmetic)
     of_dense, before = held_out.of_dense, held_out.evaluate(student)
     console.log(f"held-out perplexity: dense {of_dense.perplexity:.4f}, pruned {before.perplexity:.4f}")
     training = Training(student, teacher, trained, texts, options, arithmetic, checkpoint, held_out, before, ranks)
-    rate, points = distill(training) if options.method == "distill" else (fit_blocks(training), [])
+    done = distill(training) if options.method == "distill" else fit_blocks(training)
     new = {}
     for t in tensors:
-        new[t.name] = _rounded(t, whole(trained[t.name]).cpu().numpy(), significant[t.name])
-        values = torch.from_numpy(masks.to_float32(new[t.name], t.type))
-        assign(trained[t.name], values.reshape(tuple(reversed(t.ne))))
+        if t.name in done.packed:
+            new[t.name] = NewData(*done.packed[t.name])
+        else:
+            new[t.name] = NewData(t.type, _rounded(t, whole(trained[t.name]).cpu().numpy(), significant[t.name]))
+        assign(trained[t.name], torch.from_numpy(new[t.name].values(t)).reshape(tuple(reversed(t.ne))))
     after = held_out.evaluate(student)
     return new, RecoverReport(
         perplexity_dense=of_dense.perplexity,
-        perplexity_before=before.perplexity,
+        perplexity_before=done.before.perplexity,
         perplexity_after=after.perplexity,
-        divergence_before=before.divergence,
+        divergence_before=done.before.divergence,
         divergence_after=after.divergence,
         n_trained=n_trained,
         n_tokens=texts.train.size,
-        learning_rate=rate,
-        evaluations=[point._asdict() for point in points],
+        learning_rate=done.rate,
+        evaluations=[point._asdict() for point in done.points],
         gpu_nbytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
     )
 
@@ -304,15 +324,17 @@ def provenance(options: RecoverOptions, report: RecoverReport) -> list[Key]:
     ]
 
 
-def _blocks(t: Tensor, new: Mapping[str, Array]) -> Iterator[Array]:
+def _blocks(t: Tensor, new: Mapping[str, NewData]) -> Iterator[Array]:
     if t.name in new:
-        yield new[t.name].reshape(-1).view(np.uint8)
+        yield new[t.name].data.reshape(-1).view(np.uint8)
     else:
         yield from t.blocks()
 
 
-def _write(model: Model, new: Mapping[str, Array], keys: list[Key], output: AtomicOutput) -> None:
-    tensors = [NewTensor(t.name, t.type, t.ne, t.nbytes) for t in model.tensors]
+def _write(model: Model, new: Mapping[str, NewData], keys: list[Key], output: AtomicOutput) -> None:
+    stored = {t.name: (t.type, t.nbytes) for t in model.tensors}
+    stored.update({name: (found.type, found.data.nbytes) for name, found in new.items()})
+    tensors = [NewTensor(t.name, stored[t.name][0], t.ne, stored[t.name][1]) for t in model.tensors]
     others = [key for key in without_rule(model.keys) if not key.name.startswith("macko.prune.recover.")]
     writer = Writer(output, [*others, *keys], tensors, model.alignment)
     for t in console.tracked(model.tensors, "writing", lambda t: t.nbytes, "B"):
@@ -321,20 +343,19 @@ def _write(model: Model, new: Mapping[str, Array], keys: list[Key], output: Atom
     model.check_unchanged()
 
 
-def check_written(model: Model, output: AtomicOutput, new: Mapping[str, Array]) -> None:
-    """Reads the sealed output. Trained tensors must be equal to `new` and have the zeros of the pruned model; the
-    others must be unchanged. Raises MackoError (FILE_CHANGED).
+def check_written(model: Model, output: AtomicOutput, new: Mapping[str, NewData]) -> None:
+    """Reads the sealed output. Trained tensors must be equal to `new` and, without a dense type, have the zeros of the
+    pruned model; the others must be unchanged. Raises MackoError (FILE_CHANGED).
     """
     with Model(output.partial) as written:
         for source, result in zip(model.tensors, written.tensors):
             found = result.read()
-            if source.name not in new:
-                same = np.array_equal(found, source.read())
-            else:
-                bits = result.read_bits()
+            wanted = source.read() if source.name not in new else new[source.name].data.reshape(-1).view(np.uint8)
+            same = np.array_equal(found, wanted)
+            if source.name in new and result.type == source.type and len(source.ne) > 1:
                 before = source.read_bits()
                 zero = (before == 0) | (before == NEGATIVE_ZERO[source.type])
-                same = np.array_equal(bits, new[source.name]) and (len(source.ne) == 1 or not bits[zero].any())
+                same = same and not result.read_bits()[zero].any()
             if not same or (source.name, source.ne) != (result.name, result.ne):
                 raise errors.error(
                     errors.FILE_CHANGED, f"{output.path}: {source.name}: the file does not hold what was written"

@@ -26,7 +26,7 @@ from ggml_macko.recovery.options import RecoverOptions
 from ggml_macko.recovery.schedule import Texts, batches, chunks_of_epoch, learning_rate
 from ggml_macko.values import NEGATIVE_ZERO, to_float
 from support import gguf_bytes, tiny_models
-from support.pruning import SUPPORTED
+from support.pruning import MIXTURES, SUPPORTED
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="no PyTorch: pip install 'ggml-macko[train]'")
@@ -72,7 +72,7 @@ def zeros(type_id, bits):
 
 
 @needs_torch
-@pytest.mark.parametrize("arch", SUPPORTED)
+@pytest.mark.parametrize("arch", (*SUPPORTED, *MIXTURES))
 def test_logits_are_those_of_llama_cpp(tmp_path, arch):
     """Longer than the window of those that have one."""
     import torch
@@ -109,7 +109,7 @@ def test_windows_matter(tmp_path):
 
 
 @needs_torch
-@pytest.mark.parametrize("arch", ["llama-moe", "phi3", "gpt-oss"])
+@pytest.mark.parametrize("arch", ["phi3", "gpt-oss"])
 def test_other_models_are_refused(tmp_path, macko, text, arch):
     dense = make(tmp_path / "dense.gguf", arch)
     done = run(macko, (dense, dense), text, tmp_path / "out.gguf")
@@ -349,6 +349,31 @@ def test_recovered_model_is_nearer_to_the_dense_one(tmp_path, macko, pair, text,
     done = run(macko, pair, text, out, "--method", method, "--epochs", 4)
     assert done.code == 0 and "weights trained" in done.out, done.err
     assert divergence(out) < 0.8 * divergence(pair[0])
+
+
+@needs_torch
+@pytest.mark.parametrize("method", ["distill", "blocks"])
+@pytest.mark.parametrize(
+    ("arch", "among"),
+    [
+        ("qwen3moe", {"blk.0.ffn_gate_exps.weight", "blk.1.ffn_down_exps.weight"}),
+        ("lfm2", {"blk.0.shortconv.in_proj.weight", "blk.0.shortconv.out_proj.weight", "blk.1.attn_q.weight"}),
+    ],
+)
+def test_mixture_and_hybrid_are_trained(tmp_path, macko, text, arch, among, method):
+    """Zeros, routers and the kernels of convolutions stay as they are."""
+    dense, pruned, out = make(tmp_path / "dense.gguf", arch), tmp_path / "pruned.gguf", tmp_path / "out.gguf"
+    assert macko("prune", dense, pruned, "--sparsity", "0.85", "--compare-within", "tensor").code == 0
+    done = run(macko, (pruned, dense), text, out, "--method", method, "--epochs", 2, "--json")
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    assert report["divergence_after"] < 0.9 * report["divergence_before"]
+    before, after = weights(pruned), weights(out)
+    changed = {name for name in before if not np.array_equal(before[name][1], after[name][1])}
+    assert among <= changed and not any("ffn_gate_inp" in name or "conv.weight" in name for name in changed)
+    for name in changed:
+        type_id, bits = before[name]
+        assert bits.shape[0] == 1 or not after[name][1][zeros(type_id, bits)].any(), name
 
 
 @needs_torch
@@ -697,7 +722,7 @@ def test_each_epoch_reads_every_token_in_another_order():
 
 
 @needs_torch
-@pytest.mark.parametrize("arch", SUPPORTED)
+@pytest.mark.parametrize("arch", (*SUPPORTED, *MIXTURES))
 def test_text_is_drawn_from_the_probabilities_of_the_whole_chunk(tmp_path, arch):
     """A cache of keys and values gives the logits that the chunk gives at once, windows and positions included."""
     import torch

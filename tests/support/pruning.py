@@ -24,7 +24,10 @@ PRUNED = {
     "blk.0.ffn_down_exps.weight",
 }
 
-SUPPORTED = ("llama", "arcee", "qwen2", "qwen3", "gemma2", "gemma3")
+SUPPORTED = ("llama", "arcee", "qwen2", "qwen3", "gemma2", "gemma3", "lfm2")
+"""Architectures that PyTorch evaluates. Mixtures are MIXTURES."""
+
+MIXTURES = ("llama-moe", "qwen3moe")
 
 
 def inputs(rng, n, cols):

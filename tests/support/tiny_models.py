@@ -1,5 +1,5 @@
 """Random models of a few kilobytes, one for each supported architecture, that llama.cpp loads and runs; also arcee,
-whose feed-forward blocks have no gate.
+whose feed-forward blocks have no gate, and lfm2, whose first block has a short convolution in place of attention.
 """
 
 from __future__ import annotations
@@ -58,7 +58,11 @@ def _metadata(f: GGUF, arch: str, moe: bool) -> None:
     u32("embedding_length", N_EMBD)
     u32("feed_forward_length", N_FF)
     u32("attention.head_count", N_HEAD)
-    u32("attention.head_count_kv", N_KV)
+    if arch == "lfm2":
+        f.set("lfm2.attention.head_count_kv", ARRAY, [0, N_KV], U32)
+        u32("shortconv.l_cache", 3)
+    else:
+        u32("attention.head_count_kv", N_KV)
     u32("attention.key_length", N_EMBD_HEAD)
     u32("attention.value_length", N_EMBD_HEAD)
     u32("rope.dimension_count", N_EMBD_HEAD)
@@ -98,6 +102,12 @@ class _Tensors:
 
 def _attention(t: _Tensors, arch: str, blk: str) -> None:
     t.vector(blk + "attn_norm.weight", N_EMBD)
+    if arch == "lfm2" and blk == "blk.0.":
+        t.matrix(blk + "shortconv.in_proj.weight", N_EMBD, 3 * N_EMBD)
+        t.matrix(blk + "shortconv.out_proj.weight", N_EMBD, N_EMBD)
+        kernel = t.rng.normal(0, 1, (N_EMBD, 3)).astype(np.float32)
+        t.f.tensors.append(Tensor(f"{blk}shortconv.conv.weight".encode(), [3, N_EMBD], 0, kernel.tobytes()))
+        return
     if arch == "phi3":
         t.matrix(blk + "attn_qkv.weight", N_EMBD, (N_HEAD + 2 * N_KV) * N_EMBD_HEAD)
     else:
@@ -107,7 +117,7 @@ def _attention(t: _Tensors, arch: str, blk: str) -> None:
     if arch in ("qwen2", "gpt-oss"):
         for x, n in (("q", N_HEAD), ("k", N_KV), ("v", N_KV)):
             t.vector(blk + f"attn_{x}.bias", n * N_EMBD_HEAD, bias=True)
-    if arch in ("qwen3", "qwen3moe", "gemma3"):
+    if arch in ("qwen3", "qwen3moe", "gemma3", "lfm2"):
         t.vector(blk + "attn_q_norm.weight", N_EMBD_HEAD)
         t.vector(blk + "attn_k_norm.weight", N_EMBD_HEAD)
     t.matrix(blk + "attn_output.weight", N_HEAD * N_EMBD_HEAD, N_EMBD)
@@ -156,8 +166,8 @@ def make(name: str, seed: int = 1) -> GGUF:
     n_vocab = _bpe(f) if arch.startswith("qwen") or arch == "gpt-oss" else _spm(f)
     t = _Tensors(f, seed)
     t.matrix("token_embd.weight", N_EMBD, n_vocab)
-    t.vector("output_norm.weight", N_EMBD)
-    if arch not in ("gemma2", "qwen3"):
+    t.vector("token_embd_norm.weight" if arch == "lfm2" else "output_norm.weight", N_EMBD)
+    if arch not in ("gemma2", "qwen3", "lfm2"):
         t.matrix("output.weight", N_EMBD, n_vocab)
     for i in range(N_LAYER):
         blk = f"blk.{i}."

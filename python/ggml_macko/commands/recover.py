@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Trains the non-zeros of a pruned GGUF on a text, so that it behaves like the dense model that it was made "
         "from, and writes a dense GGUF with the same zeros; then use `macko convert`. The command needs PyTorch (pip "
         "install 'ggml-macko[train]') and uses a GPU if PyTorch finds one. It trains block matrices, norms and biases, "
-        "but not embeddings and head. Supported models: llama, arcee, qwen2, qwen3, gemma2, gemma3, without experts. "
-        "A run that stops early leaves OUT.checkpoint, and the same command resumes from it."
+        "but not embeddings and head. Supported models: llama (also with experts), arcee, qwen2, qwen3, qwen3moe, "
+        "gemma2, gemma3, lfm2. A run that stops early leaves OUT.checkpoint, and the same command resumes from it."
     )
     parser.add_argument("input", metavar="IN", help="pruned GGUF, dense or sparse; the first file of a split model")
     parser.add_argument("output", metavar="OUT", help="GGUF to write")

@@ -1,8 +1,8 @@
 """The forward pass of llama-family models in PyTorch, with the tensors of a GGUF under their own names.
 
-Architectures: llama (with those that llama.cpp loads as llama, such as Mistral), arcee, qwen2, qwen3, gemma2, gemma3;
-dense feed-forward parts only. Other features, such as experts or YaRN, are refused. Callers first compare the logits
-with those of llama.cpp. Shapes: hidden states (chunks, tokens, n_embd).
+Architectures: llama (with those that llama.cpp loads as llama, such as Mistral and Mixtral), arcee, qwen2, qwen3,
+qwen3moe, gemma2, gemma3, lfm2. Other features, such as shared experts or YaRN, are refused. Callers first compare the
+logits with those of llama.cpp. Shapes: hidden states (chunks, tokens, n_embd).
 """
 
 from __future__ import annotations
@@ -26,18 +26,22 @@ from ..values import TYPE_BF16, TYPE_F16, Array, to_float
 PARTS = ("attention", "feed_forward")
 """The parts of a block; the result of each is added to the hidden states."""
 
-_NEOX = {"qwen2", "qwen3", "gemma2", "gemma3"}
+_NEOX = {"qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "lfm2"}
 """Architectures that rotate the first half of a head with the second half, not neighbors."""
 
 _GEMMA = {"gemma2", "gemma3"}
 _WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6}  # one of so many layers has the whole context
 _ARCHITECTURES = ("llama", "arcee", *sorted(_NEOX))
 
-_GLOBAL_TENSORS = {"token_embd.weight", "output_norm.weight", "output.weight", "rope_freqs.weight"}
+_MIXTURES = {"llama", "qwen3moe"}  # architectures that may have experts
+
+_GLOBAL_TENSORS = {"token_embd.weight", "output.weight", "rope_freqs.weight"}
 _BLOCK_TENSOR = re.compile(
     r"blk\.\d+\.((attn_(q|k|v|output)|ffn_(gate|up|down))\.(weight|bias)"
     r"|(attn_norm|attn_(q|k)_norm|post_attention_norm|ffn_norm|post_ffw_norm)\.weight)"
 )
+_EXPERT_TENSOR = re.compile(r"blk\.\d+\.ffn_(gate_inp|(gate|up|down)_exps)\.weight")
+_CONVOLUTION = re.compile(r"blk\.\d+\.shortconv\.(in_proj|conv|out_proj)\.weight")
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -57,6 +61,7 @@ class Shape:
     rope_base_window: float
     rope_scale: float  # of positions
     epsilon: float
+    n_experts_used: int  # by a token; 0: no experts
     window: int  # tokens; 0: all layers have the whole context
     attention_cap: float  # 0: none
     logit_cap: float
@@ -73,20 +78,30 @@ class Shape:
                 raise errors.error(errors.BAD_KEY_VALUE, f"{model.path}: no key {arch}.{name}")
             value = default if key is None else key.value()
             if isinstance(value, list):
-                if len(set(value)) != 1:
+                values = set(value) - ({0} if arch == "lfm2" else set())  # blocks without attention have no heads
+                if len(values) != 1:
                     raise _unsupported(model, f"{arch}.{name} differs between layers")
-                value = value[0]
+                value = values.pop()
             return value
 
         if arch not in _ARCHITECTURES:
             raise _unsupported(model, f"architecture {arch}; known: {', '.join(_ARCHITECTURES)}")
-        if get("expert_count", 0):
-            raise _unsupported(model, "experts")
+        has_experts = get("expert_count", 0) > 0
+        if has_experts and (arch not in _MIXTURES or get("expert_weights_scale", 1.0) not in (0.0, 1.0)):
+            raise _unsupported(model, f"experts of {arch}" if arch not in _MIXTURES else "expert_weights_scale")
+        if arch == "lfm2" and get("attention.sliding_window", 0):
+            raise _unsupported(model, "lfm2.attention.sliding_window")
         scaling = get("rope.scaling.type", "none")
         if scaling not in ("none", "linear"):
             raise _unsupported(model, f"{arch}.rope.scaling.type {scaling}")
+        known = {*_GLOBAL_TENSORS, _output_norm(arch)}
+        patterns = [
+            _BLOCK_TENSOR,
+            *([_EXPERT_TENSOR] if has_experts else []),
+            *([_CONVOLUTION] if arch == "lfm2" else []),
+        ]
         for name in (t.name for t in model.tensors):
-            if name not in _GLOBAL_TENSORS and not _BLOCK_TENSOR.fullmatch(name):
+            if name not in known and not any(pattern.fullmatch(name) for pattern in patterns):
                 raise _unsupported(model, f"tensor {name}")
         n_embd, n_heads = get("embedding_length"), get("attention.head_count")
         head_dim = get("attention.key_length", n_embd // n_heads)
@@ -102,6 +117,7 @@ class Shape:
             rope_base_window=get("rope.freq_base_swa", 10000.0),
             rope_scale=1 / (get("rope.scaling.factor", 0.0) or 1.0) if scaling == "linear" else 1.0,
             epsilon=get("attention.layer_norm_rms_epsilon"),
+            n_experts_used=get("expert_used_count") if has_experts else 0,
             window=get("attention.sliding_window", 0) if arch in _WINDOW_PERIOD else 0,
             attention_cap=get("attn_logit_softcapping", 50.0) if arch == "gemma2" else 0.0,
             logit_cap=get("final_logit_softcapping", 30.0) if arch == "gemma2" else 0.0,
@@ -116,6 +132,10 @@ class Shape:
         if self.arch == "gemma2" and self.n_layers == 46:  # 27B, by the rule of llama.cpp
             return 1 / math.sqrt(self.n_embd / self.n_heads)
         return 1 / math.sqrt(self.head_dim)
+
+
+def _output_norm(arch: str) -> str:
+    return "token_embd_norm.weight" if arch == "lfm2" else "output_norm.weight"
 
 
 def _unsupported(model: Model, what: str) -> errors.MackoError:
@@ -226,7 +246,7 @@ class Transformer:
                 )
             else:
                 x = self.block(layer, x)
-        return self._norm(x, "output_norm.weight").to(self.head.dtype)
+        return self._norm(x, _output_norm(self.shape.arch)).to(self.head.dtype)
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         weight = self.weights[name]
@@ -238,17 +258,15 @@ class Transformer:
         return h.bfloat16() if torch.is_autocast_enabled() else h
 
     def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        weight = self.weights[f"{name}.weight"]
-        is_mixed = torch.is_autocast_enabled()
-        out = F.linear(x if is_mixed else x.to(weight.dtype), weight)
-        if not is_mixed:  # otherwise it stays in bfloat16, for the sake of memory
-            out = out.float()
+        out = _product(x, self.weights[f"{name}.weight"])
         bias = self.weights.get(f"{name}.bias")
         return out if bias is None else out + bias
 
     def _attention(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         s, prefix = self.shape, f"blk.{layer}."
         h = self._input(x, f"{prefix}attn_norm.weight")
+        if f"{prefix}shortconv.conv.weight" in self.weights:
+            return self._convolution(f"{prefix}shortconv", h)
 
         def heads(which: str, n: int, rotate: bool = True) -> torch.Tensor:
             out = self._linear(h, f"{prefix}attn_{which}").unflatten(-1, (n, s.head_dim)).transpose(1, 2)
@@ -261,6 +279,18 @@ class Transformer:
         out = self._linear(out, f"{prefix}attn_output")
         post = f"{prefix}post_attention_norm.weight"
         return self._norm(out, post) if post in self.weights else out
+
+    def _convolution(self, prefix: str, h: torch.Tensor) -> torch.Tensor:
+        """The short convolution of LFM2, in place of an attention: c * conv(b * x), each channel by itself."""
+        b, c, x = self._linear(h, f"{prefix}.in_proj").chunk(3, dim=-1)
+        kernel = self.weights[f"{prefix}.conv.weight"].float()  # (n_embd, length); the last column is for the newest
+        past = self._with_past(prefix, (b * x).float().transpose(1, 2), kernel.shape[1] - 1)
+        out = F.conv1d(past, kernel[:, None], groups=kernel.shape[0]).transpose(1, 2)
+        return self._linear((c * out).to(h.dtype), f"{prefix}.out_proj")
+
+    def _with_past(self, prefix: str, x: torch.Tensor, n: int) -> torch.Tensor:
+        """Inputs x (chunks, n_embd, tokens) of a convolution, after the n before them."""
+        return F.pad(x, (n, 0))
 
     def _weighted(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
         """Values weighted by the softmax of q k^T: (chunks, n_heads, tokens, head_dim); k and v have n_heads_kv."""
@@ -307,6 +337,8 @@ class Transformer:
     def _feed_forward(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         prefix = f"blk.{layer}."
         h = self._input(x, f"{prefix}ffn_norm.weight")
+        if self.shape.n_experts_used:
+            return self._experts(prefix, h)
         up = self._linear(h, f"{prefix}ffn_up")
         if self.shape.arch == "arcee":  # without a gate
             neurons = F.relu(up).square()
@@ -316,3 +348,25 @@ class Transformer:
         out = self._linear(neurons, f"{prefix}ffn_down")
         post = f"{prefix}post_ffw_norm.weight"
         return self._norm(out, post) if post in self.weights else out
+
+    def _experts(self, prefix: str, h: torch.Tensor) -> torch.Tensor:
+        """The experts with the highest probabilities for each token, weighted by these; the weights add up to 1."""
+        rows = h.flatten(0, 1)
+        probabilities = F.softmax(self._linear(rows, f"{prefix}ffn_gate_inp").float(), dim=-1)
+        weights, chosen = probabilities.topk(self.shape.n_experts_used, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        gate, up, down = (self.weights[f"{prefix}ffn_{x}_exps.weight"].unbind() for x in ("gate", "up", "down"))
+        out = torch.zeros_like(rows, dtype=torch.float32)
+        for i in range(len(down)):
+            token, place = (chosen == i).nonzero(as_tuple=True)
+            x = rows[token]
+            neurons = F.silu(_product(x, gate[i])) * _product(x, up[i])
+            out = out.index_add(0, token, _product(neurons, down[i]).float() * weights[token, place, None])
+        return out.unflatten(0, h.shape[:2])
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x (..., cols) times a matrix (rows, cols)."""
+    is_mixed = torch.is_autocast_enabled()
+    out = F.linear(x if is_mixed else x.to(weight.dtype), weight)
+    return out if is_mixed else out.float()  # mixed: it stays in bfloat16, for the sake of memory

@@ -104,7 +104,10 @@ def _open(paths: Sequence[Path], options: ParsedOptions, device: torch.device) -
     for path in paths:
         with Model(path) as model:
             try:
-                models.append(listening(Shape.of(model), read_weights(model, device, None)))
+                shape = Shape.of(model)
+                if shape.n_experts_used:  # their inputs differ between experts
+                    raise errors.error(errors.UNSUPPORTED_ARCH, f"{path}: has experts")
+                models.append(listening(shape, read_weights(model, device, None)))
             except errors.MackoError as e:
                 if e.code != errors.UNSUPPORTED_ARCH:
                     raise

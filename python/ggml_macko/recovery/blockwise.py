@@ -23,7 +23,7 @@ from ..recovery.schedule import learning_rate
 Hidden = list[torch.Tensor]
 """Hidden states of each chunk (1, tokens, n_embd), in host memory."""
 
-_TENSORS = {"attention": ("attn_", "post_attention_"), "feed_forward": ("ffn_", "post_ffw_")}
+_TENSORS = {"attention": ("attn_", "shortconv.", "post_attention_"), "feed_forward": ("ffn_", "post_ffw_")}
 """Part -> prefixes of its tensors' names after blk.N."""
 
 

@@ -286,7 +286,8 @@ class TrainingStep:
     def __call__(self, chunks: Chunks) -> torch.Tensor:
         """Returns the loss, which the next step may overwrite. All chunks have the same shape."""
         tokens = self._arithmetic.tokens(chunks)
-        if self._stream is None or N_RANKS > 1:  # FSDP2 cannot be recorded
+        # neither FSDP2 nor experts, whose numbers of tokens differ between steps, can be recorded
+        if self._stream is None or N_RANKS > 1 or self._student.shape.n_experts_used:
             return self._run(tokens)
         self._n_steps += 1
         if self._n_steps <= _EAGER_STEPS:

@@ -27,8 +27,8 @@ is not that of the free memory, because the text depends on it.
 
 
 class Writer(Transformer):
-    """A forward pass of one token per chunk, with stored keys and values. It always reads the whole cache, so that a
-    GPU can repeat a recorded step.
+    """A forward pass of one token per chunk, with stored keys, values and inputs of convolutions. It always reads the
+    whole cache, so that a GPU can repeat a recorded step.
 
     position: of the next token, int64 (1,); the caller increases it.
     """
@@ -38,6 +38,7 @@ class Writer(Transformer):
         head, s = model.head, model.shape
         size = (2, s.n_layers, n_chunks, s.n_heads_kv, n_ctx, s.head_dim)
         self._cache = torch.zeros(size, dtype=head.dtype, device=head.device)
+        self._convolved: dict[str, torch.Tensor] = {}  # the last inputs of each convolution
         self._at = torch.arange(n_ctx, device=head.device)
         self.position = torch.zeros(1, dtype=torch.int64, device=head.device)
 
@@ -48,6 +49,12 @@ class Writer(Transformer):
     def _cos_and_sin(self, local: bool, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = super()._cos_and_sin(local, len(self._at), device)
         return cos[self.position], sin[self.position]
+
+    def _with_past(self, prefix: str, x: torch.Tensor, n: int) -> torch.Tensor:
+        past = self._convolved.setdefault(prefix, x.new_zeros(*x.shape[:2], n))
+        found = torch.cat([past, x], dim=2)
+        past.copy_(found[:, :, 1:])
+        return found
 
     def _weighted(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
         s, (keys, values) = self.shape, self._cache[:, layer]
@@ -116,11 +123,13 @@ class _Step:
         self._writer = Writer(teacher, *tokens.shape)
         self._tokens, self._n_prompt, self._generator = tokens, n_prompt, generator
         self._graph: torch.cuda.CUDAGraph | None = None
+        # tokens that each expert gets differ between steps
+        self._is_repeatable = tokens.device.type == "cuda" and not teacher.shape.n_experts_used
         self._n_steps = 0
 
     def __call__(self) -> None:
         self._n_steps += 1
-        if self._tokens.device.type != "cuda" or self._n_steps == 1:
+        if not self._is_repeatable or self._n_steps == 1:
             self._run()
             return
         if self._graph is None:

@@ -6,9 +6,10 @@
 
 The teacher is another model, usually a smaller one: the new model has its vocabulary, and learns its probabilities of
 the next token on a text and on chunks that the teacher writes, as in `macko recover`. The architecture is llama, or
-arcee: a Llama with feed-forward blocks down(relu(up(h))^2), so that most inputs of down become exactly zero. Weights
-are random at the start; with --from-teacher, tensors with the shape of the teacher's are copies of the teacher's. Needs
-PyTorch. The result has F16 matrices.
+arcee: a Llama with feed-forward blocks down(relu(up(h))^2), so that most inputs of down become exactly zero. With
+--experts, a Llama is a mixture like Mixtral. Weights are random at the start; with --from-teacher, tensors with the
+shape of the teacher's are copies of the teacher's, and each expert has neurons of the teacher's feed-forward block,
+chosen at random. Needs PyTorch. The result has F16 matrices.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import math
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,6 +47,8 @@ class Size(NamedTuple):
     ff: int
     heads: int
     kv_heads: int
+    experts: int = 0  # 0: dense
+    experts_used: int = 0  # by a token
 
     @property
     def head_dim(self) -> int:
@@ -65,6 +69,8 @@ def metadata(teacher: Model, arch: str, size: Size) -> list[Key]:
         "rope.dimension_count": size.head_dim,
         "vocab_size": next(t.ne[1] for t in teacher.tensors if t.name == "token_embd.weight"),
     }
+    if size.experts:
+        numbers.update(expert_count=size.experts, expert_used_count=size.experts_used)
     return [
         make_key("general.architecture", "str", arch),
         make_key("general.name", "str", f"{arch} {size.layers}x{size.embd}x{size.ff}"),
@@ -83,23 +89,30 @@ def tensors(arch: str, size: Size, n_vocab: int) -> list[NewTensor]:
         "output_norm": (size.embd,),
         "output": (size.embd, n_vocab),
     }
+    gate = {} if arch == "arcee" else {"ffn_gate": (size.embd, size.ff)}
+    feed_forward: dict[str, tuple[int, ...]] = {
+        **gate,
+        "ffn_up": (size.embd, size.ff),
+        "ffn_down": (size.ff, size.embd),
+    }
+    if size.experts:
+        feed_forward = {f"{name}_exps": (*ne, size.experts) for name, ne in feed_forward.items()}
+        feed_forward["ffn_gate_inp"] = (size.embd, size.experts)
     for i in range(size.layers):
-        of_block = {
+        of_block: dict[str, tuple[int, ...]] = {
             "attn_norm": (size.embd,),
             "attn_q": (size.embd, size.embd),
             "attn_k": (size.embd, kv),
             "attn_v": (size.embd, kv),
             "attn_output": (size.embd, size.embd),
             "ffn_norm": (size.embd,),
-            **({} if arch == "arcee" else {"ffn_gate": (size.embd, size.ff)}),
-            "ffn_up": (size.embd, size.ff),
-            "ffn_down": (size.ff, size.embd),
+            **feed_forward,
         }
         shapes.update({f"blk.{i}.{name}": ne for name, ne in of_block.items()})
     return [
         NewTensor(f"{name}.weight", TYPE_F32, ne, 4 * ne[0])
         if len(ne) == 1
-        else NewTensor(f"{name}.weight", TYPE_F16, ne, 2 * ne[0] * ne[1])
+        else NewTensor(f"{name}.weight", TYPE_F16, ne, 2 * math.prod(ne))
         for name, ne in shapes.items()
     ]
 
@@ -119,11 +132,28 @@ def of_teacher(model: Model) -> dict[str, Tensor]:
     return found
 
 
+def neurons_of_teacher(t: NewTensor, given: Mapping[str, Tensor], seed: int) -> Array | None:
+    """The experts (experts, rows, cols) of a tensor, each with random neurons of the teacher's matrix, the same in all
+    tensors of its block; None for other tensors. Down is divided by the share of the neurons.
+    """
+    source = given.get(t.name.replace("_exps", ""))
+    if "_exps" not in t.name or source is None:
+        return None
+    is_down = "ffn_down" in t.name
+    w = to_float(source.read_bits(), source.type)
+    n, width = (w.shape[1], t.ne[0]) if is_down else (w.shape[0], t.ne[1])
+    if width > n:
+        return None
+    block = int(t.name.split(".")[1])
+    chosen = [np.random.default_rng([seed, block, i]).permutation(n)[:width] for i in range(t.ne[2])]
+    return np.stack([w[:, i] * (n / width) if is_down else w[i] for i in chosen])
+
+
 def write_start(
     path: Path, teacher: Path, size: Size, seed: int, *, arch: str = "llama", from_teacher: bool = False
 ) -> None:
     """Writes a model with random weights and the teacher's vocabulary. from_teacher: copies the teacher's tensors of
-    the same shape.
+    the same shape, and neurons of its feed-forward blocks into experts.
     """
     rng = np.random.default_rng(seed)
     with Model(teacher) as model, AtomicOutput(path, [teacher], force=True) as output:
@@ -133,12 +163,15 @@ def write_start(
         writer = Writer(output, keys, table, model.alignment)
         for t in table:
             values: Array
-            if from_teacher and t.name in given and given[t.name].ne == t.ne:
+            experts = neurons_of_teacher(t, given, seed) if from_teacher else None
+            if experts is not None:
+                values = experts
+            elif from_teacher and t.name in given and given[t.name].ne == t.ne:
                 values = to_float(given[t.name].read_bits(), given[t.name].type)
             elif len(t.ne) == 1:
                 values = np.ones(t.ne[0], dtype=np.float32)
             else:
-                values = rng.standard_normal((t.ne[1], t.ne[0]), dtype=np.float32) * np.float32(deviation(t, size))
+                values = rng.standard_normal(t.ne[::-1], dtype=np.float32) * np.float32(deviation(t, size))
             writer.write([values.astype(np.float32 if len(t.ne) == 1 else np.float16)])
         writer.finish()
         output.seal()
@@ -182,8 +215,12 @@ def main() -> int:
     parser.add_argument("--ff", type=int, required=True, help="width of the feed-forward blocks")
     parser.add_argument("--heads", type=int, required=True)
     parser.add_argument("--kv-heads", type=int, required=True)
+    parser.add_argument("--experts", type=int, default=0, help="experts of a block, each of width --ff (default: none)")
+    parser.add_argument("--experts-used", type=int, default=2, help="experts of a token (default: %(default)s)")
     parser.add_argument(
-        "--from-teacher", action="store_true", help="start from the teacher's tensors where they have the same shape"
+        "--from-teacher",
+        action="store_true",
+        help="start from the teacher's tensors where they have the same shape, and experts from its neurons",
     )
     parser.add_argument("-c", "--ctx-size", type=int, default=512, help="tokens of a chunk (default: %(default)s)")
     parser.add_argument("--self-generated", type=int, default=0, help="additional chunks that the teacher writes")
@@ -192,8 +229,11 @@ def main() -> int:
     parser.add_argument("--learning-rate", type=float, default=0.0, help="maximum rate (default: as `macko recover`)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the order of the text")
     args = parser.parse_args()
-    size = Size(args.layers, args.embd, args.ff, args.heads, args.kv_heads)
-    if min(size) < 1 or args.embd % (2 * args.heads) or args.heads % args.kv_heads:
+    used = args.experts_used if args.experts else 0
+    size = Size(args.layers, args.embd, args.ff, args.heads, args.kv_heads, args.experts, used)
+    if args.experts and (args.arch != "llama" or not 0 < used <= args.experts):
+        parser.error("--experts needs --arch llama, and at least as many experts as --experts-used")
+    if min(size[:5]) < 1 or args.embd % (2 * args.heads) or args.heads % args.kv_heads:
         parser.error("--embd must be a multiple of 2 * --heads, and --heads of --kv-heads")
     options = RecoverOptions(
         text=args.file,

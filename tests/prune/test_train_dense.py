@@ -45,12 +45,13 @@ def command(teacher, out, text, **shape):
 
 
 @needs_torch
-@pytest.mark.parametrize("arch", ["llama", "arcee"])
-def test_model_of_another_shape_learns_from_the_teacher(tmp_path, macko, tool, files, monkeypatch, arch):
+@pytest.mark.parametrize("arch, n_experts", [("llama", 0), ("arcee", 0), ("llama", 4)])
+def test_model_of_another_shape_learns_from_the_teacher(tmp_path, macko, tool, files, monkeypatch, arch, n_experts):
     teacher, text = files
     start, out, base = (tmp_path / name for name in ("start.gguf", "out.gguf", "base.kld"))
-    tool.write_start(start, teacher, tool.Size(*SHAPE.values()), 0, arch=arch)
-    options = ["--arch", arch, "--epochs", "3", "--learning-rate", "5e-2"]
+    size = tool.Size(*SHAPE.values(), experts=n_experts, experts_used=2 if n_experts else 0)
+    tool.write_start(start, teacher, size, 0, arch=arch)
+    options = ["--arch", arch, "--epochs", "3", "--learning-rate", "5e-2", "--experts", str(n_experts)]
     monkeypatch.setattr(sys, "argv", [*command(teacher, out, text), *options])
     assert tool.main() == 0
     assert macko("perplexity", "-m", teacher, "-f", text, "-c", 32, "--kl-divergence-base", base).code == 0
@@ -67,6 +68,8 @@ def test_model_of_another_shape_learns_from_the_teacher(tmp_path, macko, tool, f
         assert keys["general.architecture"] == arch
         assert (keys[f"{arch}.block_count"], keys[f"{arch}.embedding_length"]) == (3, 96)
         assert any("ffn_gate" in t.name for t in found.tensors) == (arch == "llama")
+        assert any("exps" in t.name for t in found.tensors) == (n_experts > 0)
+        assert keys.get(f"{arch}.expert_count", 0) == n_experts
         for a, b in zip(before.tensors, found.tensors):
             assert (a.name, a.ne) == (b.name, b.ne)
             # embeddings, head and norms are trained, too
@@ -101,6 +104,25 @@ def test_start_from_the_teacher_has_its_tensors_of_the_same_shape(tmp_path, tool
     assert of_feed_forward < others and "output.weight" in equal and "blk.1.attn_k.weight" in equal
 
 
+def test_experts_from_the_teacher_have_its_neurons(tmp_path, tool, files):
+    start = tmp_path / "start.gguf"
+    size = tool.Size(2, tiny_models.N_EMBD, 48, tiny_models.N_HEAD, 2, experts=4, experts_used=2)
+    tool.write_start(start, files[0], size, 0, from_teacher=True)
+    with Model(files[0]) as teacher, Model(start) as model:
+        given = {t.name: t.read_values() for t in teacher.tensors}
+        found = {t.name: t.read_values().reshape(t.ne[::-1]) for t in model.tensors if "exps" in t.name}
+    gate, up, down = (given[f"blk.1.ffn_{x}.weight"] for x in ("gate", "up", "down"))
+    rows = [[row.tobytes() for row in w] for w in (gate, up, down.T * 2)]  # 48 of 96 neurons
+    assert all(len(set(r)) == tiny_models.N_FF for r in rows)
+    chosen = set()
+    for e in range(4):
+        parts = [found[f"blk.1.ffn_{x}_exps.weight"][e] for x in ("gate", "up", "down")]
+        places = [[r.index(row.tobytes()) for row in w] for r, w in zip(rows, (parts[0], parts[1], parts[2].T))]
+        assert places[0] == places[1] == places[2] and len(set(places[0])) == 48
+        chosen.add(tuple(places[0]))
+    assert len(chosen) == 4
+
+
 def test_head_of_a_teacher_that_has_none_is_its_embeddings(tmp_path, tool):
     teacher, start = tmp_path / "teacher.gguf", tmp_path / "start.gguf"
     file = tiny_models.make("llama")
@@ -126,10 +148,11 @@ def test_teacher_with_another_vocabulary_is_refused(tmp_path, tool, files):
     assert not (tmp_path / "out.gguf").exists()
 
 
-@pytest.mark.parametrize("shape", [{"heads": 5}, {"kv-heads": 3}, {"layers": 0}, {"embd": 98}])
+@pytest.mark.parametrize("shape", [{"heads": 5}, {"kv-heads": 3}, {"layers": 0}, {"embd": 98}, {"experts": 1}])
 def test_impossible_shape_is_refused(tmp_path, tool, files, monkeypatch, capsys, shape):
     monkeypatch.setattr(sys, "argv", command(files[0], tmp_path / "out.gguf", files[1], **shape))
     with pytest.raises(SystemExit) as e:
         tool.main()
-    assert e.value.code == 2 and "--embd must be a multiple" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and ("--embd must be a multiple" in err or "at least as many experts as" in err)
     assert not (tmp_path / "out.gguf").exists()

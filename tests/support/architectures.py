@@ -187,13 +187,13 @@ def _rope(arch: str, s: Shape) -> dict[str, Any]:
     return {f"rope.{name}": value for name, value in keys.items()}
 
 
-def _experts(arch: str, s: Shape) -> dict[str, Any]:
+def _experts(arch: str, s: Shape, n: int) -> dict[str, Any]:
     return {
         "expert_feed_forward_length": s.n_ff,
         "expert_shared_feed_forward_length": s.n_ff // 2,
         "expert_latent_length": s.n_ff,
         "interleave_moe_layer_step": 2,
-        "expert_count": 2,
+        "expert_count": n,
         "expert_used_count": 2,
         "expert_shared_count": 1,
         "expert_gating_func": 4 if arch == "deepseek4" else 2,
@@ -264,8 +264,8 @@ def _special(arch: str, s: Shape) -> dict[str, Any]:
     }.get(arch, {})
 
 
-def metadata(arch: str, experts: bool) -> GGUF:
-    """A GGUF file that has metadata and no tensors."""
+def metadata(arch: str, experts: bool, n_experts: int = 2) -> GGUF:
+    """A GGUF file that has metadata and no tensors. A token uses two experts."""
     s = SHAPES.get(arch, Shape())
     f = GGUF()
     f.set("general.architecture", STRING, arch.encode())
@@ -289,7 +289,7 @@ def metadata(arch: str, experts: bool) -> GGUF:
         "convnext.block_count": s.n_layer,
         **_attention(arch, s),
         **_rope(arch, s),
-        **(_experts(arch, s) if experts else {}),
+        **(_experts(arch, s, n_experts) if experts else {}),
         **_recurrent(arch, s),
         **_special(arch, s),
     }
@@ -377,11 +377,11 @@ def _values(name: str, ne: list[int]) -> np.ndarray:
     return x * np.float32(max(ne[0], 16) ** -0.5 if name.endswith("weight") and ne[1] > 1 else 0.1)
 
 
-def make(arch: str, experts: bool) -> GGUF:
+def make(arch: str, experts: bool, n_experts: int = 2) -> GGUF:
     """A dense model; its multiplied matrices are F16."""
     from ggml_macko.gguf.tensor_rules import is_multiplied
 
-    f = metadata(arch, experts)
+    f = metadata(arch, experts, n_experts)
     for name, (type_id, ne) in tensors(f, SHAPES.get(arch, Shape()).n_layer).items():
         if arch == "rwkv6qwen2" and "time_mix_first" in name:
             continue  # with this tensor, llama.cpp would load the model as RWKV-6

@@ -12,7 +12,7 @@ from ..pruning import options
 from ..pruning.options import PruneOptions
 from ..pruning.prune import PruneReport, prune
 
-HELP = "set weights of a dense model to zero"
+HELP = "set weights of a dense model to zero, or remove whole experts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUT", nargs="?", help="GGUF to write (not needed with --dry-run)")
     _add_how_many(parser.add_argument_group("how many weights"))
     _add_which(parser.add_argument_group("which weights"))
+    _add_experts(parser.add_argument_group("whole experts"))
     _add_statistics(parser.add_argument_group("statistics of the inputs"))
     add_threads(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the report and write nothing")
@@ -109,6 +110,30 @@ def _add_which(group: argparse._ArgumentGroup) -> None:
         only.add_argument(option, dest=name, metavar="NAME", action="append", default=[], help=f"{what}; repeatable")
 
 
+def _add_experts(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--experts",
+        metavar="S",
+        help="remove the share S (0 ... 1) of the experts of each block, with their rows of the router; needs -f. "
+        "Experts are removed before zeros are made, and without --sparsity no zeros are made: the weights keep their "
+        "types, also quantized ones",
+    )
+    group.add_argument(
+        "--expert-score",
+        choices=options.EXPERT_SCORES,
+        default="reap",
+        help="which experts are removed first; reap: those with the lowest mean norm of output times router weight, "
+        "over the tokens that are routed to them (default); frequency: those of the fewest tokens; random: any",
+    )
+    group.add_argument(
+        "--seed",
+        type=Number(0),
+        default=0,
+        metavar="N",
+        help="--expert-score random: number of the choice (default: 0)",
+    )
+
+
 def _add_statistics(group: argparse._ArgumentGroup) -> None:
     needs_hessians = "sparsegpt, alps, --refit, --quant-values"
     group.add_argument("--imatrix", metavar="FILE", help="wanda: file of `macko calibrate` or llama-imatrix")
@@ -170,6 +195,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_report(report: PruneReport) -> None:
+    if report.experts is not None:
+        n_before, n_after, n_blocks = report.experts
+        print(
+            f"{n_after} of {n_before} experts remain in each of {n_blocks} blocks; the model has {report.n_parameters} "
+            "parameters"
+        )
+    if report.tensors:
+        print_zeros(report)
+
+
+def print_zeros(report: PruneReport) -> None:
     rows: list[list[object]] = [
         [t.name, "x".join(map(str, t.ne)), type_name(t.type), t.n_zeros_before, t.n_zeros, t.sparsity]
         for t in report.tensors

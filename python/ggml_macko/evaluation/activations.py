@@ -74,7 +74,7 @@ class Tensor(ctypes.Structure):
 
 _OBJECT_NBYTES = 32  # struct ggml_object, which ggml_tensor_overhead() includes
 
-_OPS = {b"MUL_MAT", b"MUL_MAT_ID", b"GLU", b"UNARY", b"SQR"}
+_OPS = {b"MUL_MAT", b"MUL_MAT_ID", b"MUL", b"ADD_ID", b"GLU", b"UNARY", b"SQR"}
 
 
 class Ggml:
@@ -110,7 +110,7 @@ class Ggml:
                 errors.VERSION_MISMATCH, "this ggml's tensors are not those that ggml-macko was built for"
             )
         self.mul_mat, self.mul_mat_id, self.glu = ops[b"MUL_MAT"], ops[b"MUL_MAT_ID"], ops[b"GLU"]
-        self.unary, self.sqr = ops[b"UNARY"], ops[b"SQR"]
+        self.unary, self.sqr, self.mul, self.add_id = ops[b"UNARY"], ops[b"SQR"], ops[b"MUL"], ops[b"ADD_ID"]
 
 
 @functools.cache

@@ -27,6 +27,9 @@ METHODS = {"magnitude": "row", "wanda": "row", "sparsegpt": "tensor", "alps": "t
 
 ALLOCATIONS = ("uniform", "loss")
 
+EXPERT_SCORES = ("reap", "frequency", "random")
+"""Scores by which whole experts are removed."""
+
 VALUES = tuple(VALUE_NAMES.values())
 """The quantized types that weights may be fitted to."""
 
@@ -74,6 +77,11 @@ class PruneOptions:
     with the other methods, fit the remaining weights as ALPS does. compare_within: "row", "tensor" (a matrix) or
     "model"; sparsegpt always compares within 128 columns of a matrix, alps within the matrix.
 
+    experts: share of the experts of each block to remove before any zeros are made: floor(share * n) of n experts.
+    With experts and without a sparsity, prune() makes no zeros. expert_score: "reap": remove the experts with the
+    lowest mean norm of router weight times output, over the tokens of the text that are routed to them (arXiv
+    2510.13999, REAP); "frequency": those of the fewest tokens; "random": any, by seed.
+
     imatrix: statistics for wanda, a file of calibrate() or llama-imatrix. text: calibration text, of which n_chunks
     (-1: all) evenly spread chunks of n_ctx tokens are evaluated. sequential: repeat this after each pruned block.
     asymmetric: for alps and refit, repeat this for each input of a block, and fit outputs to those of the dense model;
@@ -95,6 +103,9 @@ class PruneOptions:
     tensor_sparsity: Iterable[tuple[str, Sparsity]] = ()
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
+    experts: Sparsity | None = None
+    expert_score: str = "reap"
+    seed: int = 0
     imatrix: str | os.PathLike[str] | None = None
     text: str | os.PathLike[str] | None = None
     n_chunks: int = N_CALIBRATION_CHUNKS
@@ -118,6 +129,8 @@ class ParsedOptions(PruneOptions):
     compare_within: str = "row"
     loss_shift: Fraction = LOSS_SHIFT
     table: tuple[TableEntry, ...] = ()  # the first matching entry counts, otherwise sparsity
+    experts: Fraction | None = None
+    makes_zeros: bool = True  # False: only removes experts
     imatrix: str | None = None
     text: str | None = None
     hessian_memory: int = MIN_HESSIAN_MEMORY
@@ -143,6 +156,7 @@ class ParsedOptions(PruneOptions):
             + ("a matrix" if self.method == "alps" else "128 columns of a matrix"),
         )
         check_values(self.quant_values, self.keep_mantissa)
+        self._check_experts()
         refuse_if(
             self.compare_within == "model"
             and (self.allocation != "uniform" or self.sequential or self.refit or self.quant_values is not None),
@@ -181,6 +195,22 @@ class ParsedOptions(PruneOptions):
             f"-c {self.n_ctx}: --allocation loss needs at least {likelihood.MIN_CTX}",
         )
 
+    def _check_experts(self) -> None:
+        check_choice("--expert-score", self.expert_score, EXPERT_SCORES)
+        is_random = self.expert_score == "random"
+        refuse_if(self.experts is None and self.expert_score != "reap", "--expert-score needs --experts")
+        refuse_if(self.seed != 0 and not is_random, "--seed needs --expert-score random")
+        refuse_if(self.seed < 0, f"--seed {self.seed}: expected at least 0")
+        if self.experts is not None:
+            refuse_if(
+                self.text is None and not is_random,
+                "--experts needs a calibration text: -f FNAME, or --expert-score random",
+            )
+            refuse_if(
+                self.imatrix is not None,
+                "--experts does not go with --imatrix, whose statistics are those of all experts; use -f FNAME",
+            )
+
 
 def parse(given: PruneOptions) -> ParsedOptions:
     """Parses and checks options. Raises UsageError."""
@@ -190,6 +220,9 @@ def parse(given: PruneOptions) -> ParsedOptions:
     sparsity = given.sparsity
     if sparsity is None and is_only_values and given.compare_within is None:
         sparsity = 0.0
+    makes_zeros = given.experts is None or sparsity is not None or bool(table) or _says_how(given)
+    if not makes_zeros:
+        sparsity = 0.0
     if sparsity is None:
         raise errors.usage_error("--sparsity is missing")
     parsed: dict[str, Any] = {
@@ -198,6 +231,8 @@ def parse(given: PruneOptions) -> ParsedOptions:
         "loss_shift": parse_sparsity(given.loss_shift, "--loss-shift"),
         "tensor_sparsity": (),
         "table": table,
+        "experts": None if given.experts is None else parse_sparsity(given.experts, "--experts"),
+        "makes_zeros": makes_zeros,
         "imatrix": path_or_none(given.imatrix),
         "text": path_or_none(given.text),
         "hessian_memory": hessian_memory() if given.hessian_memory is None else given.hessian_memory,
@@ -205,6 +240,13 @@ def parse(given: PruneOptions) -> ParsedOptions:
     options = ParsedOptions(**{**vars(given), **parsed})
     options.check()
     return options
+
+
+def _says_how(given: PruneOptions) -> bool:
+    """Whether an option is set that says where zeros go, so that --sparsity is missing without them."""
+    names = ("method", "compare_within", "allocation", "sequential", "refit", "asymmetric", "keep_mantissa")
+    default = PruneOptions()
+    return bool(given.include or given.exclude) or any(getattr(given, n) != getattr(default, n) for n in names)
 
 
 def refuse_if(wrong: bool, text: str) -> None:

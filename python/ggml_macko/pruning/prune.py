@@ -1,4 +1,5 @@
-"""Sets weights of a dense GGUF to zero: `prune(source, output, PruneOptions(sparsity=0.5))`.
+"""Sets weights of a dense GGUF to zero: `prune(source, output, PruneOptions(sparsity=0.5))`. Before that, it can remove
+whole experts (experts.py).
 
 Magnitude and Wanda give each weight a score; the lowest scores of each row (or matrix, or of the model) become +0.
 SparseGPT also changes the weights that stay. Counts are exact: allocation.py decides how many weights each matrix
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import math
 import os
 import re
 import tempfile
@@ -32,7 +34,7 @@ from ..gguf.activation_keys import without_rule
 from ..gguf.files import Key, Model, Tensor, make_key, type_name
 from ..gguf.outputs import AtomicOutput
 from ..gguf.writer import NewTensor, Writer
-from ..pruning import allocation, layerwise, methods
+from ..pruning import allocation, experts, layerwise, methods
 from ..pruning import options as option_rules
 from ..pruning.allocation import Quotas
 from ..pruning.masks import Bits
@@ -60,6 +62,14 @@ class PrunedTensor:
         return self.n_zeros / self.n_elements
 
 
+class ExpertCounts(NamedTuple):
+    """Experts of each block."""
+
+    n_before: int
+    n_after: int
+    n_blocks: int
+
+
 @dataclass(frozen=True)
 class PruneReport:
     """The result of `prune`, or of a dry run."""
@@ -67,6 +77,7 @@ class PruneReport:
     tensors: tuple[PrunedTensor, ...]
     n_parameters: int  # of the whole model
     compare_within: str  # row, tensor or model
+    experts: ExpertCounts | None = None  # None: all remain
 
     @property
     def n_elements(self) -> int:
@@ -90,8 +101,9 @@ def prune(
     force: bool = False,
 ) -> PruneReport:
     """Sets the least important weights of a dense GGUF (the first file of a split one) to zero and writes a dense GGUF,
-    of the same size if no tensor is quantized; dense_copy.py converts quantized ones to F16. output None: a dry run.
-    force: replace output if it exists.
+    of the same size if no tensor is quantized; dense_copy.py converts quantized ones to F16. With experts in the
+    options, whole experts are removed first; quantized tensors keep their type if there are no zeros to make. output
+    None: a dry run. force: replace output if it exists.
 
     A run that prunes while it reads the text stores its state in OUTPUT.checkpoint: after an interruption, the same
     call continues and gives the same bytes.
@@ -105,6 +117,10 @@ def prune(
 def check_inputs(options: ParsedOptions, source: str | os.PathLike[str]) -> None:
     """Raises the errors of prune_with() for the files and names in its arguments, before any work."""
     with Model(source) as model, console.quiet():
+        if options.experts is not None:
+            experts.Mixture.of(model).n_kept(options.experts, model.path)
+        if not options.makes_zeros:
+            return
         _check_table(model, tensors_to_prune(model, options.include, options.exclude), options.table)
         if options.imatrix is not None:
             imatrix_file.read(options.imatrix).check_model(model)
@@ -126,12 +142,22 @@ def prune_with(
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(Model(source))
         pool = stack.enter_context(ThreadPoolExecutor(options.n_threads or system.available_cores()))
-        tensors = tensors_to_prune(model, options.include, options.exclude)
-        _check_table(model, tensors, options.table)
+        _check_dense(model)
+        tensors = []
+        if options.makes_zeros:
+            tensors = tensors_to_prune(model, options.include, options.exclude)
+            _check_table(model, tensors, options.table)
         opened = None
         if output is not None:
             inputs = [*model.paths, *statistics_files]
             opened = stack.enter_context(AtomicOutput(output, inputs, force))
+        counts = None
+        if options.experts is not None:
+            selection = experts.select(model, options)
+            counts = ExpertCounts(selection.mixture.n_expert, selection.n_kept, len(selection.kept))
+            if not options.makes_zeros:
+                return _without_experts(model, selection, opened, counts)
+            source = stack.enter_context(experts.removed(model, selection, output))
         model = stack.enter_context(Model(stack.enter_context(dense_copy.dequantized(source, output))))
         names = {t.name for t in tensors}
         tensors = [t for t in model.tensors if t.name in names]
@@ -144,10 +170,28 @@ def prune_with(
             tensors=tuple(pruned),
             n_parameters=sum(t.n_elements for t in model.tensors),
             compare_within=options.compare_within,
+            experts=counts,
         )
 
 
+def _without_experts(
+    model: Model, selection: experts.Selection, output: AtomicOutput | None, counts: ExpertCounts
+) -> PruneReport:
+    """Writes the model without the removed experts and without new zeros, if there is an output."""
+    if output is not None:
+        experts.write(model, selection, output)
+        output.commit()
+    n_parameters = sum(math.prod(selection.ne(t)) for t in model.tensors)
+    return PruneReport(tensors=(), n_parameters=n_parameters, compare_within="", experts=counts)
+
+
 # ---- which tensors ----
+
+
+def _check_dense(model: Model) -> None:
+    """Raises MackoError (BAD_ARGUMENT) if the model is sparse."""
+    if model.is_sparse:
+        raise errors.bad_argument(f"{model.path}: is a sparse file; use `macko restore` first")
 
 
 class _Selected(NamedTuple):
@@ -160,8 +204,7 @@ def tensors_to_prune(model: Model, include: Sequence[str] = (), exclude: Sequenc
 
     Raises MackoError (BAD_ARGUMENT) if the model is sparse or none is left.
     """
-    if model.is_sparse:
-        raise errors.bad_argument(f"{model.path}: is a sparse file; use `macko restore` first")
+    _check_dense(model)
     for option, parts in (("--include-weights", include), ("--exclude-weights", exclude)):
         for part in parts:
             tensor_rules.check_pattern(f"{option} {part}", re.escape(part), (t.name for t in model.tensors))
@@ -304,15 +347,18 @@ def _prune_model(
 def write_model(
     model: Model, names: set[str], pruner: Pruner, keys: list[Key], output: AtomicOutput | None
 ) -> list[PrunedTensor]:
-    """Writes the model with the tensors of these names pruned, and with keys that replace its macko.prune.*. A rule for
-    skipping neurons is omitted.
+    """Writes the model with the tensors of these names pruned, and with keys that replace its macko.prune.*, except
+    those about experts. A rule for skipping neurons is omitted.
 
     Without an output, the tensors are pruned in memory and only counted.
     """
     out = []
     writer = None
     if output is not None:
-        keys = [k for k in without_rule(model.keys) if not k.name.startswith("macko.prune.")] + keys
+        others = without_rule(model.keys)
+        keys = [
+            k for k in others if k.name.startswith(experts.PROVENANCE) or not k.name.startswith("macko.prune.")
+        ] + keys
         tensors = [NewTensor(t.name, t.type, t.ne, t.nbytes) for t in model.tensors]
         writer = Writer(output, keys, tensors, model.alignment)
     for i, t in enumerate(console.tracked(model.tensors, "pruning", lambda t: t.nbytes, "B")):

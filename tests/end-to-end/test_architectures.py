@@ -119,7 +119,9 @@ def test_sparse_tensor_of_an_unusual_name_becomes_dense(tmp_path, monkeypatch):
         load(tmp_path / "sparse.gguf", sparse_only=True)
 
 
-@pytest.mark.parametrize("arch, experts", [("mamba2", False), ("rwkv7", False), ("deepseek2", True)])
+@pytest.mark.parametrize(
+    "arch, experts", [("mamba2", False), ("rwkv7", False), ("lfm2", False), ("deepseek2", True), ("qwen3moe", True)]
+)
 def test_activations_of_an_architecture_are_measured(tmp_path, arch, experts):
     """Calibration and the methods that use it measure every weight that can be pruned."""
     dense = make(tmp_path, arch, experts)

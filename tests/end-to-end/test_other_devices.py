@@ -75,6 +75,24 @@ def test_experts_become_dense(macko, tmp_path):
         assert np.array_equal(logits_of(path), logits_of(dense))
 
 
+EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # of llama.cpp's common.h
+
+
+@pytest.mark.parametrize("arch", ["llama-moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    "patterns", [[EXPERTS], [rf"blk\.0{EXPERTS}"], ["exps"]], ids=["--cpu-moe", "--n-cpu-moe 1", "-ot exps=CPU"]
+)
+@pytest.mark.parametrize("kind", ["macko", "sparse-q8_0"])
+def test_experts_in_host_memory_stay_sparse(macko, tmp_path, arch, patterns, kind):
+    """sparse_only refuses weights that become dense."""
+    dense, path = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"
+    dense.write_bytes(gb.write(tiny_models.make(arch)))
+    assert macko("convert", dense, path, kind).code == 0
+    want = logits_of(path)
+    with other_device.place_in_host_memory(patterns):
+        assert np.array_equal(logits_of(path, sparse_only=True), want)
+
+
 def test_compressed_on_load_stays_dense_there():
     with other_device.place(ALL):
         assert np.array_equal(logits_of(generators.DEMO, compress=True), logits_of(generators.DEMO))

@@ -25,21 +25,18 @@ class Override(ctypes.Structure):
     _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
 
 
-@contextlib.contextmanager
-def place(pattern: str, host: bool = True) -> Iterator[None]:
-    """Within the context, models put tensors with matching names into the other buffer type. host: llama.cpp reads
-    directly into its memory; otherwise it copies. The buffer type is never freed.
-    """
+def _cpu_buffer_type() -> int:
     base = ctypes.CDLL("libggml-base.so.0")
     base.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
-    other = BufferType.from_buffer_copy(
-        ctypes.string_at(base.ggml_backend_cpu_buffer_type(), ctypes.sizeof(BufferType))
-    )
-    is_host = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda buffer_type: host)
-    if not host:
-        other.is_host = ctypes.cast(is_host, ctypes.c_void_p)
-    overrides = (Override * 2)(Override(pattern.encode(), ctypes.addressof(other)), Override(None, None))
-    kept.extend([other, is_host, overrides])
+    return base.ggml_backend_cpu_buffer_type()
+
+
+@contextlib.contextmanager
+def _overriding(buffer_types: dict[str, int]) -> Iterator[None]:
+    """Within the context, models put tensors whose names match a pattern into its buffer type."""
+    pairs = [Override(pattern.encode(), address) for pattern, address in buffer_types.items()]
+    overrides = (Override * (len(pairs) + 1))(*pairs, Override(None, None))
+    kept.append(overrides)
     default = api.llama_model_default_params
 
     def params() -> api.llama_model_params:
@@ -52,7 +49,28 @@ def place(pattern: str, host: bool = True) -> Iterator[None]:
         yield
     finally:
         api.llama_model_default_params = default
-        host = True  # the CPU backend computes with host memory only
+
+
+@contextlib.contextmanager
+def place(pattern: str, host: bool = True) -> Iterator[None]:
+    """Within the context, models put tensors with matching names into the other buffer type. host: llama.cpp reads
+    directly into its memory; otherwise it copies. The buffer type is never freed.
+    """
+    other = BufferType.from_buffer_copy(ctypes.string_at(_cpu_buffer_type(), ctypes.sizeof(BufferType)))
+    is_host = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda buffer_type: host)
+    if not host:
+        other.is_host = ctypes.cast(is_host, ctypes.c_void_p)
+    kept.extend([other, is_host])
+    with _overriding({pattern: ctypes.addressof(other)}):
+        try:
+            yield
+        finally:
+            host = True  # the CPU backend computes with host memory only
+
+
+def place_in_host_memory(patterns: list[str]) -> contextlib.AbstractContextManager[None]:
+    """Within the context, models put matching tensors into host memory, as `-ot PATTERN=CPU` does."""
+    return _overriding(dict.fromkeys(patterns, _cpu_buffer_type()))
 
 
 kept: list[object] = []  # objects that loaded models point to

@@ -40,6 +40,13 @@ class Guard:
     report: str | None  # section of upstream-reports.md; None: not reported
     replace: Callable[[Any], Any]  # the function -> the one that takes its place
     versions: tuple[str, str] = (OLDEST, NEWEST)  # versions of llama-cpp-python that fail
+    parameters: tuple[str, ...] | None = None  # of the function, if the check depends on them; forks have others
+
+    def fits(self, function: Any) -> bool:
+        """Whether the check can take the place of the function; None: the function does not exist."""
+        if function is None:
+            return self.versions[1] != NEWEST  # the newest version does without it
+        return self.parameters is None or tuple(inspect.signature(function).parameters) == self.parameters
 
 
 # ---- checks of Llama: context managers around a method ----
@@ -186,10 +193,10 @@ def _known_tokens_only(detokenize: Any) -> Any:
 
 def _only_with_weights(decode: Any) -> Any:
     @functools.wraps(decode)
-    def guarded(self: Any, batch: Any) -> None:
+    def guarded(self: Any, batch: Any) -> Any:
         if self.model.params.vocab_only:
             raise errors.bad_argument("this Llama has no weights: it was loaded with vocab_only")
-        decode(self, batch)
+        return decode(self, batch)
 
     return guarded
 
@@ -333,12 +340,14 @@ GUARDS = (
         "a grammar that llama.cpp refuses, loops on or fills the memory with ends the process",
         "A refused grammar ends the process",
         _follow_in_a_worker,
+        parameters=("self", "model", "grammar"),
     ),
     Guard(
         "llama_cpp._internals:LlamaSampler.sample",
         "missing logits, and a grammar that no token can follow, end the process",
         "A grammar that no token can follow ends the process",
         _sample_what_may_follow,
+        parameters=("self", "ctx", "idx"),
     ),
     Guard(
         "llama_cpp.llama_chat_format:ImmutableSandboxedEnvironment",
@@ -393,7 +402,12 @@ def _guard_methods() -> None:
         owner, _, name = guard.function.partition(".")
         if owner != "Llama":
             continue
-        others = vars(llama_cpp.Llama).keys() - {"__init__", "__del__", "close"}
+        others = vars(llama_cpp.Llama).keys() - {
+            "__init__",
+            "__del__",
+            "close",
+            "abort",
+        }  # abort: a fork's, for threads
         for method in others if name == "*" else [name]:
             found = vars(GuardedLlama).get(method) or vars(llama_cpp.Llama).get(method)
             if inspect.isfunction(found) or isinstance(found, property):  # register() refuses a version without it
@@ -404,11 +418,23 @@ _guard_methods()
 
 
 @functools.cache
-def install(package: str) -> None:
-    """Puts the guards of "llama_cpp" (without its server) or "llama_cpp.server" in place, for the whole process."""
+def install(package: str) -> tuple[str, ...]:
+    """Puts the guards of "llama_cpp" (without its server) or "llama_cpp.server" in place, for the whole process.
+    Returns the functions whose guards do not fit this llama_cpp, because they do not exist or have other parameters.
+    """
+    missing = []
     for guard in GUARDS:
         module, _, name = guard.function.partition(":")
         if name and module.startswith("llama_cpp.server") == (package == "llama_cpp.server"):
             *holder, last = name.split(".")
-            of = pkgutil.resolve_name(":".join([module, *holder]) if holder else module)
-            setattr(of, last, guard.replace(getattr(of, last, None)))
+            try:
+                of = pkgutil.resolve_name(":".join([module, *holder]) if holder else module)
+            except (ImportError, AttributeError):
+                missing.append(name)
+                continue
+            function = getattr(of, last, None)
+            if guard.fits(function):
+                setattr(of, last, guard.replace(function))
+            else:
+                missing.append(name)
+    return tuple(missing)

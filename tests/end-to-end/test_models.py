@@ -161,16 +161,17 @@ def test_caller_parameters_stay_as_they_are(tmp_path, macko):
     )
 
 
-def test_other_llama_cpp_version_is_refused(monkeypatch):
+def test_other_llama_cpp_version_is_refused_if_asked_for(monkeypatch):
     import llama_cpp
 
     from ggml_macko.native import llama_hook
 
     monkeypatch.setattr(llama_hook, "_registered", False)
     monkeypatch.setattr(llama_cpp, "__version__", "9.9.9")
+    monkeypatch.setenv("GGML_MACKO_ENABLE", "strict-versions")
     oldest, newest = library.llama_cpp_python_range()
     with pytest.raises(
-        errors.VersionMismatchError, match=rf"is for llama-cpp-python {oldest} to {newest}, but 9\.9\.9"
+        errors.VersionMismatchError, match=rf"is tested with llama-cpp-python {oldest} to {newest}, but 9\.9\.9"
     ):
         llama_hook.register()
 

@@ -141,9 +141,24 @@ def aborts_with(text: str) -> str:
         void llama_backend_init(void) {{ ggml_abort("other.c", 7, "%s", "{text}"); }}"""
 
 
-@row("ggml-macko is for llama-cpp-python")
+OTHER_VERSION = "import llama_cpp; llama_cpp.__version__ = '0.3.1'; import ggml_macko; ggml_macko.register()"
+
+
+@row("ggml-macko is tested with llama-cpp-python <version> to <version>, but")
 def _(p):
-    return p.python("import llama_cpp; llama_cpp.__version__ = '0.3.1'; import ggml_macko; ggml_macko.register()")
+    return p.python(OTHER_VERSION, GGML_MACKO_ENABLE="strict-versions")
+
+
+@row("ggml-macko is tested with llama-cpp-python <version> to <version>, and")
+def _(p):
+    return p.python(OTHER_VERSION)
+
+
+@row("ggml-macko cannot use this llama_cpp")
+def _(p):
+    return p.python(
+        "from llama_cpp import llama_cpp as api; del api.llama_model_free; import ggml_macko; ggml_macko.register()"
+    )
 
 
 @row("ggml-macko <version> does not fit ggml")

@@ -75,11 +75,11 @@ def test_symbols_of_the_plugin_are_in_every_version():
     assert len(needed) > 50 and needed <= known
 
 
-def test_versions_inside_the_range_fit(monkeypatch):
+def test_versions_inside_the_range_are_tested(monkeypatch):
     oldest, newest = library.llama_cpp_python_range()
-    assert all(llama_hook.fits(version) for version in (*VERSIONS, f"{newest}+cpu"))
+    assert all(llama_hook.is_tested(version) for version in (*VERSIONS, f"{newest}+cpu"))
     assert not any(
-        llama_hook.fits(version) for version in ("0.3.20", "0.3.37", "0.2.90", "0.4.0", "1.0.0", f"{newest}.1")
+        llama_hook.is_tested(version) for version in ("0.3.20", "0.3.37", "0.2.90", "0.4.0", "1.0.0", f"{newest}.1")
     )
     monkeypatch.delenv("GGML_MACKO_ENABLE", raising=False)
     for version in {v["ggml"] for v in VERSIONS.values()}:

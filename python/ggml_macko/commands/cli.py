@@ -83,12 +83,8 @@ class Version(argparse.Action):
             f"macko {library.version()}, with llama-cpp-python {installed} (ggml {library.running_ggml()}), "
             f"CPU kernels: {cpu.cpu_kernels()}, GPU: {library.gpus()}"
         )
-        if not llama_hook.fits(installed):
-            oldest, newest = library.llama_cpp_python_range()
-            print(
-                f"llama-cpp-python {installed} does not fit: models cannot be loaded; "
-                f"ggml-macko is for {oldest} to {newest}: pip install llama-cpp-python=={newest}"
-            )
+        if not llama_hook.is_tested(installed):
+            print(llama_hook.untested(installed))
         parser.exit()
 
 

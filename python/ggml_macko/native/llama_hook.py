@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from .. import errors, system
-from ..native import environment, library, load_model
+from .. import errors
+from ..native import environment, library, llama_module, load_model
 
 _lock = threading.RLock()
 _registered = False
@@ -36,8 +36,8 @@ def run_with(options: load_model.LoadOptions, function: Callable[[], None]) -> N
 def register() -> None:
     """Registers the plugin. May be called any number of times, from any thread.
 
-    Raises VersionMismatchError if the plugin does not fit the installed llama-cpp-python;
-    GGML_MACKO_ENABLE=any-version tries versions outside of its range.
+    Raises VersionMismatchError if the installed llama_cpp lacks what the plugin needs. The log has a warning if nobody
+    tested its version, which GGML_MACKO_ENABLE=strict-versions refuses.
     """
     global _registered
     if _registered:
@@ -45,30 +45,50 @@ def register() -> None:
     with _lock:
         if _registered:
             return
-        _check_versions()
-        _load_plugin()
-        _replace_load_function()
+        import llama_cpp
+        import llama_cpp.llama_cpp as api
+
+        tested = _check_version(llama_cpp.__version__)
+        load_from_file = _llama_load_function(api)
+        llama_module.check(api, load_from_file)
+        library.check_running_ggml()
+        _load_plugin(api)
+        _replace_load_function(load_from_file)
         from .. import guards  # imports llama_cpp
 
-        guards.install("llama_cpp")
+        missing = guards.install("llama_cpp")
+        if not tested:
+            _warn_once(llama_cpp.__version__, missing)
         _registered = True
 
 
-def _check_versions() -> None:
-    import llama_cpp
-
+def _check_version(version: str) -> bool:
+    """Whether the version is tested. Raises VersionMismatchError for another one with strict-versions."""
     oldest, newest = library.llama_cpp_python_range()
-    if not fits(llama_cpp.__version__) and not environment.is_enabled("any-version"):
+    if not is_tested(version) and environment.is_enabled("strict-versions"):
         raise errors.error(
             errors.VERSION_MISMATCH,
-            f"ggml-macko is for llama-cpp-python {oldest} to {newest}, but {llama_cpp.__version__} is installed: "
+            f"ggml-macko is tested with llama-cpp-python {oldest} to {newest}, but {version} is installed: "
             f"pip install llama-cpp-python=={newest}",
         )
-    library.check_running_ggml()
+    return is_tested(version)
 
 
-def fits(version: str) -> bool:
-    """Whether the plugin supports a version of llama-cpp-python."""
+def untested(version: str) -> str:
+    """The warning about a version that nobody tested."""
+    oldest, newest = library.llama_cpp_python_range()
+    return f"ggml-macko is tested with llama-cpp-python {oldest} to {newest}, and {version} is installed"
+
+
+@functools.cache
+def _warn_once(version: str, missing: tuple[str, ...]) -> None:
+    """missing: functions whose guards do not fit."""
+    without = f"; it has no place for the checks of {', '.join(missing)}" if missing else ""
+    logging.getLogger("ggml_macko").warning("%s%s", untested(version), without)
+
+
+def is_tested(version: str) -> bool:
+    """Whether a version of llama-cpp-python is one that the plugin is tested with."""
 
     def numbers(text: str) -> list[int]:
         return [int(n) for n in re.findall(r"\d+", text.split("+")[0])]
@@ -77,8 +97,8 @@ def fits(version: str) -> bool:
     return oldest <= numbers(version) <= newest
 
 
-def _load_plugin() -> None:
-    ggml = system.ggml_library("ggml")
+def _load_plugin(api: Any) -> None:
+    ggml = api._lib  # its symbols include those of the libraries that libllama uses, wherever they are
     ggml.ggml_backend_load.argtypes = [ctypes.c_char_p]
     ggml.ggml_backend_load.restype = ctypes.c_void_p
     ggml.ggml_backend_reg_by_name.argtypes = [ctypes.c_char_p]
@@ -96,11 +116,11 @@ def _load_plugin() -> None:
         logger.setLevel(level)
 
 
-def _replace_load_function() -> None:
+def _replace_load_function(original: Any) -> None:
     import llama_cpp
     import llama_cpp.llama_cpp as api
 
-    load_from_file = _address(_llama_load_function(api))
+    load_from_file = _address(original)
 
     def llama_model_load_from_file(path_model: bytes, params: Any, /) -> Any:
         options = _options.get(load_model.LoadOptions())

@@ -1,9 +1,11 @@
 #include "backend/load-session.h"
 #include "backend/log.h"
+#include "ggml-backend-impl.h"
 #include "load/compress.h"
 #include "load/matrix-file.h"
 #include "load/thresholds.h"
 #include "load/zero-inputs.h"
+#include "platform/descriptors.h"
 #include "platform/environment.h"
 
 #include <algorithm>
@@ -13,9 +15,94 @@
 
 namespace macko {
 
-static thread_local load_session * current_session = nullptr;
+static thread_local load_session *                current_session = nullptr;
+static thread_local std::unique_ptr<load_session> link_session; // the load of a link
 
-load_session * load_session::current() { return current_session; }
+load_session * load_session::current() {
+    if (current_session && current_session->is_link() && !is_open(current_session->link_)) {
+        end_link();
+    }
+    return current_session;
+}
+
+// ---- links ----
+
+bool load_session::is_open(const open_link & link) {
+    struct stat now = {};
+    return fstat(link.fd, &now) == 0 && is_same_file(now, link.opened);
+}
+
+std::vector<load_session::open_link> load_session::find_links() {
+    std::vector<open_link> links;
+    for (const int fd : platform::open_descriptors()) {
+        open_link  link{ fd, {} };
+        const auto is_known = [&](const open_link & other) { return is_same_file(link.opened, other.opened); };
+        if (fstat(fd, &link.opened) != 0 || !S_ISREG(link.opened.st_mode) ||
+            std::any_of(links.begin(), links.end(), is_known)) {
+            continue;
+        }
+        model_file file; // opened again, because the descriptor of llama.cpp may need aligned reads
+        if (file.open(platform::path_of_descriptor(fd).c_str()) == GGML_MACKO_STATUS_OK && macko::is_link(file)) {
+            links.push_back(link);
+        }
+    }
+    return links;
+}
+
+void load_session::end_link() {
+    current_session = nullptr;
+    link_session.reset();
+}
+
+load_session * load_session::current_or_linked(const std::function<int()> & check) {
+    load_session * session = current();
+    if (session || link_session) { // the load of a link may be suspended
+        return session;
+    }
+    const int status = c_boundary([&] {
+        const std::vector<open_link> links = find_links();
+        if (!links.empty()) {
+            link_session.reset(new load_session());
+            link_session->begin_link(links[0], links.size(), check);
+            current_session = link_session.get();
+        }
+        return GGML_MACKO_STATUS_OK;
+    });
+    if (status) {
+        log_error("ggml-macko: %s\n", ggml_macko_last_error());
+    }
+    return current_session;
+}
+
+void load_session::begin_link(const open_link & link, size_t n_links, const std::function<int()> & check) {
+    link_                  = link;
+    file_                  = std::make_unique<model_file>();
+    const std::string path = platform::name_of_descriptor(link.fd);
+    const auto        open = [&]() -> int {
+        struct stat at_path = {};
+        TRY(check());
+        if (n_links > 1) {
+            return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: another link is open: load one after the other",
+                               path.c_str());
+        }
+        if (stat(path.c_str(), &at_path) != 0 || !is_same_file(at_path, link.opened)) {
+            return fail(GGML_MACKO_STATUS_FILE_CHANGED, "%s: the link was replaced or deleted", path.c_str());
+        }
+        std::unique_ptr<load_session> opened;
+        TRY(load_session::open(path.c_str(), static_cast<int32_t>(environment::words_of(environment::LOAD)), false,
+                                      &opened));
+        file_ = std::move(opened->file_);
+        loaded_.assign(file_->sparse.size(), false);
+        index_names();
+        return GGML_MACKO_STATUS_OK;
+    };
+    if (const int status = open()) {
+        keep_error(status);
+        log_error("ggml-macko: %s\n", error_.c_str());
+    }
+}
+
+// ---- tensors ----
 
 load_session::none_current::none_current() : outer_(current_session) { current_session = nullptr; }
 
@@ -26,23 +113,48 @@ const sparse_tensor_info * load_session::find(const ggml_tensor * tensor) const 
     if (it == by_name_.end()) {
         return nullptr;
     }
-    const sparse_tensor_info & m = *it->second;
-    const bool same = tensor->type == m.desc.type && !tensor->view_src && !memcmp(tensor->ne, m.ne, sizeof(m.ne));
-    return same ? &m : nullptr;
+    const sparse_tensor_info & m         = *it->second;
+    const bool                 same_type = tensor->type == m.desc.type || (is_link() && tensor->type == LINK_TYPE);
+    return same_type && !tensor->view_src && !memcmp(tensor->ne, m.ne, sizeof(m.ne)) ? &m : nullptr;
 }
 
-ggml_status load_session::claim_tensor(ggml_backend_buffer_t, ggml_tensor * tensor) {
-    load_session *             session = current_session;
+ggml_status load_session::claim_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor) {
+    load_session *             session = current();
     const sparse_tensor_info * matrix  = session ? session->find(tensor) : nullptr;
-    if (matrix) {
+    if (matrix && session->is_link()) {
+        buffer->iface.set_tensor(buffer, tensor, nullptr, 0, 0);
+        const char * path = session->file_->path.c_str();
+        if (session->status_ ? fail(session->status_, "%s: %s", path, session->error_.c_str())
+                             : session->file_->check_unchanged()) {
+            log_error("ggml-macko: %s\n", ggml_macko_last_error());
+            return GGML_STATUS_FAILED;
+        }
+    } else if (matrix) {
         session->dense_->claim(matrix - session->file_->sparse.data());
     }
     return GGML_STATUS_SUCCESS;
 }
 
+bool load_session::ignores(ggml_tensor * tensor, const sparse_tensor_info & matrix, size_t offset, size_t size) const {
+    if (!is_link()) {
+        return offset > 0;
+    }
+    if (!loaded_[static_cast<size_t>(&matrix - file_->sparse.data())]) {
+        return false;
+    }
+    if (tensor->type == LINK_TYPE && offset + size == ggml_nbytes(tensor)) {
+        tensor->type  = static_cast<ggml_type>(matrix.desc.type);
+        tensor->nb[0] = static_cast<size_t>(value_nbytes(matrix.desc.type));
+        for (int d = 1; d < GGML_MAX_DIMS; d++) {
+            tensor->nb[d] = tensor->nb[d - 1] * static_cast<size_t>(tensor->ne[d - 1]);
+        }
+    }
+    return true;
+}
+
 bool load_session::is_claimed(const ggml_tensor * tensor) const {
     const sparse_tensor_info * matrix = find(tensor);
-    return matrix && dense_->is_claimed(matrix - file_->sparse.data());
+    return matrix && dense_ && dense_->is_claimed(matrix - file_->sparse.data());
 }
 
 int load_session::make_matrix_file(const sparse_tensor_info & matrix, std::unique_ptr<model_file> * out) const {
@@ -59,8 +171,8 @@ int load_session::deliver(const ggml_tensor * tensor, const void * data, size_t 
                           const std::function<int(const sparse_tensor_info &)> & take) {
     const int status = c_boundary([&]() -> int {
         const sparse_tensor_info * matrix = find(tensor);
-        const int64_t              index  = dense_->match_placeholder(data, size);
-        if (!matrix || index != matrix - file_->sparse.data()) {
+        const int64_t              index  = matrix ? matrix - file_->sparse.data() : -1;
+        if (!matrix || (!is_link() && index != dense_->match_placeholder(data, size))) {
             return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: data did not come from this load's file",
                         printable(tensor->name).text);
         }
@@ -219,14 +331,7 @@ int load_session::begin(bool sparse_only, const char * cache_for, FILE ** stream
         dense_->refuse_unclaimed();
     }
     loaded_.assign(file_->sparse.size(), false);
-    for (const sparse_tensor_info & m : file_->sparse) {
-        // llama.cpp checks one operation per weight for a device, but an architecture may also use the weight in
-        // another operation, which ends the process if the weight is sparse. So for an architecture without rules, only
-        // weights with a known use in a product become sparse.
-        if (file_->has_rules || weight_use(m.name, m.n_dims) != GGML_MACKO_WEIGHT_OTHER) {
-            by_name_.emplace(m.name, &m);
-        }
-    }
+    index_names();
     stream_ = dense_->open_stream();
     if (!stream_) {
         prefix_error(file_->path.c_str());
@@ -236,6 +341,17 @@ int load_session::begin(bool sparse_only, const char * cache_for, FILE ** stream
     outer_          = current_session;
     current_session = this;
     return GGML_MACKO_STATUS_OK;
+}
+
+void load_session::index_names() {
+    for (const sparse_tensor_info & m : file_->sparse) {
+        // llama.cpp checks one operation per weight for a device, but an architecture may also use the weight in
+        // another operation, which ends the process if the weight is sparse. So for an architecture without rules, only
+        // weights with a known use in a product become sparse.
+        if (file_->has_rules || weight_use(m.name, m.n_dims) != GGML_MACKO_WEIGHT_OTHER) {
+            by_name_.emplace(m.name, &m);
+        }
+    }
 }
 
 void load_session::stop() {

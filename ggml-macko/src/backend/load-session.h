@@ -4,6 +4,7 @@
 
 #include "ggml-backend.h"
 #include "load/dense-stream.h"
+#include "load/link.h"
 #include "load/payload.h"
 #include "load/weight-cache.h"
 
@@ -32,6 +33,12 @@ public:
 
     // The current load of this thread, or nullptr.
     static load_session * current();
+    // llama.cpp asks the CPU device for its buffer type at the beginning of each load, and here the device asks for the
+    // current load. If the thread has none, but the process has a link (load/link.h) open, then llama.cpp is loading
+    // this link without ggml_macko_load_model(), and a load of the model that it names becomes the current one. It ends
+    // when llama.cpp has closed the link. check: returns a status, which the load reports. If the load cannot begin,
+    // the log has the reason, and the load refuses() its weights.
+    static load_session * current_or_linked(const std::function<int()> & check);
     // While an object of this class lives, the thread has no current load.
     class none_current {
     public:
@@ -45,18 +52,28 @@ public:
     };
 
     // The sparse tensor with the name, type and shape of a tensor of the dense model, or nullptr.
-    const sparse_tensor_info *              find(const ggml_tensor * tensor) const;
+    const sparse_tensor_info * find(const ggml_tensor * tensor) const;
+    // Whether a weight belongs to a device of this plugin.
+    bool owns(const ggml_tensor * w) const { return find(w) || (refuses() && w->type == LINK_TYPE); }
+    // Whether this is the load of a link that llama.cpp must not complete.
+    bool                                    refuses() const { return is_link() && status_; }
+    bool                                    is_link() const { return link_.fd >= 0; }
     const std::vector<sparse_tensor_info> & matrices() const { return file_->sparse; }
-    // Whether llama.cpp requests only sizes (params.no_alloc).
-    bool no_alloc() const { return no_alloc_; }
+    // Whether llama.cpp requests only sizes (params.no_alloc), or, with a link, perhaps only sizes.
+    bool may_not_alloc() const { return no_alloc_ || is_link(); }
     // nullptr if this load has no cache. Weights for the cache are aligned to weight_cache::page_size().
     weight_cache * cache() const { return cache_.get(); }
     // Adds a received weight to the cache. On failure the log has the reason, and the load drops the cache.
     void add_to_cache(const std::string & name, const void * memory, size_t nbytes);
 
     // init_tensor of a device's buffers. If a load is running and the tensor represents a sparse one, the device
-    // promises to receive() it.
+    // promises to receive() it. A link's weight is received at once, with a call of the buffer's set_tensor without
+    // data: the data of the link are zeros, and only here llama.cpp accepts an error.
     static ggml_status claim_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor);
+    // Whether a device ignores these bytes of a weight that it has claimed: all but the first of a stream, which
+    // contain the placeholder, and all of a link. After the last byte of a link's tensor, the tensor gets its dense
+    // type.
+    bool ignores(ggml_tensor * tensor, const sparse_tensor_info & matrix, size_t offset, size_t size) const;
     // Called by a device's set_tensor with the first bytes that llama.cpp read for the tensor. If they contain this
     // load's placeholder for the tensor's matrix, the function reads and checks the payload, passes it to consumer, and
     // marks the matrix as loaded. end() also reports its error.
@@ -76,12 +93,23 @@ public:
     std::unordered_map<const void *, std::shared_ptr<void>> staging;
 
 private:
+    struct open_link {
+        int         fd     = -1;
+        struct stat opened = {};
+    };
+    static std::vector<open_link> find_links();
+    static void                   end_link();
+    static bool                   is_open(const open_link & link);
+
     load_session() = default;
+    void begin_link(const open_link & link, size_t n_links, const std::function<int()> & check);
+    void index_names();
     void stop();
     void open_cache(const char * cache_for);
     void commit_cache();
 
     load_session *                                              outer_ = nullptr; // current before this load
+    open_link                                                   link_;            // of a load without a stream
     std::unique_ptr<model_file>                                 file_;
     std::unique_ptr<dense_stream>                               dense_;
     std::unique_ptr<weight_cache>                               cache_;

@@ -3,6 +3,7 @@
 #include "load/model-file.h"
 #include "gguf/model-keys.h"
 #include "load/compress.h"
+#include "load/link.h"
 
 #include <algorithm>
 #include <cinttypes>
@@ -94,10 +95,19 @@ int model_file_open_sparse(const char * path, compression how, bool strict, std:
         prefix_error(path); // a FIFO or device is not left to llama.cpp, which would wait for its data or its end
         return status == GGML_MACKO_STATUS_NOT_A_FILE ? status : static_cast<int>(GGML_MACKO_STATUS_NOT_SPARSE);
     }
-    status    = open_for_load(path, how, file.get());
-    bool ours = file->is_sparse;
+    const bool linked = is_link(*file);
+    if (linked) {
+        how    = compression::off;
+        status = follow_link(path, &file);
+        path   = file->path.c_str();
+    }
+    if (status == GGML_MACKO_STATUS_OK) {
+        status = open_for_load(path, how, file.get());
+    }
+    bool ours = linked || file->is_sparse;
     if (status == GGML_MACKO_STATUS_NOT_SPARSE) {
-        return status;
+        return linked ? fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "%s: not a sparse GGUF, but a link names it", path)
+                      : status;
     }
     if (status == GGML_MACKO_STATUS_OK) {
         status = check_model(file.get(), strict);

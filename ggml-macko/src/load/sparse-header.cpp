@@ -42,6 +42,12 @@ static int check_reserved_keys(const gguf_header & header, bool is_sparse) {
         }
         const bool is_known =
             std::any_of(std::begin(known), std::end(known), [&](const char * name) { return key.name == name; });
+        if (key.name == "macko.link.file") {
+            std::string name;
+            header.get_string(key, 0, &name);
+            return fail(GGML_MACKO_STATUS_BAD_KEY, "is a link to the sparse model %s: use that file",
+                        printable(name.c_str(), name.size()).text);
+        }
         if (!is_sparse || !is_known) {
             return fail(GGML_MACKO_STATUS_BAD_KEY, "key %s is reserved%s", printable(key.name.c_str()).text,
                         is_known ? ", but macko.version is missing" : "");

@@ -22,7 +22,7 @@ from ..errors import one_line
 # Each is a module in commands/ with HELP, add_arguments(parser), run(args) -> exit code.
 COMMANDS = (
     "calibrate", "perplexity", "prune", "recover", "decompress", "convert", "restore", "verify", "inspect", "plan",
-    "generate", "bench", "report", "run", "env",
+    "generate", "bench", "report", "run", "env", "link",
 )  # fmt: skip
 
 USAGE = 2

@@ -214,6 +214,11 @@ class AtomicOutput:
             while len(view):
                 view = view[os.write(self._fd, view[: 1 << 30]) :]
 
+    def skip(self, nbytes: int) -> None:
+        """Leaves a hole, which reads as zeros."""
+        with named(self.path):
+            os.ftruncate(self._fd, os.lseek(self._fd, nbytes, os.SEEK_CUR))
+
     def seal(self) -> None:
         """Makes the complete data durable, and then writes the signature of the format."""
         with named(self.path):

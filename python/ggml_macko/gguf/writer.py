@@ -63,6 +63,10 @@ class Writer:
             raise RuntimeError(f"wrote {written} bytes of a tensor of {nbytes}")
         self._output.write(bytes(align(nbytes, self._alignment) - nbytes))
 
+    def skip(self) -> None:
+        """Leaves a hole in the place of the data of the next tensor."""
+        self._output.skip(align(self._left.pop(0), self._alignment))
+
     def finish(self) -> None:
         if self._left:
             raise RuntimeError(f"{len(self._left)} tensors were not written")

@@ -42,8 +42,8 @@ void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *
         log_error("%s: %s: sparse weights cannot be overwritten\n", __func__, tensor->name);
         return;
     }
-    if (offset > 0) {
-        return; // the first chunk contained the placeholder; the stream has no other data of a sparse tensor
+    if (current->ignores(tensor, *matrix, offset, size)) {
+        return;
     }
     auto *         m         = static_cast<weight *>(tensor->data);
     weight_cache * cache     = current->cache();
@@ -102,6 +102,9 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
     // are dense, and the CPU backend computes with them.
     if (!load_session::current()) {
         return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
+    }
+    if (load_session::current()->refuses()) {
+        return nullptr; // the log has the reason
     }
     void * memory = platform::map_memory(size, true);
     if (!memory) {
@@ -227,12 +230,15 @@ ggml_backend_buffer_type_t sparse_buffer_type(ggml_backend_dev_t dev) {
 }
 
 ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
-    const load_session * current = load_session::current();
+    const load_session * current = load_session::current_or_linked([] {
+        const char * kernels = nullptr;
+        return ggml_macko_check_environment() ?: select_kernels(&kernels);
+    });
     if (!current) {
         return ggml_backend_cpu_buffer_type();
     }
-    return current->no_alloc() ? planned_buffer_type(sparse_buffer_type(dev), *current, matrix_nbytes, true)
-                               : sparse_buffer_type(dev);
+    return current->may_not_alloc() ? planned_buffer_type(sparse_buffer_type(dev), *current, matrix_nbytes, true)
+                                    : sparse_buffer_type(dev);
 }
 
 // Never refuses a product with a sparse weight: the scheduler would assign it to a backend that reads the weight as
@@ -243,7 +249,7 @@ bool product_is_ours(ggml_backend_dev_t dev, const ggml_tensor * op) {
     if (!w->buffer || real_buffer_type(w->buffer->buft) != sparse_buffer_type(dev) || w->view_src) {
         return false; // a dense weight, or a view of a sparse one, which does not point to the weight's header
     }
-    if (load_session::current() && !load_session::current()->find(w)) {
+    if (load_session::current() && !load_session::current()->owns(w)) {
         return false; // a dense tensor of the model that is being loaded
     }
     return x->type == GGML_TYPE_F32 && op->type == GGML_TYPE_F32 && x->nb[0] == sizeof(float) &&

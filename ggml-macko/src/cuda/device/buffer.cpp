@@ -220,8 +220,9 @@ bool read_sparse(gpu & device, const stored_matrix & m, char * data, size_t offs
 void buffer_set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset,
                        size_t size) {
     if (const sparse_tensor_info * matrix = sparse_of_load(tensor)) {
-        if (offset == 0) { // the first piece names the matrix; the stream has no other data of a sparse tensor
-            set_sparse(buffer, *load_session::current(), *matrix, tensor, data, size);
+        load_session & current = *load_session::current();
+        if (!current.ignores(tensor, *matrix, offset, size)) {
+            set_sparse(buffer, current, *matrix, tensor, data, size);
         }
     } else if (stored(tensor)) {
         refuse_write(tensor);

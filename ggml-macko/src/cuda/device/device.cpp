@@ -48,7 +48,7 @@ ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) { retur
 ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
     ggml_backend_buffer_type_t buft    = &gpu_of(dev).buft;
     const load_session *       current = load_session::current();
-    return current && current->no_alloc() ? planned_buffer_type(buft, *current, matrix_nbytes, false) : buft;
+    return current && current->may_not_alloc() ? planned_buffer_type(buft, *current, matrix_nbytes, false) : buft;
 }
 
 ggml_backend_buffer_type_t device_get_host_buffer_type(ggml_backend_dev_t dev) { return &gpu_of(dev).host_buft; }

@@ -583,6 +583,29 @@ TEST(superfluous_padding_is_refused) {
     });
 }
 
+TEST(block_of_one_row_belongs_to_one_set) {
+    for (const int64_t n : { 1, 33, 96, 97, 128 }) {
+        dense_matrix d = zeros(1, n, GGML_MACKO_TYPE_F16);
+        for (int64_t col = 0; col < n; col++) {
+            d.set(0, col, 0x3c00);
+        }
+        ec_csr_matrix m;
+        CHECK(encode(d, 8, DEFAULTS, 1, &m) == 0, "%s", ggml_macko_last_error());
+        const bool is_short = n <= 96;
+        CHECK(m.sets.size() == 1 && m.sets[0].vector_size == (is_short ? 1 : 4) &&
+                  m.sets[0].n_cols == (is_short ? (n + 31) / 32 * 32 : 128),
+              "%d entries", static_cast<int>(n));
+        fault(m, "the other set", is_short ? CANONICAL : BLOCK, [&](ec_csr_matrix & other) {
+            ec_csr_blocks    blocks;
+            const bytes      dense       = take_apart(m, &blocks);
+            const macko_desc desc        = m.desc;
+            blocks.blocks[0].vector_size = is_short ? 4 : 1;
+            blocks.blocks[0].n_stored    = 128;
+            CHECK(assemble(desc, dense.data(), blocks, 1, &other) == 0, "%s", ggml_macko_last_error());
+        });
+    }
+}
+
 // ---- mutants ----
 
 static void mutate(rng & r, ec_csr_matrix * m) {

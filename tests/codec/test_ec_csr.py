@@ -121,7 +121,11 @@ def broken_matrices() -> list:
     overlapping = ec_csr.assemble(
         bits, TYPE_F16, 8, [*ec_csr.take_apart(m), (1, np.array([3], dtype=np.int32), np.arange(11, 20))]
     )
+    row = np.full((1, 128), 0x3C00, dtype=np.uint16)
+    one_row = np.zeros(1, dtype=np.int32)
     return [
+        (errors.BAD_BLOCK, ec_csr.assemble(row, TYPE_F16, 8, [ec_csr.Part(1, one_row, np.arange(128))])),
+        (errors.NOT_CANONICAL, ec_csr.assemble(row[:, :96], TYPE_F16, 8, [ec_csr.Part(4, one_row, np.arange(96))])),
         (errors.BAD_BLOCK, change("sets", 0, 3)),
         (errors.BAD_BLOCK, change("sets", 1, 1)),
         (errors.BAD_COMPONENT, change("sets", 0, 1)),

@@ -16,6 +16,7 @@ from ggml_macko.values import EXPONENT, TYPE_I8, TYPE_I16, TYPE_I32, Array, bits
 
 LANES = 32
 VECTOR = 4
+MAX_SHORT = LANES * (VECTOR - 1)  # entries of a short block
 GRANULARITIES = (1, 2, 4, 8, 16, 32, 64)
 ARRAYS = ("values", "deltas", "bases", "blk_ptr", "block_rows", "sets")  # the order of the components in a file
 
@@ -173,7 +174,7 @@ def _check_structure(m: EcCsrMatrix) -> None:
         unit = LANES * v
         if pointers[0] != 0 or pointers[-1] != n_cols or np.any((n < unit) | (n % unit != 0)):
             raise errors.error(errors.BAD_BLOCK, "blk_ptr")
-        if v == 1 and np.any(n > LANES * VECTOR):
+        if v == 1 and np.any(n > MAX_SHORT):
             raise errors.error(errors.BAD_BLOCK, "a short block is long")
         rows = m.block_rows[row : row + g * n_blocks].reshape(n_blocks, g)
         if np.any((rows < 0) | (rows >= m.rows)) or np.any(np.diff(rows.astype(np.int64), axis=1) <= 0):
@@ -207,6 +208,10 @@ def _check_columns(m: EcCsrMatrix, block: Block) -> None:
     if np.any(np.diff(real) <= 0):
         raise errors.error(errors.NOT_CANONICAL, "columns do not rise")
     expected, is_real = stored_columns(real, block.vector_size, m.delta_bits)
+    n_entries = int(np.flatnonzero(is_real)[-1]) + 1 if len(real) else 0
+    is_short = n_entries <= MAX_SHORT
+    if is_short != (block.vector_size == 1):
+        raise errors.error(errors.NOT_CANONICAL, f"{n_entries} entries of row {block.rows[0]} in the wrong set")
     if len(expected) != n or np.any(expected != block.cols) or np.any(is_real == zero[:, 0]):
         raise errors.error(errors.NOT_CANONICAL, f"columns of row {block.rows[0]} are not stored as they must be")
 

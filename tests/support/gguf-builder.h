@@ -291,7 +291,7 @@ struct ec_components {
 };
 
 // Encodes a narrow matrix to ec-csr: each row with non-zeros becomes one short block. cols must be at most 65536, and a
-// row must have at most 128 entries.
+// row must have at most 96 entries.
 inline ec_components encode_ec(const dense_matrix & m, uint32_t bits) {
     struct entry {
         uint16_t col;
@@ -331,8 +331,8 @@ inline ec_components encode_ec(const dense_matrix & m, uint32_t bits) {
         while (b.entries.size() % 32) {
             b.entries.push_back({ b.entries.back().col, zero });
         }
-        if (b.entries.size() > 128) {
-            throw std::runtime_error("a row of more than 128 entries");
+        if (b.entries.size() > 96) {
+            throw std::runtime_error("a row of more than 96 entries");
         }
     }
     std::stable_sort(blocks.begin(), blocks.end(),

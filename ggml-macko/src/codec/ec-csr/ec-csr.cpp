@@ -113,7 +113,7 @@ static int check_blocks(const ec_csr_arrays & a, const ec_csr_range & s, int64_t
     }
     for (int64_t b = 0; b < s.n_blocks; b++) {
         const int64_t n = static_cast<int64_t>(ptr[b + 1]) - ptr[b];
-        if (n < unit || n % unit || (s.vector_size == 1 && n > EC_UNIT)) {
+        if (n < unit || n % unit || (s.vector_size == 1 && n > EC_MAX_SHORT)) {
             return block_fault(set, b, "number of columns", n);
         }
         const int32_t * row = a.rows + s.row + b * s.granularity;
@@ -280,7 +280,9 @@ fault decode_single(const block_data & d, T exponent, T * dense, int64_t * at, i
             col = next;
         }
     }
-    return filler || (n_padding >= EC_LANES * V && !d.empty_matrix) ? fault::zero : fault::none;
+    // a long block has more entries than a short one can have, and less padding than a unit
+    const int64_t most = V == 1 || d.per_lane > EC_VECTOR ? EC_LANES * V : EC_LANES;
+    return filler || (n_padding >= most && !d.empty_matrix) ? fault::zero : fault::none;
 }
 
 template <typename T, int BITS, typename B>

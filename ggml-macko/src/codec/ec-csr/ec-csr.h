@@ -15,7 +15,9 @@ const codec & ec_csr_codec();
 constexpr int64_t EC_LANES  = 32; // threads that share a block
 constexpr int64_t EC_VECTOR = 4;  // consecutive columns of a lane in the arrays
 // blocks with several rows and long blocks have a multiple of this many columns
-constexpr int64_t EC_UNIT            = EC_LANES * EC_VECTOR;
+constexpr int64_t EC_UNIT = EC_LANES * EC_VECTOR;
+// A block of one row with at most this many entries (non-zeros and fillers) is short: more round up to EC_UNIT columns.
+constexpr int64_t EC_MAX_SHORT       = EC_UNIT - EC_LANES;
 constexpr int32_t EC_MAX_GRANULARITY = 64;
 constexpr int64_t EC_MAX_SETS        = 8; // granularities 64, 32 ... 2, 1 with long blocks, 1 with short ones
 

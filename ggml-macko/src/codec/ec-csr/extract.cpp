@@ -372,7 +372,7 @@ struct extractor {
         }
     }
 
-    // Splits the rest of a row into long blocks of whole units and a short block. A gap at a split needs no fillers.
+    // Splits the rest of a row into blocks of whole units and a last block. A gap at a split needs no fillers.
     void emit_row(int64_t row, std::vector<int32_t> & cols) {
         const int64_t max_delta = (1 << desc.delta_bits) - 1;
         const int64_t n         = static_cast<int64_t>(cols.size());
@@ -385,16 +385,17 @@ struct extractor {
         }
         std::vector<ec_csr_block> blocks;
         for (int64_t i = 0; i < n;) {
-            const bool    is_long = left + 1 >= EC_UNIT;
-            const int64_t room    = is_long ? std::min(max_columns(1), (left + 1) / EC_UNIT * EC_UNIT) : left + 1;
-            const int64_t begin   = i++;
-            int64_t       n_used  = 1;
+            const int64_t units  = (left + 1) / EC_UNIT * EC_UNIT;
+            const int64_t room   = units > 0 ? std::min(max_columns(1), units) : left + 1;
+            const int64_t begin  = i++;
+            int64_t       n_used = 1;
             for (; i < n && n_used + entries(i) <= room; i++) {
                 n_used += entries(i);
                 left -= entries(i);
             }
             left -= i < n ? entries(i) : 0; // the next one starts a block
-            const int64_t unit = is_long ? EC_UNIT : EC_LANES;
+            const bool    is_long = n_used > EC_MAX_SHORT;
+            const int64_t unit    = is_long ? EC_UNIT : EC_LANES;
             blocks.push_back({ 1, static_cast<int32_t>(is_long ? EC_VECTOR : 1), 0, begin, i - begin,
                                (n_used + unit - 1) / unit * unit });
         }

@@ -30,6 +30,7 @@ DEMO = generators.DEMO
 DOWNS = [f"blk.{i}.ffn_down.weight" for i in range(4)]
 OPTIONS = {"n_ctx": 64, "n_threads": 2, "n_gpu_layers": 0}
 NAMES = (
+    "version",
     "kind",
     "share",
     "allocation",
@@ -288,6 +289,19 @@ def test_part_that_is_none_of_the_model_is_refused(calibrated, tmp_path, macko):
         path.write_bytes(gb.write(file))
         done = macko("perplexity", "-m", path, "-f", SAMPLE, "-ngl", 0, "-c", 64, "--skip", "file", "--quiet")
         one_line(done, path, "key macko.act.part.down", message)
+
+
+def test_later_version_is_ignored_unless_neurons_are_skipped(calibrated, sparse, tmp_path, macko):
+    path = tmp_path / "later.gguf"
+    for source in (calibrated, sparse):
+        file = gb.read(source.read_bytes())
+        file.set("macko.act.version", gb.U32, 2)
+        file.set("macko.act.kind", gb.U32, 7)
+        file.set("macko.act.later", gb.STRING, b"what version 1 does not have")
+        path.write_bytes(gb.write(file))
+        assert macko("inspect", path).code == 0
+        done = macko("perplexity", "-m", path, "-f", SAMPLE, "-ngl", 0, "--skip", "file", "--quiet")
+        one_line(done, path, "key macko.act.kind is missing or of a later version")
 
 
 def test_parts_that_are_not_named_are_not_skipped(calibrated, tmp_path):

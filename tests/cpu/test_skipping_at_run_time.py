@@ -258,6 +258,7 @@ def test_thresholds_of_zero_skip_nothing(calibrated, tmp_path, monkeypatch):
     [
         ("cats", "its thresholds are for the gate (score cats), for which there is no kernel"),
         ("no keys", "the file has no thresholds"),
+        ("later version", "its thresholds have a later version: upgrade"),
         ("quantized", "no weight with a threshold is sparse with values that are not quantized"),
         ("no columns", "GGML_MACKO_DISABLE=csc"),
         ("dense", ""),
@@ -268,6 +269,11 @@ def test_one_line_says_why_nothing_is_skipped(calibrated, tmp_path, monkeypatch,
     path = calibrated("docs-4m", "cats" if what == "cats" else "product", kind=kind)
     if what == "no keys":
         path = without_keys(path, tmp_path / "plain.gguf")
+    elif what == "later version":
+        file = gb.read(path.read_bytes())
+        file.set("macko.act.version", gb.U32, 2)
+        path = tmp_path / "later.gguf"
+        path.write_bytes(gb.write(file))
     elif what == "no columns":
         monkeypatch.setenv("GGML_MACKO_DISABLE", "csc")
     elif what == "dense":

@@ -14,6 +14,7 @@ HOSTILE = {
     "chunks": ("act.chunks", gb.U32, 0, "macko.act.chunks is 0 (at least 1)"),
     "n_ctx": ("act.n_ctx", gb.U32, 0, "macko.act.n_ctx is 0 (at least 1)"),
     "no text": ("act.text", gb.STRING, b"", "macko.act.text has 0 bytes (a file's name: 1 ... 1024)"),
+    "version": ("act.version", gb.U32, 0, "macko.act.version is 0 (at least 1)"),
     "unknown": ("act.scale", gb.F32, 1.0, "macko.act.scale is reserved"),
     "shares of parts": ("act.part.share", gb.F32, [0.5, -0.1, 0.5, 0.5], "part.share: element 1 is -0.1 (0 ... 1)"),
     "thresholds": ("act.part.threshold", gb.F32, [1, 1, 1, float("inf")], "threshold: element 3 is inf (0 ... 3.4"),

@@ -553,6 +553,7 @@ inline model tiny_llama(uint64_t n_embd, uint32_t n_layer, uint64_t seed, bool b
 
 // All keys of FORMAT.md section 10, for the parts of a tiny_llama() with two layers.
 inline void set_activation_keys(file * f) {
+    f->set(scalar<uint32_t>("macko.act.version", U32, 1));
     f->set(text("macko.act.kind", "product"));
     f->set(scalar<float>("macko.act.share", F32, 0.5f));
     f->set(text("macko.act.allocation", "greedy"));

@@ -1,4 +1,5 @@
 #include "load/activation-keys.h"
+#include "gguf/names.h"
 
 #include <algorithm>
 #include <cfloat>
@@ -9,22 +10,44 @@
 
 namespace macko {
 
+static const char * const VERSION_KEY = "macko.act.version";
+constexpr int64_t         VERSION     = 1;
+
 static const struct {
     const char * name;
     gguf_type    type; // of the elements, if it is a list
     bool         is_list;
 } KEYS[] = {
-    { "macko.act.kind", GGUF_STRING, false },       { "macko.act.share", GGUF_F32, false },
-    { "macko.act.allocation", GGUF_STRING, false }, { "macko.act.text", GGUF_STRING, false },
-    { "macko.act.chunks", GGUF_U32, false },        { "macko.act.n_ctx", GGUF_U32, false },
-    { "macko.act.part.down", GGUF_STRING, true },   { "macko.act.part.share", GGUF_F32, true },
-    { "macko.act.part.threshold", GGUF_F32, true },
+    { VERSION_KEY, GGUF_U32, false },           { "macko.act.kind", GGUF_STRING, false },
+    { "macko.act.share", GGUF_F32, false },     { "macko.act.allocation", GGUF_STRING, false },
+    { "macko.act.text", GGUF_STRING, false },   { "macko.act.chunks", GGUF_U32, false },
+    { "macko.act.n_ctx", GGUF_U32, false },     { "macko.act.part.down", GGUF_STRING, true },
+    { "macko.act.part.share", GGUF_F32, true }, { "macko.act.part.threshold", GGUF_F32, true },
 };
 
 constexpr uint64_t MAX_TEXT_NAME = 1024; // bytes: 255 of a file name, if each non-UTF-8 byte becomes three
 
-bool is_activation_key(std::string_view name) {
-    return std::any_of(std::begin(KEYS), std::end(KEYS), [&](const auto & known) { return name == known.name; });
+bool is_activation_key(std::string_view name) { return starts_with(name, "macko.act."); }
+
+static bool is_later_version(const gguf_header & header) {
+    const gguf_key * key     = header.find(VERSION_KEY);
+    int64_t          version = 0;
+    return key != nullptr && key->type == GGUF_U32 && header.get_int(*key, 0, &version) && version > VERSION;
+}
+
+bool has_activation_keys(const gguf_header & header) {
+    return !is_later_version(header) && std::any_of(header.keys.begin(), header.keys.end(),
+                                                    [](const gguf_key & key) { return is_activation_key(key.name); });
+}
+
+static int check_names_of_keys(const gguf_header & header) {
+    for (const gguf_key & key : header.keys) {
+        if (is_activation_key(key.name) && std::none_of(std::begin(KEYS), std::end(KEYS),
+                                                        [&](const auto & known) { return key.name == known.name; })) {
+            return fail(GGML_MACKO_STATUS_BAD_KEY, "key %s is reserved", printable(key.name.c_str()).text);
+        }
+    }
+    return GGML_MACKO_STATUS_OK;
 }
 
 static int check_types(const gguf_header & header) {
@@ -109,10 +132,10 @@ static int check_names(const gguf_header & header) {
 }
 
 int check_activation_keys(const gguf_header & header) {
-    if (std::none_of(header.keys.begin(), header.keys.end(),
-                     [](const gguf_key & key) { return is_activation_key(key.name); })) {
+    if (!has_activation_keys(header)) {
         return GGML_MACKO_STATUS_OK;
     }
+    TRY(check_names_of_keys(header));
     TRY(check_types(header));
     TRY(check_one_of(header, "macko.act.kind", { "cats", "product", "wina" }));
     TRY(check_one_of(header, "macko.act.allocation", { "uniform", "greedy" }));
@@ -120,7 +143,7 @@ int check_activation_keys(const gguf_header & header) {
         TRY(check_numbers(header, name, 1.0));
     }
     TRY(check_numbers(header, "macko.act.part.threshold", FLT_MAX));
-    for (const char * name : { "macko.act.chunks", "macko.act.n_ctx" }) {
+    for (const char * name : { VERSION_KEY, "macko.act.chunks", "macko.act.n_ctx" }) {
         TRY(check_positive(header, name));
     }
     return check_names(header);

@@ -9,7 +9,11 @@ namespace macko {
 
 bool is_activation_key(std::string_view name);
 
-// Checks that either all of these keys exist, with values in their ranges, or none of them.
+// Whether the file has these keys in a version that this build reads.
+bool has_activation_keys(const gguf_header & header);
+
+// Checks that either all of these keys exist, with values in their ranges, or none of them. Keys of a later version are
+// not checked.
 [[nodiscard]] int check_activation_keys(const gguf_header & header);
 
 } // namespace macko

@@ -1,5 +1,6 @@
 #include "load/thresholds.h"
 #include "codec/quantized/quantized.h"
+#include "load/activation-keys.h"
 
 #include <unordered_map>
 
@@ -7,9 +8,9 @@ namespace macko {
 
 int set_thresholds(model_file * file, const char ** none) {
     const gguf_header & header = file->header; // passed check_activation_keys(), so no read below can fail
-    const gguf_key *    downs  = header.find("macko.act.part.down");
-    if (downs == nullptr) {
-        *none = "the file has no thresholds";
+    if (!has_activation_keys(header)) {
+        *none = header.find("macko.act.version") ? "its thresholds have a later version: upgrade"
+                                                 : "the file has no thresholds";
         return GGML_MACKO_STATUS_OK;
     }
     std::string score;
@@ -30,7 +31,7 @@ int set_thresholds(model_file * file, const char ** none) {
         }
     }
     std::vector<std::string> names;
-    header.get_strings(*downs, &names);
+    header.get_strings(*header.find("macko.act.part.down"), &names);
     *none = "no weight with a threshold is sparse with values that are not quantized";
     for (size_t i = 0; i < names.size(); i++) {
         const auto it = matrices.find(names[i]);

@@ -116,7 +116,8 @@ def _rule_of(path: str | os.PathLike[str]) -> SkipRule:
         rule = read_rule(file)
     if rule is None:
         raise errors.error(
-            errors.MISSING_KEY, f"{path}: key macko.act.kind is missing; macko calibrate --activations writes it"
+            errors.MISSING_KEY,
+            f"{path}: key macko.act.kind is missing or of a later version; macko calibrate --activations writes it",
         )
     return rule
 

@@ -12,6 +12,7 @@ from .. import errors
 from .files import Key, Model, make_key
 
 _PREFIX = "macko.act."
+_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class SkipRule:
     def keys(self) -> list[Key]:
         """The rule as metadata of a model."""
         return [
+            make_key(_PREFIX + "version", "u32", _VERSION),
             make_key(_PREFIX + "kind", "str", self.score),
             make_key(_PREFIX + "share", "f32", self.share),
             make_key(_PREFIX + "allocation", "str", self.allocation),
@@ -51,9 +53,9 @@ class SkipRule:
 
 
 def read_rule(model: Model) -> SkipRule | None:
-    """The rule of a model, if any. Raises MackoError if the model lacks a weight of the rule."""
+    """The rule of a model, if any in this version. Raises MackoError if the model lacks a weight of the rule."""
     found = {k.name[len(_PREFIX) :]: k.value() for k in model.keys if k.name.startswith(_PREFIX)}
-    if not found:
+    if not found or found["version"] > _VERSION:
         return None
     matrices = {t.name for t in model.tensors if len(t.ne) == 2}
     for i, name in enumerate(found["part.down"]):

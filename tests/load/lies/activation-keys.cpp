@@ -10,9 +10,9 @@ static void lie_of_activations(const char * what, int expected, const file_lie &
 
 TEST(malformed_activation_keys_are_refused) {
     lie("activation keys", S(OK), [](file & f) { set_activation_keys(&f); });
-    for (const char * name :
-         { "macko.act.kind", "macko.act.share", "macko.act.allocation", "macko.act.text", "macko.act.chunks",
-           "macko.act.n_ctx", "macko.act.part.down", "macko.act.part.share", "macko.act.part.threshold" }) {
+    for (const char * name : { "macko.act.version", "macko.act.kind", "macko.act.share", "macko.act.allocation",
+                               "macko.act.text", "macko.act.chunks", "macko.act.n_ctx", "macko.act.part.down",
+                               "macko.act.part.share", "macko.act.part.threshold" }) {
         lie_of_activations(name, S(MISSING_KEY), [name](file & f) { f.drop(name); });
         lie_of_activations(name, S(BAD_KEY_TYPE), [name](file & f) { f.set(scalar<int32_t>(name, I32, 1)); });
         lie_of_activations(name, S(BAD_KEY_TYPE), [name](file & f) { f.set(array<uint64_t>(name, U64, { 1, 1 })); });
@@ -32,7 +32,12 @@ TEST(malformed_activation_keys_are_refused) {
         lie_of_activations("threshold", value == beyond_one ? S(OK) : S(BAD_KEY_VALUE),
                            [&](file & f) { f.set(array<float>("macko.act.part.threshold", F32, { value, 1 })); });
     }
-    for (const char * name : { "macko.act.chunks", "macko.act.n_ctx" }) {
+    lie_of_activations("another key in a later version", S(OK), [](file & f) {
+        f.set(scalar<uint32_t>("macko.act.version", U32, 2));
+        f.set(text("macko.act.note", "x"));
+        f.drop("macko.act.kind");
+    });
+    for (const char * name : { "macko.act.version", "macko.act.chunks", "macko.act.n_ctx" }) {
         lie_of_activations(name, S(BAD_KEY_VALUE), [name](file & f) { f.set(scalar<uint32_t>(name, U32, 0)); });
     }
     for (const size_t n : { 0, 1, 3 }) {

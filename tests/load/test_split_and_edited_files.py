@@ -58,6 +58,11 @@ REFUSED = {
         None,
         "belongs in the first shard",
     ),
+    "thresholds in another part": (
+        lambda parts: parts[2].set("macko.act.version", gb.U32, 1),
+        None,
+        "has the key macko.act.version, which belongs in the first shard",
+    ),
     "parts in another alignment": (
         lambda parts: (parts[1].set("general.alignment", gb.U32, 64), setattr(parts[1], "alignment", 64)),
         None,

@@ -1,6 +1,7 @@
 // Opens the files of a model and reads across them. A model that was split by llama-gguf-split consists of N files
 // NAME-00001-of-0000N.gguf; the first file has the metadata.
 #include "load/file-shards.h"
+#include "gguf/names.h"
 #include "platform/platform.h"
 
 #include <algorithm>
@@ -128,8 +129,11 @@ static int append_shard(model_file * file, const std::string & path, int64_t i, 
     if (no != i || count != n) {
         return fail(GGML_MACKO_STATUS_SPLIT_FILE, "is not shard %" PRId64 " of %" PRId64, i + 1, n);
     }
-    if (shard.header.find("macko.version") != nullptr) {
-        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "has the key macko.version, which belongs in the first shard");
+    for (const gguf_key & key : shard.header.keys) {
+        if (starts_with(key.name, "macko.")) {
+            return fail(GGML_MACKO_STATUS_SPLIT_FILE, "has the key %s, which belongs in the first shard",
+                        printable(key.name.c_str()).text);
+        }
     }
     if (shard.header.alignment != file->header.alignment) {
         return fail(GGML_MACKO_STATUS_BAD_ALIGNMENT,

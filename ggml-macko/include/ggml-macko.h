@@ -50,7 +50,7 @@ enum ggml_macko_status {
     // GGUF structure
     GGML_MACKO_STATUS_BAD_MAGIC        = 20,
     GGML_MACKO_STATUS_BAD_GGUF_VERSION = 21, // neither 2 nor 3, 2 of a sparse file, or big-endian
-    GGML_MACKO_STATUS_LIMIT            = 22, // exceeds a limit of FORMAT.md section 4
+    GGML_MACKO_STATUS_LIMIT            = 22, // exceeds a limit of FORMAT.md section 4 or SECURITY.md
     GGML_MACKO_STATUS_BAD_KEY          = 23, // malformed or reserved key
     GGML_MACKO_STATUS_DUPLICATE_KEY    = 24,
     GGML_MACKO_STATUS_BAD_KEY_TYPE     = 25, // wrong value type for a known key
@@ -329,7 +329,7 @@ GGML_MACKO_API const char * ggml_macko_cpu_kernels(void);
 
 struct ggml_macko_file; // a dense or sparse GGUF file whose header passed all checks
 
-// require_model: also check the model metadata that llama.cpp reads (FORMAT.md section 5), and refuse split files.
+// require_model: also check the model metadata that llama.cpp reads (SECURITY.md), and refuse split files.
 GGML_MACKO_API int     ggml_macko_file_open(const char * path, bool require_model, struct ggml_macko_file ** out);
 GGML_MACKO_API void    ggml_macko_file_close(struct ggml_macko_file * file);
 GGML_MACKO_API bool    ggml_macko_file_is_sparse(const struct ggml_macko_file * file);

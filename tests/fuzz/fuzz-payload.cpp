@@ -33,8 +33,8 @@ constexpr int32_t TYPES[] = { GGML_MACKO_TYPE_F16,
 
 static int32_t type_at(uint8_t i) { return TYPES[i % std::size(TYPES)]; }
 
-// EC-CSR needs no bytes for some rows, but every row takes time. A small file must not have that many rows (FORMAT.md,
-// section 4).
+// EC-CSR needs no bytes for some rows, but every row takes time. A small file must not have that many rows
+// (SECURITY.md).
 constexpr int64_t MAX_ROWS = 1 << 16;
 
 static bool run(const uint8_t * data, size_t size) {

@@ -1,4 +1,4 @@
-// The limits of FORMAT.md section 4, and arithmetic on numbers that come from files. No ggml, no CUDA.
+// The limits of FORMAT.md section 4 and SECURITY.md, and arithmetic on numbers from files. No ggml, no CUDA.
 #pragma once
 
 #include <cstddef>

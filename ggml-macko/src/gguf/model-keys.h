@@ -1,4 +1,4 @@
-// Checks the model metadata on which llama.cpp would abort or misbehave (FORMAT.md section 5): a table of keys, types
+// Checks the model metadata on which llama.cpp would abort or misbehave (SECURITY.md): a table of keys, types
 // and ranges for each architecture, and for all architectures. Does not use ggml.
 #pragma once
 

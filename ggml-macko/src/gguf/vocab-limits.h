@@ -1,5 +1,5 @@
 // Limits of vocabularies and names. Beyond them, llama.cpp needs more time or memory than the bytes of the file justify
-// (FORMAT.md section 4). Does not use ggml.
+// (SECURITY.md). Does not use ggml.
 #pragma once
 
 #include "gguf/header.h"

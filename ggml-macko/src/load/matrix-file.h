@@ -7,7 +7,7 @@
 namespace macko {
 
 // Makes a GGUF with the matrix `matrix` of model `of`, which must outlive it. The result passes check_matrix_file().
-// LIMIT: the matrix alone exceeds the limits of FORMAT.md section 4. BAD_ARGUMENT: the matrix is encoded on load.
+// LIMIT: the matrix alone exceeds the limits of SECURITY.md. BAD_ARGUMENT: the matrix is encoded on load.
 [[nodiscard]] int make_matrix_file(const model_file & of, const sparse_tensor_info & matrix,
                                    std::unique_ptr<model_file> * out);
 

@@ -97,7 +97,7 @@ def values(m: QuantizedMatrix) -> Array:
 
 def decode(m: QuantizedMatrix) -> Array:
     """Bit patterns (rows, cols)."""
-    return from_float(values(m).astype(np.float32), m.type)
+    return from_float(values(m).astype(np.float32) + np.float32(0), m.type)  # no -0.0
 
 
 def encode(dense: Array, lattice: QuantizedMatrix) -> QuantizedMatrix:

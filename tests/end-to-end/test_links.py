@@ -76,6 +76,25 @@ def test_process_loads_dense_models_and_links_in_turn(models, text):
     assert (done.returncode, done.stdout) == (0, 3 * (text + "\n")), done.stderr
 
 
+def test_link_loads_after_a_load_of_its_sizes_only(models, text):
+    """llama.cpp's programs first load a model without memory (no_alloc), to fit it to the devices."""
+    code = f"""
+import llama_cpp.llama_cpp as api
+api._lib.ggml_backend_load_all()
+params = api.llama_model_default_params()
+params.no_alloc = True
+if hasattr(params, "load_mode"):
+    params.load_mode = api.LLAMA_LOAD_MODE_NONE
+else:
+    params.use_mmap = False
+model = api.llama_model_load_from_file({str(models / "sparse.link.gguf")!r}.encode(), params)
+api.llama_free(api.llama_init_from_model(model, api.llama_context_default_params()))
+api.llama_model_free(model)
+"""
+    done = stock(models / "sparse.link.gguf", code=code + STOCK)
+    assert (done.returncode, done.stdout) == (0, text + "\n"), done.stderr
+
+
 def test_link_takes_only_the_space_of_its_dense_tensors(models):
     sparse, link = models / "sparse.gguf", models / "sparse.link.gguf"
     found = link.stat()

@@ -3,12 +3,13 @@
 #   LLAMA_CPP_PYTHON_OLDEST   the ends of the range in pyproject.toml
 #   LLAMA_CPP_PYTHON_VERSION
 #   LLAMA_CPP_DIR             tree with include/, ggml/include/, ggml/src/*.h, vendor/hash/xxhash/xxhash.h
-#   LLAMA_CPP_OLDEST_GGML     result of ggml_version() in the oldest of the range
-#   LLAMA_CPP_GGML_VERSION    and in that tree
+#   LLAMA_CPP_OLDEST_GGML     the versions of ggml that the plugin is tested with (docs/design/versions.md)
+#   LLAMA_CPP_NEWEST_GGML
 string(REGEX MATCH "\"llama-cpp-python>=([0-9.]+),<=([0-9.]+)\"" _ "${GGML_MACKO_PYPROJECT}")
 set(LLAMA_CPP_PYTHON_OLDEST ${CMAKE_MATCH_1})
 set(LLAMA_CPP_PYTHON_VERSION ${CMAKE_MATCH_2})
-set(LLAMA_CPP_OLDEST_GGML 0.10.0) # tests/unit/test_versions.py compares it with the record of all versions
+set(LLAMA_CPP_OLDEST_GGML 0.10.0)
+set(LLAMA_CPP_NEWEST_GGML 0.27.0)
 
 if(GGML_MACKO_LLAMA_CPP_DIR)
     set(LLAMA_CPP_DIR ${GGML_MACKO_LLAMA_CPP_DIR})
@@ -26,11 +27,3 @@ else()
         endif()
     endif()
 endif()
-
-file(READ ${LLAMA_CPP_DIR}/ggml/CMakeLists.txt ggml_cmake)
-set(LLAMA_CPP_GGML_VERSION "")
-foreach(part MAJOR MINOR PATCH)
-    string(REGEX MATCH "GGML_VERSION_${part} ([0-9]+)" _ "${ggml_cmake}")
-    list(APPEND LLAMA_CPP_GGML_VERSION ${CMAKE_MATCH_1})
-endforeach()
-list(JOIN LLAMA_CPP_GGML_VERSION "." LLAMA_CPP_GGML_VERSION)

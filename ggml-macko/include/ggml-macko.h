@@ -112,11 +112,13 @@ GGML_MACKO_API const char * ggml_macko_status_name(int status);
 GGML_MACKO_API int32_t ggml_macko_api_version(void);
 // Version of this package, for example "0.1.0".
 GGML_MACKO_API const char * ggml_macko_version(void);
-// The range of versions that the plugin supports. It was built with the headers of the newest version.
+// The versions that the plugin was tested with. It was built with the headers of the newest llama-cpp-python.
 GGML_MACKO_API const char * ggml_macko_oldest_llama_cpp_python(void);
 GGML_MACKO_API const char * ggml_macko_newest_llama_cpp_python(void);
 GGML_MACKO_API const char * ggml_macko_oldest_ggml(void);
 GGML_MACKO_API const char * ggml_macko_newest_ggml(void);
+// A line that says that the running ggml is another version; "" if it is not.
+GGML_MACKO_API const char * ggml_macko_untested_ggml(void);
 // Version of the libggml-base that this process has loaded.
 GGML_MACKO_API const char * ggml_macko_running_ggml(void);
 // The GPUs in use, or the reason why there are none, and the GPU architectures of this build. Queries the driver.
@@ -434,7 +436,8 @@ struct ggml_macko_llama {
 // ggml_macko_check_environment() fails. A progress callback may load other models.
 // On OK, *model is the result of llama.cpp: it is null if llama.cpp refused a file that is not sparse. On an error
 // *model is null, and the message is the first error of a device, or names a matrix that was not placed on a device of
-// this plugin. LOAD_FAILED if llama.cpp refused the model; NOT_A_FILE for a directory, FIFO, socket or device.
+// this plugin. LOAD_FAILED if llama.cpp refused the model; NOT_A_FILE for a directory, FIFO, socket or device;
+// VERSION_MISMATCH for a sparse file if ggml_macko_check_running_ggml() fails.
 GGML_MACKO_API int ggml_macko_load_model(const char * path, const struct llama_model_params * params, int32_t flags,
                                          const struct ggml_macko_llama * llama, struct llama_model ** model);
 // Finds the layout of llama_model_params for a caller without llama.cpp's headers. default_params is the
@@ -442,10 +445,7 @@ GGML_MACKO_API int ggml_macko_load_model(const char * path, const struct llama_m
 // llama_load_mode_name. VERSION_MISMATCH if the struct has none of the known sizes.
 GGML_MACKO_API int ggml_macko_find_params_layout(void (*default_params)(void), int32_t has_load_mode,
                                                  struct ggml_macko_params_layout * layout);
-// VERSION_MISMATCH, with the supported range in the message, if ggml_version is outside the range that the plugin
-// supports and the environment lacks GGML_MACKO_ENABLE=any-version.
-GGML_MACKO_API int ggml_macko_check_ggml(const char * ggml_version);
-// Applies ggml_macko_check_ggml to the libggml-base of this process, and checks that its structs and operations match
-// the headers that the plugin was built with. The check runs once. ggml_backend_load refuses the plugin if the result
-// is not OK.
+// Checks that the structs and operations of this process's libggml-base are those that the plugin needs. The check runs
+// once. ggml_backend_load refuses the plugin if the result is not OK, which is VERSION_MISMATCH with the first
+// difference. The version decides only if GGML_MACKO_ENABLE has strict-versions: an untested one is then refused.
 GGML_MACKO_API int ggml_macko_check_running_ggml(void);

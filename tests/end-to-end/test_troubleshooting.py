@@ -161,6 +161,11 @@ def _(p):
     )
 
 
+@row("ggml-macko <version> is tested with ggml")
+def _(p):
+    return run_with_other_ggml(p, 'const char * ggml_version(void) { return "0.99.0"; }')
+
+
 @row("ggml-macko <version> does not fit ggml")
 def _(p):
     return run_with_other_ggml(p, "unsigned long ggml_tensor_overhead(void) { return 400; }")
@@ -233,11 +238,6 @@ def _(p):
 @row("Failed to load model from file")
 def _(p):
     return p.python(f"import llama_cpp; llama_cpp.Llama({str(p.sparse)!r}, verbose=False)")
-
-
-@row("ggml-macko <version> is for ggml")
-def _(p):
-    return run_with_other_ggml(p, 'const char * ggml_version(void) { return "0.9.9"; }')
 
 
 @row("ggml-macko: GGML_MACKO_PLUGIN is not set")

@@ -23,7 +23,7 @@ NO_VARIABLES = {"GGML_MACKO_CUDA"}  # read by tools/dev.py, which passes it to C
 WRONG = [
     ("GGML_MACKO_DISABLE", "graphs,fuson", "GGML_MACKO_DISABLE=graphs,fuson: unknown word 'fuson'; allowed: graphs, "),
     ("GGML_MACKO_LOAD", "compres", "GGML_MACKO_LOAD=compres: unknown word 'compres'; allowed: compress, "),
-    ("GGML_MACKO_ENABLE", "1", "GGML_MACKO_ENABLE=1: unknown word '1'; allowed: any-version, "),
+    ("GGML_MACKO_ENABLE", "1", "GGML_MACKO_ENABLE=1: unknown word '1'; allowed: strict-versions, "),
     ("GGML_MACKO_CPU_KERNELS", "abacus", "GGML_MACKO_CPU_KERNELS=abacus: unknown word 'abacus'; allowed: portable, "),
     ("GGML_MACKO_SKIP", "1", "GGML_MACKO_SKIP: unknown environment variable; ggml-macko reads GGML_MACKO_LOAD, "),
 ]

@@ -43,7 +43,7 @@ TEST(unknown_words_are_named) {
         { DISABLE, "GRAPHS", "GRAPHS" },
         { DISABLE, "1", "1" },
         { LOAD, "graphs", "graphs" },
-        { ENABLE, "any-version,rpc", "rpc" },
+        { ENABLE, "strict-versions,rpc", "rpc" },
         { CPU_KERNELS, "avx1024", "avx1024" },
     };
     for (const auto & c : cases) {

@@ -1,13 +1,14 @@
 #include "abi/ggml-abi.h"
 #include "abi/op-numbers.h"
+#include "abi/parameter-check.h"
 #include "abi/struct-check.h"
 #include "codec/status.h"
 #include "platform/environment.h"
+#include "platform/platform.h"
 
 #include <array>
 #include <cstdio>
 #include <mutex>
-#include <string>
 
 namespace macko {
 
@@ -25,42 +26,33 @@ version parse_version(const char * text) {
 }
 
 int find_out() {
-    const char * running = ggml_version();
-    TRY(check_ggml_version(running));
-    if (const char * different = first_different_member()) {
+    const std::string error = environment::find_error(environment::ENABLE);
+    if (!error.empty()) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s", error.c_str());
+    }
+    if (*untested_version() && environment::is_enabled("strict-versions")) {
+        return fail(GGML_MACKO_STATUS_VERSION_MISMATCH, "%s; GGML_MACKO_ENABLE=strict-versions refuses it",
+                    untested_version());
+    }
+    const char * different = first_different_member();
+    different              = different ? different : first_different_parameter();
+    if (different) {
         return fail(GGML_MACKO_STATUS_VERSION_MISMATCH,
-                    "ggml-macko %s does not fit ggml %s: %s differs from tested versions", ggml_macko_version(),
-                    printable(running).text, different);
+                    "ggml-macko %s does not fit ggml %s: %s differs from tested versions (%s to %s)",
+                    ggml_macko_version(), printable(ggml_version()).text, different, OLDEST_GGML, NEWEST_GGML);
     }
     int last   = 0;
     int status = find_last_op(&last);
     status     = status ? status : resolve_ops(last);
     if (status) {
         const std::string reason = ggml_macko_last_error();
-        return fail(status, "ggml-macko %s does not fit ggml %s: %s", ggml_macko_version(), printable(running).text,
-                    reason.c_str());
+        return fail(status, "ggml-macko %s does not fit ggml %s: %s", ggml_macko_version(),
+                    printable(ggml_version()).text, reason.c_str());
     }
     return GGML_MACKO_STATUS_OK;
 }
 
 } // namespace
-
-int check_ggml_version(const char * ggml_version) {
-    const std::string error = environment::find_error(environment::ENABLE);
-    if (!error.empty()) {
-        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s", error.c_str());
-    }
-    const version v = parse_version(ggml_version);
-    if (environment::is_enabled("any-version") ||
-        (v >= parse_version(OLDEST_GGML) && v <= parse_version(NEWEST_GGML))) {
-        return GGML_MACKO_STATUS_OK;
-    }
-    return fail(GGML_MACKO_STATUS_VERSION_MISMATCH,
-                "ggml-macko %s is for ggml %s to %s (llama-cpp-python %s to %s), but ggml %s is running; "
-                "GGML_MACKO_ENABLE=any-version tries it",
-                ggml_macko_version(), OLDEST_GGML, NEWEST_GGML, ggml_macko_oldest_llama_cpp_python(),
-                ggml_macko_newest_llama_cpp_python(), ggml_version ? printable(ggml_version).text : "(none)");
-}
 
 int check_running_ggml() {
     static std::once_flag once;
@@ -73,9 +65,25 @@ int check_running_ggml() {
     return status ? fail(status, "%s", message.c_str()) : status;
 }
 
-bool passes_optimize_params() {
-    static const bool passes = parse_version(ggml_version()) >= version{ 0, 25, 3 };
-    return passes;
+const char * untested_version() {
+    static const std::string line = [] {
+        const version running   = parse_version(ggml_version());
+        const bool    is_tested = running >= parse_version(OLDEST_GGML) && running <= parse_version(NEWEST_GGML);
+        return is_tested ? ""
+                         : std::string("ggml-macko ") + ggml_macko_version() + " is tested with ggml " + OLDEST_GGML +
+                               " to " + NEWEST_GGML + ", and ggml " + printable(ggml_version()).text + " is running";
+    }();
+    return line.c_str();
+}
+
+ggml_backend_graph_optimize_params * passed_optimize_params(ggml_backend_graph_optimize_params * params) {
+    // it is a local variable of ggml's scheduler, and so is its user_data
+    static const bool passes = [params] {
+        return platform::is_on_stack(params, sizeof(*params)) && platform::is_on_stack(params->user_data, 1) &&
+               platform::same_library(reinterpret_cast<const void *>(params->add_alloc_dep),
+                                      reinterpret_cast<const void *>(ggml_backend_sched_new));
+    }();
+    return passes ? params : nullptr;
 }
 
 } // namespace macko

@@ -1,8 +1,8 @@
 #include "abi/op-numbers.h"
+#include "abi/context.h"
 #include "codec/status.h"
 
 #include <cstring>
-#include <memory>
 
 namespace macko {
 
@@ -30,8 +30,7 @@ constexpr used_op USED_OPS[] = {
 } // namespace
 
 int find_last_op(int * last) {
-    const std::unique_ptr<ggml_context, void (*)(ggml_context *)> ctx(
-        ggml_init({ 4 * ggml_tensor_overhead(), nullptr, true }), ggml_free);
+    const context ctx = make_context(4);
     if (!ctx) {
         return fail(GGML_MACKO_STATUS_OUT_OF_MEMORY, "out of memory");
     }

@@ -2,6 +2,9 @@
 // running ggml can call any word as a callback. If it returns a word as a plain member, the address reveals the index
 // of the word.
 #include "abi/struct-check.h"
+#include "abi/buffer-type.h"
+#include "abi/context.h"
+#include "platform/platform.h"
 
 #include "ggml-backend-impl.h"
 #include "ggml-impl.h"
@@ -9,7 +12,6 @@
 #include <array>
 #include <cstddef>
 #include <cstring>
-#include <memory>
 #include <utility>
 
 namespace macko {
@@ -80,17 +82,7 @@ bool was_called(size_t offset) {
 
 // ---- tensors and graphs ----
 
-struct context_deleter {
-    void operator()(ggml_context * ctx) const { ggml_free(ctx); }
-};
-using context = std::unique_ptr<ggml_context, context_deleter>;
-
 constexpr size_t GRAPH_SIZE = 8;
-
-context make_context() {
-    return context(ggml_init(
-        { 16 * ggml_tensor_overhead() + ggml_graph_overhead_custom(GRAPH_SIZE, false) + 1024, nullptr, true }));
-}
 
 const char * check_tensor(ggml_context * ctx) {
     const size_t before = ggml_used_mem(ctx);
@@ -152,16 +144,44 @@ const char * check_graph(ggml_context * ctx) {
 
 // ---- buffers ----
 
-const char * check_buffer_type(const ggml_tensor * t) {
+// Functions on several tensors, which newer versions export, and then also have in the struct.
+template <typename RESULT> using of_tensors = RESULT (*)(ggml_backend_buffer_type_t, ggml_tensor **, int);
+template <typename RESULT> of_tensors<RESULT> find_of_tensors(const char * name) {
+    return reinterpret_cast<of_tensors<RESULT>>(platform::find_function("ggml-base", name));
+}
+
+// Returns the member's name from the enclosing function unless `call` invokes the word at `place`.
+#define FIND_CALLBACK(member, place, call)                    \
+    do {                                                      \
+        static_cast<void>(call);                              \
+        if (!was_called((place) * sizeof(word))) {            \
+            return "ggml_backend_buffer_type.iface." #member; \
+        }                                                     \
+    } while (0)
+
+// Finds the places of all functions, in the order of the struct.
+const char * find_buffer_type_layout(ggml_tensor * t) {
     probe<ggml_backend_buffer_type> p;
-    ggml_backend_buffer_type_t      b = p.get();
+    ggml_backend_buffer_type_t      b     = p.get();
+    size_t                          place = 2;
     CHECK_CALLBACK(ggml_backend_buffer_type, iface.get_name, ggml_backend_buft_name(b));
     CHECK_CALLBACK(ggml_backend_buffer_type, iface.alloc_buffer, ggml_backend_buft_alloc_buffer(b, 64));
-    CHECK_CALLBACK(ggml_backend_buffer_type, iface.get_alignment, ggml_backend_buft_get_alignment(b));
-    CHECK_CALLBACK(ggml_backend_buffer_type, iface.get_max_size, ggml_backend_buft_get_max_size(b));
-    CHECK_CALLBACK(ggml_backend_buffer_type, iface.get_alloc_size, ggml_backend_buft_get_alloc_size(b, t));
-    CHECK_CALLBACK(ggml_backend_buffer_type, iface.is_host, ggml_backend_buft_is_host(b));
-    CHECK_VALUE(p, ggml_backend_buffer_type, device, ggml_backend_buft_get_device(b));
+    if (const auto alloc = find_of_tensors<ggml_backend_buffer_t>("ggml_backend_buft_alloc_buffer_n")) {
+        FIND_CALLBACK(alloc_buffer_n, place++, alloc(b, &t, 1));
+    }
+    running_buffer_type.get_alignment = place++;
+    FIND_CALLBACK(get_alignment, running_buffer_type.get_alignment, ggml_backend_buft_get_alignment(b));
+    FIND_CALLBACK(get_max_size, place++, ggml_backend_buft_get_max_size(b));
+    running_buffer_type.get_alloc_size = place++;
+    FIND_CALLBACK(get_alloc_size, running_buffer_type.get_alloc_size, ggml_backend_buft_get_alloc_size(b, t));
+    if (const auto get_size = find_of_tensors<size_t>("ggml_backend_buft_get_alloc_size_n")) {
+        FIND_CALLBACK(get_alloc_size_n, place++, get_size(b, &t, 1));
+    }
+    running_buffer_type.is_host = place++;
+    FIND_CALLBACK(is_host, running_buffer_type.is_host, ggml_backend_buft_is_host(b));
+    running_buffer_type.device = place;
+    CHECK_MEMBER(ggml_backend_buffer_type, device,
+                 ggml_backend_buft_get_device(b) == p.at<ggml_backend_dev_t>(place * sizeof(word)));
     return nullptr;
 }
 
@@ -269,7 +289,7 @@ const char * check_registry() {
 } // namespace
 
 const char * first_different_member() {
-    const context ctx = make_context();
+    const context ctx = make_context(16, ggml_graph_overhead_custom(GRAPH_SIZE, false) + 1024);
     if (!ctx) {
         return "ggml_init, which returned null";
     }
@@ -281,7 +301,7 @@ const char * first_different_member() {
     ggml_tensor * t     = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, 4);
     t->data             = answer;
     ggml_cgraph * graph = ggml_new_graph_custom(ctx.get(), 1, false);
-    different           = check_buffer_type(t);
+    different           = find_buffer_type_layout(t);
     different           = different ? different : check_buffer(t);
     different           = different ? different : check_backend(t, graph);
     different           = different ? different : check_device(t);

@@ -1,4 +1,5 @@
 #include "backend/planned-buffer.h"
+#include "abi/buffer-type.h"
 
 #include <memory>
 #include <mutex>
@@ -7,13 +8,16 @@ namespace macko {
 
 namespace {
 
-struct planned : ggml_backend_buffer_type {
-    ggml_backend_buffer_type_t              real;
-    bool                                    host;
+struct planned : buffer_type {
+    using buffer_type::buffer_type;
+    ggml_backend_buffer_type_t              real = nullptr;
+    bool                                    host = false;
     std::unordered_map<std::string, size_t> nbytes; // bytes of the sparse matrices, by name
 };
 
-const planned & planned_of(ggml_backend_buffer_type_t buft) { return *static_cast<const planned *>(buft); }
+const planned & planned_of(ggml_backend_buffer_type_t buft) {
+    return static_cast<const planned &>(buffer_type::of(buft));
+}
 
 const char * get_name(ggml_backend_buffer_type_t buft) { return ggml_backend_buft_name(planned_of(buft).real); }
 
@@ -32,7 +36,7 @@ size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tenso
 
 bool is_host(ggml_backend_buffer_type_t buft) { return planned_of(buft).host; }
 
-bool is_planned(ggml_backend_buffer_type_t buft) { return buft && buft->iface.get_alloc_size == get_alloc_size; }
+bool is_planned(ggml_backend_buffer_type_t buft) { return buft && buft->iface.alloc_buffer == alloc_buffer; }
 
 } // namespace
 
@@ -40,10 +44,9 @@ ggml_backend_buffer_type_t planned_buffer_type(ggml_backend_buffer_type_t real, 
                                                matrix_nbytes_t nbytes, bool host) {
     static std::mutex                            mutex;
     static std::vector<std::unique_ptr<planned>> all;
-    auto                                         p    = std::make_unique<planned>();
-    *static_cast<ggml_backend_buffer_type *>(p.get()) = {
-        { get_name, alloc_buffer, get_alignment, nullptr, get_alloc_size, is_host }, real->device, real->context
-    };
+    auto                                         p = std::make_unique<planned>(
+        buffer_type_functions{ get_name, alloc_buffer, get_alignment, get_alloc_size, is_host },
+        ggml_backend_buft_get_device(real), buffer_type::of(real).context());
     p->real = real;
     p->host = host;
     for (const sparse_tensor_info & m : current.matrices()) {
@@ -52,11 +55,11 @@ ggml_backend_buffer_type_t planned_buffer_type(ggml_backend_buffer_type_t real, 
     const std::lock_guard<std::mutex> lock(mutex);
     for (const auto & known : all) {
         if (known->real == real && known->nbytes == p->nbytes) {
-            return known.get();
+            return known->get();
         }
     }
     all.push_back(std::move(p));
-    return all.back().get();
+    return all.back()->get();
 }
 
 ggml_backend_buffer_type_t real_buffer_type(ggml_backend_buffer_type_t buft) {

@@ -103,6 +103,7 @@ struct caller_progress {
 static int load_sparse(load_session & session, model_params params, int32_t flags, const llama_functions & llama,
                        llama_model ** model) {
     const char * kernels = nullptr; // read after opening: a wrong environment must not affect dense models
+    TRY(check_running_ggml());
     TRY(ggml_macko_check_environment() ?: cpu::select_kernels(&kernels));
     // The bytes in memory depend on the kernels, on some CPUs, and on the handling of negative zeros.
     const std::string cache_for =
@@ -208,10 +209,6 @@ int ggml_macko_find_params_layout(void (*default_params)(void), int32_t has_load
     });
 }
 
-int ggml_macko_check_ggml(const char * ggml_version) {
-    return c_boundary([&] { return check_ggml_version(ggml_version); });
-}
-
 int ggml_macko_check_running_ggml(void) { return check_running_ggml(); }
 
 const char * ggml_macko_oldest_llama_cpp_python(void) { return GGML_MACKO_OLDEST_LLAMA_CPP_PYTHON; }
@@ -221,5 +218,7 @@ const char * ggml_macko_newest_llama_cpp_python(void) { return GGML_MACKO_NEWEST
 const char * ggml_macko_oldest_ggml(void) { return OLDEST_GGML; }
 
 const char * ggml_macko_newest_ggml(void) { return NEWEST_GGML; }
+
+const char * ggml_macko_untested_ggml(void) { return untested_version(); }
 
 const char * ggml_macko_running_ggml(void) { return ggml_version(); }

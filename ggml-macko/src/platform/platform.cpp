@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 #include <link.h>
 #include <malloc.h>
+#include <pthread.h>
 #include <string>
 #include <sys/mman.h>
 #include <sys/random.h>
@@ -111,6 +112,26 @@ void * find_function(const char * library, const char * name) {
         }
     }
     return function;
+}
+
+bool is_on_stack(const void * at, size_t n) {
+    pthread_attr_t attributes;
+    if (pthread_getattr_np(pthread_self(), &attributes)) {
+        return false;
+    }
+    void *     lowest = nullptr;
+    size_t     size   = 0;
+    const bool found  = pthread_attr_getstack(&attributes, &lowest, &size) == 0;
+    pthread_attr_destroy(&attributes);
+    const auto address = reinterpret_cast<uintptr_t>(at);
+    const auto end     = reinterpret_cast<uintptr_t>(lowest) + size;
+    return found && address > reinterpret_cast<uintptr_t>(__builtin_frame_address(0)) && address < end &&
+           n <= end - address;
+}
+
+bool same_library(const void * a, const void * b) {
+    Dl_info of_a = {}, of_b = {};
+    return dladdr(a, &of_a) && dladdr(b, &of_b) && of_a.dli_fbase == of_b.dli_fbase;
 }
 
 #if defined(__aarch64__)

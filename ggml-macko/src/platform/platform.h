@@ -65,6 +65,11 @@ void trim_heap();
 // "lib" and suffix. The global symbols are searched first, then the file libNAME.so.0, to which other libraries link.
 void * find_function(const char * library, const char * name);
 
+// Whether n bytes at an address lie on the stack of this thread, in a frame of a caller.
+bool is_on_stack(const void * at, size_t n);
+// Whether two addresses belong to the same library.
+bool same_library(const void * a, const void * b);
+
 #if defined(__aarch64__)
 // Optional arm64 instructions that this CPU has and that the system lets programs use.
 struct arm64_extensions {

@@ -10,6 +10,7 @@ set(macko_ggml_base -Wl,--no-as-needed ggml-base-soname -Wl,--as-needed)
 add_library(ggml-macko MODULE
     abi/ggml-abi.cpp
     abi/op-numbers.cpp
+    abi/parameter-check.cpp
     abi/struct-check.cpp
     backend/host-weights.cpp
     backend/load-session.cpp
@@ -35,7 +36,7 @@ target_compile_definitions(ggml-macko PRIVATE GGML_BACKEND_DL GGML_BACKEND_BUILD
     GGML_MACKO_OLDEST_LLAMA_CPP_PYTHON="${LLAMA_CPP_PYTHON_OLDEST}"
     GGML_MACKO_NEWEST_LLAMA_CPP_PYTHON="${LLAMA_CPP_PYTHON_VERSION}"
     GGML_MACKO_OLDEST_GGML="${LLAMA_CPP_OLDEST_GGML}"
-    GGML_MACKO_NEWEST_GGML="${LLAMA_CPP_GGML_VERSION}")
+    GGML_MACKO_NEWEST_GGML="${LLAMA_CPP_NEWEST_GGML}")
 target_link_libraries(ggml-macko PRIVATE -Wl,--whole-archive macko-core -Wl,--no-whole-archive ${macko_ggml_base}
     -Wl,--build-id) # platform::build_id()
 set_target_properties(ggml-macko PROPERTIES BUILD_RPATH "" INSTALL_RPATH "" SKIP_BUILD_RPATH ON)

@@ -2,6 +2,9 @@
 // llama_model_load_from_file. Dense files are passed to the original function. GGML_MACKO_PLUGIN is the path of the
 // plugin (`macko run` sets it); the plugin reads the other variables (platform/environment.h).
 //
+// A sparse file that cannot be loaded because the plugin does not fit the program's llama.cpp ends the program, so that
+// the reason is the last line.
+//
 // A client of llama.cpp's RPC backend whose server is gone ends with one line; llama.cpp alone would end with a signal.
 //
 // This file must not depend on any library except libc. The program's own ggml opens the plugin right after its other
@@ -34,6 +37,7 @@ typedef int (*load_model_t)(const char *, const struct llama_model_params *, int
                             struct llama_model **);
 typedef int (*find_params_layout_t)(function_t, int32_t, struct ggml_macko_params_layout *);
 typedef const char * (*last_error_t)(void);
+typedef int (*check_t)(void);
 typedef void (*abort_t)(const char *, int, const char *, ...);
 
 static struct {
@@ -68,8 +72,15 @@ static void load_plugin(void) {
                 path ? "this program has no shared libggml" : "GGML_MACKO_PLUGIN is not set");
         return;
     }
-    void * library = backend_load(path) ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
+    void * library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!library) {
+        fprintf(stderr, "ggml-macko: %s\n", dlerror());
+        return;
+    }
+    // ggml gets no plugin that does not fit; load_model() still passes dense files on, and fails with the reason for
+    // others
+    const check_t check = (check_t)dlsym(library, "ggml_macko_check_running_ggml");
+    if (check() == GGML_MACKO_STATUS_OK && !backend_load(path)) {
         fprintf(stderr, "ggml-macko: ggml did not accept the plugin %s\n", path);
         return;
     }
@@ -127,9 +138,16 @@ REPLACEMENT(struct llama_model *, llama_model_load_from_file, (const char * path
     const function_t     default_params = (function_t)ORIGINAL(llama_model_default_params);
     const int32_t        has_load_mode  = ORIGINAL(llama_load_mode_name) != NULL;
     struct llama_model * model          = NULL;
-    if (plugin.find_params_layout(default_params, has_load_mode, &llama.params) ||
-        plugin.load_model(path, (const struct llama_model_params *)&params, 0, &llama, &model)) {
+    int                  status         = plugin.find_params_layout(default_params, has_load_mode, &llama.params);
+    if (!status) {
+        status = plugin.load_model(path, (const struct llama_model_params *)&params, 0, &llama, &model);
+    }
+    if (status) {
+        fflush(stdout);
         fprintf(stderr, "ggml-macko: %s\n", plugin.last_error());
+    }
+    if (status == GGML_MACKO_STATUS_VERSION_MISMATCH) {
+        _exit(EXIT_FAILURE); // no sparse file can be loaded, and llama.cpp would print another reason after this one
     }
     return model;
 }

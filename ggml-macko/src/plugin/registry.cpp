@@ -1,6 +1,8 @@
 // The backend registry that the plugin hands to ggml_backend_load. It lists the devices. The list is empty for a ggml
 // that the plugin does not support (abi/ggml-abi.h).
+#include "abi/ggml-abi.h"
 #include "backend/log.h"
+#include "backend/registered-devices.h"
 #include "cpu/device/device.h"
 #include "cpu/device/rpc-device.h"
 #ifdef GGML_MACKO_CUDA
@@ -75,13 +77,29 @@ ggml_backend_reg_t unchecked_registry() {
     return &reg;
 }
 
+// The version of the interface in the running ggml, which refuses any other: that of its own backends. The structs are
+// checked by themselves.
+int running_api_version() {
+    for (ggml_backend_dev_t device : registered_devices()) {
+        if (ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(device)) {
+            return reg->api_version;
+        }
+    }
+    return GGML_BACKEND_API_VERSION;
+}
+
 ggml_backend_reg_t registry() {
     // a server of RPC loads no model, so that no load would report a wrong variable
     if (ggml_macko_check_running_ggml() || (serves_rpc() && ggml_macko_check_environment())) {
         log_error("%s\n", ggml_macko_last_error());
         return nullptr;
     }
-    return unchecked_registry();
+    if (*untested_version()) {
+        log_warn("%s\n", untested_version());
+    }
+    ggml_backend_reg_t reg = unchecked_registry();
+    reg->api_version       = running_api_version();
+    return reg;
 }
 
 #ifdef GGML_MACKO_CUDA

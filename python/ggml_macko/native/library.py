@@ -107,7 +107,7 @@ def running_ggml() -> str:
 
 
 def ggml_range() -> tuple[str, str]:
-    """The oldest and the newest version of ggml that the plugin supports."""
+    """The oldest and the newest version of ggml that the plugin is tested with."""
     return text(lib().ggml_macko_oldest_ggml()), text(lib().ggml_macko_newest_ggml())
 
 
@@ -121,11 +121,11 @@ def status_name(code: int) -> str:
     return text(lib().ggml_macko_status_name(code))
 
 
-def check_ggml(ggml_version: str) -> None:
-    """Raises VersionMismatchError unless the version is in the range or GGML_MACKO_ENABLE has any-version."""
-    check(lib().ggml_macko_check_ggml(ggml_version.encode()))
+def untested_ggml() -> str:
+    """A line that says that the version of this process's ggml is not tested; "" if it is tested."""
+    return text(lib().ggml_macko_untested_ggml())
 
 
 def check_running_ggml() -> None:
-    """Raises VersionMismatchError unless the plugin fits the version, structs and operations of this process's ggml."""
+    """Raises VersionMismatchError unless the plugin fits the structs and operations of this process's ggml."""
     check(lib().ggml_macko_check_running_ggml())

@@ -107,7 +107,7 @@ def _load_plugin(api: Any) -> None:
         return  # an earlier register() failed after loading it; ggml would list its devices twice
     logger = logging.getLogger("llama-cpp-python")
     level = logger.level
-    if level == logging.NOTSET:  # no Llama has set a level yet
+    if level == logging.NOTSET and not library.untested_ggml():  # no Llama has set a level yet
         logger.setLevel(logging.ERROR)  # llama_cpp logs ggml's information as warnings
     try:
         if not ggml.ggml_backend_load(str(library.LIBRARY_PATH).encode()):

@@ -6,6 +6,7 @@
 // the scheduler copies no data when the backend changes, and dense models in the same process run as without the
 // plugin.
 #include "cpu/device/device.h"
+#include "abi/buffer-type.h"
 #include "abi/op-numbers.h"
 #include "backend/backend-functions.h"
 #include "backend/host-weights.h"
@@ -125,8 +126,6 @@ size_t buft_get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * 
     return matrix ? matrix_nbytes(buft, *matrix) : ggml_nbytes(tensor);
 }
 
-bool buft_is_host(ggml_backend_buffer_type_t) { return false; }
-
 // ---- backend ----
 
 ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
@@ -214,19 +213,9 @@ ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
 }
 
 ggml_backend_buffer_type_t sparse_buffer_type(ggml_backend_dev_t dev) {
-    static ggml_backend_buffer_type buft = {
-        {
-            /* .get_name       = */ buft_get_name,
-            /* .alloc_buffer   = */ buft_alloc_buffer,
-            /* .get_alignment  = */ buft_get_alignment,
-            /* .get_max_size   = */ nullptr, // SIZE_MAX
-            /* .get_alloc_size = */ buft_get_alloc_size,
-            /* .is_host        = */ buft_is_host,
-        },
-        dev,
-        nullptr,
-    };
-    return &buft;
+    static buffer_type buft({ buft_get_name, buft_alloc_buffer, buft_get_alignment, buft_get_alloc_size, nullptr }, dev,
+                            nullptr);
+    return buft.get();
 }
 
 ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {

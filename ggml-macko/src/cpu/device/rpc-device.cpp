@@ -1,4 +1,5 @@
 #include "cpu/device/rpc-device.h"
+#include "abi/buffer-type.h"
 #include "backend/backend-functions.h"
 #include "backend/log.h"
 #include "backend/registered-devices.h"
@@ -130,19 +131,9 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
 size_t buft_get_alignment(ggml_backend_buffer_type_t) { return LAYOUT_ALIGNMENT; }
 
 ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
-    static ggml_backend_buffer_type buft = {
-        {
-            /* .get_name       = */ buft_get_name,
-            /* .alloc_buffer   = */ buft_alloc_buffer,
-            /* .get_alignment  = */ buft_get_alignment,
-            /* .get_max_size   = */ nullptr, // SIZE_MAX
-            /* .get_alloc_size = */ nullptr, // the dense size
-            /* .is_host        = */ nullptr, // no
-        },
-        dev,
-        nullptr,
-    };
-    return &buft;
+    // it allocates the dense size of each tensor
+    static buffer_type buft({ buft_get_name, buft_alloc_buffer, buft_get_alignment, nullptr, nullptr }, dev, nullptr);
+    return buft.get();
 }
 
 // ---- device ----

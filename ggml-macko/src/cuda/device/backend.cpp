@@ -232,7 +232,7 @@ void backend_event_record(ggml_backend_t, ggml_backend_event_t) {}
 void backend_graph_optimize(ggml_backend_t backend, ggml_cgraph * graph, ggml_backend_graph_optimize_params * params) {
     backend_context & ctx = context_of(backend);
     if (ctx.use_fusion) {
-        graph_optimize(ctx.ops, graph, passes_optimize_params() ? params : nullptr);
+        graph_optimize(ctx.ops, graph, passed_optimize_params(params));
     }
 }
 

@@ -135,8 +135,6 @@ size_t buffer_type_get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_te
     return scratch ? GGML_PAD(ggml_nbytes(tensor), 256) + scratch : ggml_nbytes(tensor);
 }
 
-bool buffer_type_is_host(ggml_backend_buffer_type_t) { return false; }
-
 // ---- host buffer type: pinned memory for data that a context reads and writes on the CPU (embeddings, logits) ----
 
 const char * host_buffer_type_get_name(ggml_backend_buffer_type_t) { return "MACKO_Host"; }
@@ -163,23 +161,12 @@ bool host_buffer_type_is_host(ggml_backend_buffer_type_t) { return true; }
 
 } // namespace
 
-const ggml_backend_buffer_type_i buffer_type_iface = {
-    /* .get_name       = */ buffer_type_get_name,
-    /* .alloc_buffer   = */ buffer_type_alloc_buffer,
-    /* .get_alignment  = */ buffer_type_get_alignment,
-    /* .get_max_size   = */ nullptr,
-    /* .get_alloc_size = */ buffer_type_get_alloc_size,
-    /* .is_host        = */ buffer_type_is_host,
-};
+const buffer_type_functions gpu_buffer_functions = { buffer_type_get_name, buffer_type_alloc_buffer,
+                                                     buffer_type_get_alignment, buffer_type_get_alloc_size, nullptr };
 
-const ggml_backend_buffer_type_i host_buffer_type_iface = {
-    /* .get_name       = */ host_buffer_type_get_name,
-    /* .alloc_buffer   = */ host_buffer_type_alloc_buffer,
-    /* .get_alignment  = */ host_buffer_type_get_alignment,
-    /* .get_max_size   = */ nullptr,
-    /* .get_alloc_size = */ nullptr,
-    /* .is_host        = */ host_buffer_type_is_host,
-};
+const buffer_type_functions host_buffer_functions = { host_buffer_type_get_name, host_buffer_type_alloc_buffer,
+                                                      host_buffer_type_get_alignment, nullptr,
+                                                      host_buffer_type_is_host };
 
 bool is_gpu_buffer(ggml_backend_buffer_t buffer) { return buffer && buffer->iface.free_buffer == buffer_free_buffer; }
 

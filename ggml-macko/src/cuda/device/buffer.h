@@ -20,7 +20,7 @@ inline buffer_context & context_of(ggml_backend_buffer_t buffer) {
 }
 inline gpu & gpu_of(ggml_backend_buffer_t buffer) { return context_of(buffer).device; }
 
-extern const ggml_backend_buffer_type_i buffer_type_iface, host_buffer_type_iface;
+extern const buffer_type_functions gpu_buffer_functions, host_buffer_functions;
 
 bool is_gpu_buffer(ggml_backend_buffer_t buffer);         // on any GPU of this plugin; buffer may be null
 bool is_gpu_buffer_type(ggml_backend_buffer_type_t buft); // on any GPU of this plugin; false for host memory

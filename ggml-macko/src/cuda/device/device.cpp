@@ -46,12 +46,12 @@ void get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
 ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) { return make_backend(dev); }
 
 ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
-    ggml_backend_buffer_type_t buft    = &gpu_of(dev).buft;
+    ggml_backend_buffer_type_t buft    = gpu_of(dev).buft.get();
     const load_session *       current = load_session::current();
     return current && current->may_not_alloc() ? planned_buffer_type(buft, *current, matrix_nbytes, false) : buft;
 }
 
-ggml_backend_buffer_type_t device_get_host_buffer_type(ggml_backend_dev_t dev) { return &gpu_of(dev).host_buft; }
+ggml_backend_buffer_type_t device_get_host_buffer_type(ggml_backend_dev_t dev) { return gpu_of(dev).host_buft.get(); }
 
 // Whether op or one of its operands is a sparse weight in host memory.
 bool touches_host_weight(const ggml_tensor * op) {
@@ -68,7 +68,7 @@ bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
     gpu & device = gpu_of(dev);
     for (const ggml_tensor * src : op->src) {
         ggml_backend_buffer_type_t buft = src && src->buffer ? real_buffer_type(src->buffer->buft) : nullptr;
-        if (buft && is_gpu_buffer_type(buft) && buft != &device.buft) {
+        if (buft && is_gpu_buffer_type(buft) && buft != device.buft.get()) {
             return false; // on another GPU
         }
     }
@@ -76,8 +76,8 @@ bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
         return wants_offload(op) && graph_supports_host_weight(op, device.offload_panel_nbytes, device.cc);
     }
     const ggml_tensor * w      = op->src[0];
-    const bool          sparse = is_sparse_weight(&device.buft, w);
-    const bool          here   = w && w->buffer && real_buffer_type(w->buffer->buft) == &device.buft;
+    const bool          sparse = is_sparse_weight(device.buft.get(), w);
+    const bool          here   = w && w->buffer && real_buffer_type(w->buffer->buft) == device.buft.get();
     if (!sparse && w && !here && sparse_of_load(w)) {
         return false; // another device will hold this sparse weight
     }
@@ -85,8 +85,8 @@ bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
 }
 
 bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
-    const gpu & device = gpu_of(dev);
-    return real_buffer_type(buft) == &device.buft ||
+    gpu & device = gpu_of(dev);
+    return real_buffer_type(buft) == device.buft.get() ||
            (device.offload_panel_nbytes > 0 && is_host_weights_buffer_type(buft));
 }
 
@@ -131,8 +131,8 @@ ggml_backend_dev_t make_device(ggml_backend_reg_t reg, int id, const cudaDeviceP
     device->shared_nbytes    = static_cast<int>(prop.sharedMemPerBlockOptin);
     device->max_panel_nbytes = op_mul_mat_max_panel_nbytes(prop.totalGlobalMem);
     auto * dev               = new ggml_backend_device{ device_iface, reg, device };
-    device->buft             = { buffer_type_iface, dev, device };
-    device->host_buft        = { host_buffer_type_iface, dev, device };
+    device->buft             = buffer_type(gpu_buffer_functions, dev, device);
+    device->host_buft        = buffer_type(host_buffer_functions, dev, device);
     return dev;
 }
 

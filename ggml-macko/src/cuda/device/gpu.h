@@ -11,6 +11,7 @@
 // needed the memory fails.
 #pragma once
 
+#include "abi/buffer-type.h"
 #include "cuda/graph/graph.h"
 #include "cuda/lib/cublas.h"
 
@@ -49,7 +50,7 @@ struct gpu {
     int         n_sm = 0, shared_nbytes = 0;
     size_t      max_panel_nbytes = 0;
 
-    ggml_backend_buffer_type buft = {}, host_buft = {};
+    buffer_type buft, host_buft;
 
     std::mutex compute; // held while a graph is queued; guards the members below
     // One per GPU, kept for the life of the process: CUDA never returns the host memory of a handle.
@@ -103,7 +104,7 @@ private:
     bool write_through_ring(void * dst, const void * src, size_t size);
 };
 
-inline gpu & gpu_of(ggml_backend_buffer_type_t buft) { return *static_cast<gpu *>(buft->context); }
+inline gpu & gpu_of(ggml_backend_buffer_type_t buft) { return *static_cast<gpu *>(buffer_type::of(buft).context()); }
 inline gpu & gpu_of(ggml_backend_dev_t dev) { return *static_cast<gpu *>(dev->context); }
 
 } // namespace macko::cuda

@@ -17,14 +17,16 @@ namespace {
 
 // A GPU that the server offers. It lives as long as the process.
 struct served_gpu : rpc_gpu {
-    ggml_backend_dev_t       local; // the device that loads models
-    ggml_backend_buffer_type buft = {};
+    ggml_backend_dev_t local; // the device that loads models
+    buffer_type        buft;
 
     explicit served_gpu(ggml_backend_dev_t dev) : rpc_gpu{ gpu_of(dev), nullptr }, local(dev) {}
 };
 
 served_gpu & served(ggml_backend_dev_t dev) { return *static_cast<served_gpu *>(dev->context); }
-served_gpu & served(ggml_backend_buffer_type_t buft) { return *static_cast<served_gpu *>(buft->context); }
+served_gpu & served(ggml_backend_buffer_type_t buft) {
+    return *static_cast<served_gpu *>(buffer_type::of(buft).context());
+}
 
 // ---- backend ----
 
@@ -41,7 +43,7 @@ constexpr const char * NEEDS_MEMORY   = "needs memory that the GPU does not have
 // Checks that a tensor lies completely in a buffer of this GPU, and gives it memory. Returns null, or the reason for a
 // failure.
 const char * why_not_there(const rpc_backend & backend, const ggml_tensor * t) {
-    if (!t->buffer || t->buffer->buft != &backend.server.buft || !rpc_lies_in_buffer(t)) {
+    if (!t->buffer || t->buffer->buft != backend.server.buft.get() || !rpc_lies_in_buffer(t)) {
         return NEEDS_OPERANDS;
     }
     auto & memory = static_cast<gpu_memory &>(*rpc_memory_of(t->buffer));
@@ -182,14 +184,8 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
 
 size_t buft_get_alignment(ggml_backend_buffer_type_t) { return GPU_ALIGNMENT; }
 
-const ggml_backend_buffer_type_i buft_iface = {
-    /* .get_name       = */ buft_get_name,
-    /* .alloc_buffer   = */ buft_alloc_buffer,
-    /* .get_alignment  = */ buft_get_alignment,
-    /* .get_max_size   = */ nullptr, // SIZE_MAX
-    /* .get_alloc_size = */ nullptr, // the dense size: scratch memory is the backend's
-    /* .is_host        = */ nullptr, // no
-};
+// it allocates the dense size of each tensor: scratch memory is the backend's
+const buffer_type_functions buft_functions = { buft_get_name, buft_alloc_buffer, buft_get_alignment, nullptr, nullptr };
 
 // ---- device ----
 
@@ -216,11 +212,13 @@ ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
     return new ggml_backend{ backend_guid(), backend_iface, dev, new rpc_backend{ served(dev), std::move(local), {} } };
 }
 
-ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) { return &served(dev).buft; }
+ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) { return served(dev).buft.get(); }
 
 bool device_supports_op(ggml_backend_dev_t, const ggml_tensor * op) { return graph_supports_op(op, false); }
 
-bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) { return buft == &served(dev).buft; }
+bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
+    return buft == served(dev).buft.get();
+}
 
 const ggml_backend_device_i device_iface = {
     /* .get_name             = */ device_get_name,
@@ -250,7 +248,7 @@ std::vector<ggml_backend_dev_t> make_devices(ggml_backend_reg_t reg) {
         }
         auto * server = new served_gpu(local);
         auto * dev    = new ggml_backend_device{ device_iface, reg, server };
-        server->buft  = { buft_iface, dev, server };
+        server->buft  = buffer_type(buft_functions, dev, server);
         devices.push_back(dev);
     }
     return devices;

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from ggml_macko.codecs import dense_blocks, ggml_quants
 from ggml_macko.codecs.dense_blocks import LAYOUTS, NAMES, pack
 from ggml_macko.gguf.files import Model
 from ggml_macko.values import TYPE_F32
-from support import gguf_bytes, tiny_models
+from support import generators, gguf_bytes, tiny_models
 
 torch = pytest.importorskip("torch", reason="no PyTorch: pip install 'ggml-macko[train]'")
 
@@ -157,3 +159,25 @@ def test_columns_without_blocks_are_refused(tmp_path, macko, text, monkeypatch):
 def test_dense_types_need_distillation(tmp_path, macko, model, text):
     done = recover(macko, model, text, tmp_path / "out.gguf", "--method", "blocks", "--quant-values", "dense-q4_0")
     assert done.code == 2 and "--quant-values dense-q4_0 does not go with --method blocks" in done.err
+
+
+def test_contest_compares_trained_dense_and_sparse_types(tmp_path, model, text):
+    """lab/scripts/contest.py; a second run keeps the files."""
+    tool = generators.ROOT / "lab" / "scripts" / "contest.py"
+    small = {
+        "--prune": "--method magnitude",
+        "--recover": "-c 32 --chunks 24 --epochs 1 --learning-rate 5e-3 -t 1",
+        "--report": "-c 32 --chunks 10 -p 4 -n 4 -r 1 -t 1",
+        "--dense": "q2_k", "--sparse": "q4", "--sparsities": "0.5", "--target-bpw": "8", "--types": "Q8_0",
+    }  # fmt: skip
+    command = [sys.executable, tool, model, "-f", text, "--held-out", text, "-o", tmp_path / "out"]
+    command += [word for option in small.items() for word in option]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line.startswith("|")]
+    assert [row[0] for row in rows[2:]] == ["dense", "Q8_0", "trained-q2_k", "s50-q4", "s50-8bpw"]
+    assert all(row[7] and float(row[5]) >= 0 for row in rows[2:]) and float(rows[2][5]) == 0
+    training = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert [t["n_tokens"] for t in training.values()] == [training["dense-q2_k"]["n_tokens"]] * 3
+    again = subprocess.run(list(map(str, [*command, "--no-report"])), capture_output=True, text=True)
+    assert again.returncode == 0 and "$ macko" not in again.stderr

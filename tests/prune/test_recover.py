@@ -274,7 +274,8 @@ def test_scales_of_windows_follow_the_weights(name):
 @needs_torch
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="PyTorch finds no GPU")
-def test_recorded_step_gives_the_same_bits_and_does_not_wait(tmp_path, monkeypatch):
+@pytest.mark.parametrize("values", [None, "dense-q4_0"])
+def test_recorded_step_gives_the_same_bits_and_does_not_wait(tmp_path, monkeypatch, values):
     """On a GPU, a step that is repeated from the fourth on; the host launches the next one meanwhile."""
     import torch
 
@@ -288,7 +289,7 @@ def test_recorded_step_gives_the_same_bits_and_does_not_wait(tmp_path, monkeypat
         monkeypatch.setattr(distillation, "_EAGER_STEPS", n_eager)
         with Model(make(tmp_path / "model.gguf")) as m:
             teacher, student = (Transformer(Shape.of(m), read_weights(m, device)) for _ in range(2))
-        adam = MaskedAdam({name: w for name, w in student.weights.items() if name.startswith("blk.")})
+        adam = MaskedAdam({name: w for name, w in student.weights.items() if name.startswith("blk.")}, values)
         step = distillation.TrainingStep(student, teacher, distillation.Arithmetic(device))
         try:
             for i, batch in enumerate(chunks):

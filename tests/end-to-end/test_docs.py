@@ -1,9 +1,9 @@
 """README.md and the pages under docs/ and lab/: all links have a target; blocks of commands run from top to bottom.
 
-A page runs in a folder of its own that has the names in the text: model-f16.gguf, text.txt, held-out.txt, examples/,
-models/, tools/. Blocks ```sh run as scripts; in ```console the lines after "$ " run and their output must contain the
-other lines; ```python runs as a doctest, or as a script if it has no prompt. An HTML comment before a block states what
-cannot run here, and why: "not run: REASON" or "output differs: REASON".
+A page runs in a folder of its own that has the names in the text: model-f16.gguf, mixture-f16.gguf, text.txt,
+held-out.txt, examples/, models/, tools/. Blocks ```sh run as scripts; in ```console the lines after "$ " run and their
+output must contain the other lines; ```python runs as a doctest, or as a script if it has no prompt. An HTML comment
+before a block states what cannot run here, and why: "not run: REASON" or "output differs: REASON".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from support import generators, hf_checkpoint
+from support import generators, gguf_bytes, hf_checkpoint, tiny_models
 
 ROOT = generators.ROOT
 PAGES = [ROOT / "README.md", *(page for top in ("docs", "lab") for page in sorted((ROOT / top).rglob("*.md")))]
@@ -58,7 +58,7 @@ def with_name(pages: list[Path]) -> list:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """The prerequisites of the pages: an installed package, a model, two texts, a checkpoint and its converter."""
+    """The prerequisites of the pages: an installed package, two models, two texts, a checkpoint and its converter."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, module in (("macko", "-m ggml_macko.commands.cli"), ("python3", ""), ("python", "")):
@@ -73,6 +73,7 @@ def folder(tmp_path, monkeypatch) -> Path:
         (scratch / name).symlink_to(ROOT / name)
     dense = generators.SHARED / "docs-4m-f16.gguf"
     shutil.copyfile(dense if dense.exists() else generators.DEMO, scratch / "model-f16.gguf")
+    (scratch / "mixture-f16.gguf").write_bytes(gguf_bytes.write(tiny_models.make("llama-moe")))
     for name in ("text.txt", "held-out.txt"):
         shutil.copyfile(ROOT / "models" / "sample.txt", scratch / name)
     monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")

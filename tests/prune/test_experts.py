@@ -273,6 +273,19 @@ def test_model_whose_experts_another_tool_removed_converts_and_runs(tmp_path, ma
     np.testing.assert_allclose(logits(out), logits(model), rtol=0.02, atol=0.02)
 
 
+def test_table_of_scores_is_complete(make, text):
+    """lab/scripts/expert_quality.py"""
+    tool = generators.ROOT / "lab" / "scripts" / "expert_quality.py"
+    command = [sys.executable, tool, make("qwen3moe"), "-f", text, "--held-out", text, "-c", "32", "--chunks", "2"]
+    more = ["--held-out-chunks", "2", "--seeds", "2", "--experts", "0.25,0.75", "--sparsity", "0.9"]
+    done = subprocess.run([*command, *more], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]
+    assert rows[0] == ["experts removed by", "25%", "75%"]
+    assert [row[0] for row in rows[2:]] == ["all experts", "reap", "frequency", "random, seed 0", "random, seed 1"]
+    assert len({cell for row in rows[3:] for cell in row[1:]}) > 4
+
+
 # ---- architectures ----
 
 # MLA with shared experts, weights before the experts, fused gate and up with scales, experts that share matrices,

@@ -7,6 +7,7 @@ set(LLAMA_BUILD_COMMON OFF)
 # the stores of a tile configuration, and `ldtilecfg` ends the process when a dense quantized model reads a prompt on a
 # CPU with AMX. -march=native enables AMX, so these flags must follow all others.
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64" AND
+   CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 11 AND # the first that knows AMX
    (CMAKE_CXX_COMPILER_VERSION VERSION_LESS 12.4 OR
     (CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 13 AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13.3)))
     foreach(language C CXX)

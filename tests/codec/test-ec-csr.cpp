@@ -2,9 +2,10 @@
 // an independent decoder must decode it to the same matrix, which must give the same bytes when it is encoded again.
 //
 //     test-ec-csr [mutants = 60000] [seed = 1]
-//     test-ec-csr --bench [ROWSxCOLS [threads = 2]]   times and memory by shape
+//     test-ec-csr --bench ROWS COLS [bits = 4] [threads = 2]   times and memory of one matrix of density .3
 #include "codec/ec-csr/extract.h"
 #include "codec/macko/encode.h"
+#include "system.h"
 #include "test.h"
 
 #include <algorithm>
@@ -13,9 +14,6 @@
 #include <cstring>
 #include <map>
 #include <set>
-#include <sys/resource.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 using namespace macko;
 using bytes = std::vector<uint8_t>;
@@ -706,7 +704,7 @@ TEST(mutants_are_refused_or_round_trip) {
 
 // ---- growth ----
 
-static void bench_one(int64_t rows, int64_t cols, int32_t bits, int n_threads) {
+static void bench(int64_t rows, int64_t cols, int32_t bits, int n_threads) {
     rng          r(1);
     dense_matrix d = zeros(rows, cols, GGML_MACKO_TYPE_F16);
     for (int64_t i = 0; i < rows * cols; i++) {
@@ -727,45 +725,17 @@ static void bench_one(int64_t rows, int64_t cols, int32_t bits, int n_threads) {
     const auto t2 = now();
     CHECK(check_ec_csr(m.arrays(), &view) == 0 && each_row(view, n_threads, [](int64_t, const void *) {}) == 0, "%s",
           ggml_macko_last_error());
-    const auto    t3 = now();
-    struct rusage usage;
-    getrusage(RUSAGE_SELF, &usage);
-    printf("| %lldx%lld | %d | %.2f | %.2f | %.3f | %.0f | %.0f |\n", static_cast<long long>(rows),
-           static_cast<long long>(cols), bits, seconds(t0, t1), seconds(t1, t2), seconds(t2, t3),
-           seconds(t2, t3) * 1e12 / static_cast<double>(m.nbytes()),
-           static_cast<double>(usage.ru_maxrss) / 1024 - static_cast<double>(d.data.size()) / 1048576);
-    fflush(stdout);
-}
-
-// shape: ROWSxCOLS, or null for the shapes of the lab notes. Each shape runs in its own process, for its peak memory.
-static void bench(const char * shape, int n_threads) {
-    std::vector<std::array<long long, 2>> shapes = { { 1024, 4096 }, { 2048, 4096 }, { 4096, 4096 }, { 8192, 4096 },
-                                                     { 4096, 1024 }, { 4096, 2048 }, { 4096, 8192 }, { 4096, 11008 } };
-    if (shape) {
-        shapes.resize(1);
-        CHECK(sscanf(shape, "%lldx%lld", &shapes[0][0], &shapes[0][1]) == 2, "%s is not ROWSxCOLS", shape);
-    }
-    printf("%d threads, density .3, blocks of 128 columns\n| shape | bits | extract s | assemble s | check s | check "
-           "ms/GB | peak MiB above dense |\n|---|---|---|---|---|---|---|\n",
-           n_threads);
-    fflush(stdout);
-    for (const auto & [rows, cols] : shapes) {
-        for (const int32_t bits : { 4, 8 }) {
-            const pid_t child = fork();
-            if (child == 0) {
-                bench_one(rows, cols, bits, n_threads);
-                _exit(n_failed > 0);
-            }
-            int status = 1;
-            waitpid(child, &status, 0);
-            CHECK(status == 0, "%lldx%lld failed", rows, cols);
-        }
-    }
+    const auto t3 = now();
+    printf("| shape | bits | extract s | assemble s | check s | check ms/GB | peak MiB above dense |\n"
+           "|---|---|---|---|---|---|---|\n| %lldx%lld | %d | %.2f | %.2f | %.3f | %.0f | %.0f |\n",
+           static_cast<long long>(rows), static_cast<long long>(cols), bits, seconds(t0, t1), seconds(t1, t2),
+           seconds(t2, t3), seconds(t2, t3) * 1e12 / static_cast<double>(m.nbytes()),
+           (test_system::peak_memory() - static_cast<double>(d.data.size())) / 1048576);
 }
 
 int main(int argc, char ** argv) {
-    if (argc > 1 && !strcmp(argv[1], "--bench")) {
-        bench(argc > 2 ? argv[2] : nullptr, argc > 3 ? atoi(argv[3]) : 2);
+    if (argc > 3 && !strcmp(argv[1], "--bench")) {
+        bench(atoll(argv[2]), atoll(argv[3]), argc > 4 ? atoi(argv[4]) : 4, argc > 5 ? atoi(argv[5]) : 2);
         return n_failed > 0;
     }
     return test_main("test-ec-csr", argc, argv);

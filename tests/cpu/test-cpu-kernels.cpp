@@ -16,8 +16,6 @@
 #include <memory>
 #include <omp.h>
 #include <string>
-#include <sys/wait.h>
-#include <unistd.h>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -35,40 +33,16 @@ static const int32_t all_types[] = { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, 
 
 // ---- choice of the kernel set ----
 
-// "status name-or-message" of select_kernels() in a child process, because the environment is read only once.
+// "status name-or-message"
 static std::string selection_with(const char * forced) {
-    int ends[2];
-    if (pipe(ends) != 0) {
-        return "pipe failed";
-    }
-    const pid_t child = fork();
-    if (child == 0) {
-        forced ? setenv("GGML_MACKO_CPU_KERNELS", forced, 1) : unsetenv("GGML_MACKO_CPU_KERNELS");
-        const char * name   = "unset";
-        const int    status = select_kernels(&name);
-        setenv("GGML_MACKO_CPU_KERNELS", "portable", 1); // too late to matter
-        const char * again = "unset";
-        const bool   same  = select_kernels(&again) == status && strcmp(name, again) == 0;
-        char         text[600];
-        const int    n = snprintf(text, sizeof(text), "%d %s%s", status, status ? ggml_macko_last_error() : name,
-                               same ? "" : " (changed)");
-        _exit(write(ends[1], text, static_cast<size_t>(n)) == n ? 0 : 1);
-    }
-    close(ends[1]);
-    char          text[600];
-    const ssize_t n = read(ends[0], text, sizeof(text));
-    close(ends[0]);
-    int status = 0;
-    waitpid(child, &status, 0);
-    return status == 0 && n > 0 ? std::string(text, static_cast<size_t>(n)) : "child failed";
+    const kernel_set * set    = nullptr;
+    const int          status = find_kernel_set(forced, &set);
+    return std::to_string(status) + " " + (status ? ggml_macko_last_error() : set->name);
 }
 
-// This test comes first, because it forks, and a child would wait for OpenMP's threads.
 TEST(forced_kernel_set_is_the_one_in_use) {
     const std::string best = supported_kernel_set(0)->name;
-    std::string       got  = selection_with(nullptr);
-    CHECK(got == "0 " + best, "%s", got.c_str());
-    got = selection_with("");
+    std::string       got  = selection_with("");
     CHECK(got == "0 " + best, "%s", got.c_str());
     for (const char * name : { "portable", "avx2", "avx512", "avx512-vbmi2", "neon", "neon-dotprod", "neon-fhm" }) {
         bool supported = false;

@@ -3,6 +3,7 @@
 #include "codec/macko/encode.h"
 #include "codec/registry.h"
 #include "cpu/kernels/dispatch.h"
+#include "cpu/layout/aligned-memory.h"
 #include "cpu/layout/matrix-packer.h"
 #include "matrix-input.h"
 
@@ -16,15 +17,11 @@ using namespace macko::cpu;
 namespace {
 
 template <typename T> struct aligned { // memory of exactly the requested size, aligned to 64 bytes
-    T * data;
-    explicit aligned(int64_t nbytes) : data(nullptr) {
-        void * p = nullptr;
-        FUZZ_CHECK(posix_memalign(&p, 64, static_cast<size_t>(nbytes)) == 0, "out of memory");
-        data = static_cast<T *>(p);
-        memset(p, 0xff, static_cast<size_t>(nbytes)); // NaN
+    aligned_memory memory;
+    T *            data;
+    explicit aligned(int64_t nbytes) : memory(allocate_aligned(nbytes)), data(static_cast<T *>(memory.get())) {
+        memset(data, 0xff, static_cast<size_t>(nbytes)); // NaN
     }
-    aligned(const aligned &) = delete;
-    ~aligned() { free(data); }
 };
 
 // A product in float64, and the terms of its error bound.

@@ -2,15 +2,14 @@
 // an error of the stream.
 #include "gguf-builder.h"
 #include "load/dense-stream.h"
+#include "temporary.h"
 #include "test.h"
 
 #include <atomic>
 #include <cstdlib>
-#include <fstream>
 #include <memory>
 #include <new>
 #include <string>
-#include <unistd.h>
 #include <vector>
 
 static std::atomic<long> n_left{ -1 }; // successful allocations before a failure; negative: no failure
@@ -55,20 +54,14 @@ static bool read_with_failing_allocation(const std::string & path, long n) {
 }
 
 TEST(each_failed_allocation_is_a_status) {
-    std::string path = "/tmp/test-out-of-memory.XXXXXX";
-    const int   fd   = mkstemp(path.data());
-    CHECK(fd >= 0, "no temporary file");
-    close(fd);
-    const builder::bytes data =
-        builder::serialize(builder::sparse_file(builder::tiny_llama(64, 2, 5, true), false, true));
-    std::ofstream(path, std::ios::binary)
-        .write(reinterpret_cast<const char *>(data.data()), static_cast<std::streamsize>(data.size()));
+    const temporary_folder folder("test-out-of-memory");
+    const std::string      path = folder.path + "/model.gguf";
+    write_file(path, builder::serialize(builder::sparse_file(builder::tiny_llama(64, 2, 5, true), false, true)));
     long n = 0;
     while (n < 10000 && read_with_failing_allocation(path, n)) {
         n++;
     }
     CHECK(n > 0 && n < 10000, "%ld allocations failed", n);
-    unlink(path.c_str());
 }
 
 int main(int argc, char ** argv) { return test_main("test-out-of-memory", argc, argv); }

@@ -4,16 +4,15 @@
 #include "gguf-builder.h"
 #include "load/dense-stream.h"
 #include "load/payload.h"
+#include "temporary.h"
 #include "test.h"
 
 #include <array>
 #include <atomic>
 #include <cstring>
-#include <fstream>
 #include <memory>
 #include <string>
 #include <thread>
-#include <unistd.h>
 
 using builder::bytes;
 
@@ -32,17 +31,14 @@ constexpr int N_TEAM    = 3; // threads per call
 // ---- models in a folder of their own ----
 
 struct models {
-    std::string path = "/tmp/test-threads.XXXXXX";
+    const temporary_folder folder{ "test-threads" };
     // one model: sparse with all formats, dense, and sparse in two parts
     std::array<std::string, 3> files;
     builder::model             model = builder::tiny_llama(64, 2, 5, true);
 
     models() {
-        if (mkdtemp(path.data()) == nullptr) {
-            perror("mkdtemp");
-            exit(1);
-        }
-        files = { path + "/sparse.gguf", path + "/dense.gguf", path + "/m-00001-of-00002.gguf" };
+        const std::string & path = folder.path;
+        files                    = { path + "/sparse.gguf", path + "/dense.gguf", path + "/m-00001-of-00002.gguf" };
         write(files[0], builder::sparse_file(model, false, true));
         write(files[1], model.dense);
         const builder::file whole = builder::sparse_file(model, false, true);
@@ -56,19 +52,7 @@ struct models {
             write(i == 0 ? files[2] : path + "/m-00002-of-00002.gguf", part);
         }
     }
-    models(const models &) = delete;
-    ~models() {
-        unlink((path + "/m-00002-of-00002.gguf").c_str());
-        for (const std::string & file : files) {
-            unlink(file.c_str());
-        }
-        rmdir(path.c_str());
-    }
-    static void write(const std::string & name, const builder::file & f) {
-        const bytes b = builder::serialize(f);
-        std::ofstream(name, std::ios::binary)
-            .write(reinterpret_cast<const char *>(b.data()), static_cast<std::streamsize>(b.size()));
-    }
+    static void write(const std::string & name, const builder::file & f) { write_file(name, builder::serialize(f)); }
 };
 
 // ---- the steps of a load ----
@@ -86,7 +70,7 @@ struct decoder : macko::payload_consumer {
     bool wants_first_value() const override { return ordered; }
 };
 
-// Reads the stream like llama.cpp, and all matrices; compares the elements of matrices that are not quantized.
+// Reads the stream, and all matrices; compares the elements of matrices that are not quantized.
 static bytes load(const std::string & path, bool compress) {
     std::unique_ptr<macko::model_file>   file;
     std::unique_ptr<macko::dense_stream> stream;
@@ -96,14 +80,8 @@ static bytes load(const std::string & path, bool compress) {
         expect(false, "a valid model opens");
         return all;
     }
-    FILE *            f = stream->open_stream();
-    std::vector<char> buffer(1 << 16);
-    int64_t           n = 0;
-    for (size_t got; (got = fread(buffer.data(), 1, buffer.size(), f)) > 0;) {
-        n += static_cast<int64_t>(got);
-    }
-    fclose(f);
-    expect(n > 0 && n <= stream->size() && stream->status() == 0, "the stream is read");
+    bytes dense(static_cast<size_t>(stream->size()));
+    expect(stream->read_at(0, dense.data(), stream->size()) == 0, "the stream is read");
     for (const macko::sparse_tensor_info & m : file->sparse) {
         decoder d(m, m.first % 2 == 0);
         expect(macko::read_payload(*file, m, N_TEAM, d) == 0, "a payload is read");

@@ -52,7 +52,7 @@ def test_only_the_table_reads_the_environment():
     """The exceptions are the user's folders, a variable of ggml, and the preloaded library, which is in C."""
     readers = {
         "platform/environment.cpp": {"variable"},
-        "platform/platform.cpp": {'"XDG_CACHE_HOME"', '"HOME"'},
+        "platform/linux.cpp": {'"XDG_CACHE_HOME"', '"HOME"'},
         "cuda/device/backend.cpp": {'"GGML_OP_OFFLOAD_MIN_BATCH"'},
         "plugin/preload.c": {'"GGML_MACKO_PLUGIN"'},
     }

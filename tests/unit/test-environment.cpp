@@ -1,6 +1,7 @@
 // The table of environment variables, and the errors for unknown variables and words.
 #include "platform/environment.h"
 
+#include "system.h"
 #include "test.h"
 
 #include <cstring>
@@ -11,8 +12,8 @@ using namespace macko::environment;
 // Unsets a variable at the end of the scope.
 struct variable_set {
     const char * name;
-    variable_set(const char * variable, const char * value) : name(variable) { setenv(name, value, 1); }
-    ~variable_set() { unsetenv(name); }
+    variable_set(const char * variable, const char * value) : name(variable) { test_system::set_variable(name, value); }
+    ~variable_set() { test_system::set_variable(name, nullptr); }
 };
 
 TEST(allowed_words_pass) {
@@ -86,7 +87,7 @@ TEST(words_are_bits_in_their_order) {
 
 int main(int argc, char ** argv) {
     for (size_t i = 0; const setting * s = setting_at(i); i++) {
-        unsetenv(s->variable);
+        test_system::set_variable(s->variable, nullptr);
     }
     return test_main("test-environment", argc, argv);
 }

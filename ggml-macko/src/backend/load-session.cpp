@@ -28,8 +28,8 @@ load_session * load_session::current() {
 // ---- links ----
 
 bool load_session::is_open(const open_link & link) {
-    struct stat now = {};
-    return fstat(link.fd, &now) == 0 && is_same_file(now, link.opened);
+    platform::file_status now;
+    return platform::get_descriptor_status(link.fd, &now) && is_same_file(now, link.opened);
 }
 
 std::vector<load_session::open_link> load_session::find_links() {
@@ -37,7 +37,7 @@ std::vector<load_session::open_link> load_session::find_links() {
     for (const int fd : platform::open_descriptors()) {
         open_link  link{ fd, {} };
         const auto is_known = [&](const open_link & other) { return is_same_file(link.opened, other.opened); };
-        if (fstat(fd, &link.opened) != 0 || !S_ISREG(link.opened.st_mode) ||
+        if (!platform::get_descriptor_status(fd, &link.opened) || !link.opened.is_regular ||
             std::any_of(links.begin(), links.end(), is_known)) {
             continue;
         }
@@ -79,13 +79,13 @@ void load_session::begin_link(const open_link & link, size_t n_links, const std:
     file_                  = std::make_unique<model_file>();
     const std::string path = platform::name_of_descriptor(link.fd);
     const auto        open = [&]() -> int {
-        struct stat at_path = {};
+        platform::file_status at_path;
         TRY(check());
         if (n_links > 1) {
             return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: another link is open: load one after the other",
                                path.c_str());
         }
-        if (stat(path.c_str(), &at_path) != 0 || !is_same_file(at_path, link.opened)) {
+        if (!platform::get_path_status(path, &at_path) || !is_same_file(at_path, link.opened)) {
             return fail(GGML_MACKO_STATUS_FILE_CHANGED, "%s: the link was replaced or deleted", path.c_str());
         }
         std::unique_ptr<load_session> opened;

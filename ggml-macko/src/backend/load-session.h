@@ -61,7 +61,7 @@ public:
     const std::vector<sparse_tensor_info> & matrices() const { return file_->sparse; }
     // Whether llama.cpp requests only sizes (params.no_alloc), or, with a link, perhaps only sizes.
     bool may_not_alloc() const { return no_alloc_ || is_link(); }
-    // nullptr if this load has no cache. Weights for the cache are aligned to weight_cache::page_size().
+    // nullptr if this load has no cache. Weights for the cache are aligned to platform::page_size().
     weight_cache * cache() const { return cache_.get(); }
     // Adds a received weight to the cache. On failure the log has the reason, and the load drops the cache.
     void add_to_cache(const std::string & name, const void * memory, size_t nbytes);
@@ -94,8 +94,8 @@ public:
 
 private:
     struct open_link {
-        int         fd     = -1;
-        struct stat opened = {};
+        int                   fd = -1;
+        platform::file_status opened;
     };
     static std::vector<open_link> find_links();
     static void                   end_link();

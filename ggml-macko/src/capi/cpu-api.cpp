@@ -5,33 +5,24 @@
 #include "codec/registry.h"
 #include "codec/team.h"
 #include "cpu/kernels/kernels.h"
+#include "cpu/layout/aligned-memory.h"
 #include "cpu/layout/matrix-packer.h"
-
-#include <cstdlib>
 
 using namespace macko;
 using namespace macko::cpu;
 
 struct ggml_macko_cpu_matrix {
-    std::unique_ptr<void, void (*)(void *)> memory = { nullptr, free };
-    int64_t                                 nbytes = 0;
-    cpu_matrix                              matrix = {};
+    aligned_memory memory;
+    int64_t        nbytes = 0;
+    cpu_matrix     matrix = {};
 };
-
-static std::unique_ptr<void, void (*)(void *)> aligned_memory(int64_t nbytes) {
-    void * memory = nullptr;
-    if (posix_memalign(&memory, 64, static_cast<size_t>(nbytes))) {
-        throw std::bad_alloc();
-    }
-    return { memory, free };
-}
 
 // A packer into the memory of m. value_type, values_nbytes, window: of the values in the file.
 static std::unique_ptr<matrix_packer> make_packer(const macko_desc & desc, int32_t value_type, int64_t values_nbytes,
                                                   int64_t window, ggml_macko_cpu_matrix * m) {
     const cpu_plan plan = choose_cpu_layout(layout_traits_in_use(), desc, value_type, values_nbytes, window, false);
     m->nbytes           = plan.nbytes;
-    m->memory           = aligned_memory(plan.nbytes);
+    m->memory           = allocate_aligned(plan.nbytes);
     return std::make_unique<matrix_packer>(plan, span_ops_in_use(), m->memory.get());
 }
 
@@ -149,7 +140,7 @@ int ggml_macko_cpu_mul_mat(const ggml_macko_cpu_matrix * m, const float * x, flo
             xs[static_cast<size_t>(j)] = x + j * w.cols;
             ys[static_cast<size_t>(j)] = y + j * w.rows;
         }
-        const auto scratch = aligned_memory(mul_mat_scratch_nbytes(w.cols, n));
+        const auto scratch = allocate_aligned(mul_mat_scratch_nbytes(w.cols, n));
         run_team(threads_for(n_threads, w.rows * w.cols), [&](int ith, int nth, team_barrier & barrier) {
             const mul_mat_params p = { m->matrix, 0, w.rows, n, xs.data(), ys.data(), false, scratch.get(), &barrier };
             mul_mat_thread(p, ith, nth);

@@ -3,7 +3,7 @@
 #include "codec/quantize.h"
 #include "codec/packed/packed.h"
 #include "codec/team.h"
-#include "platform/platform.h"
+#include "platform/compiler.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,11 +1,11 @@
 #include "codec/team.h"
+#include "platform/platform.h"
 
 #include <algorithm>
 #include <atomic>
 #include <exception>
 #include <omp.h>
 #include <optional>
-#include <pthread.h>
 #include <thread>
 #include <vector>
 
@@ -15,26 +15,10 @@ namespace {
 
 constexpr int MAX_TEAM = 1024;
 
-// Whether a thread is inside a loop. Not thread_local: the first access allocates memory, and glibc ends the process if
-// there is none.
-class thread_mark {
-public:
-    thread_mark() : exists_(pthread_key_create(&key_, nullptr) == 0) {}
-    bool get() const { return exists_ && pthread_getspecific(key_) != nullptr; }
-    void set(bool value) const {
-        if (exists_) { // otherwise, and without memory, a loop inside a loop starts threads of its own
-            (void)pthread_setspecific(key_, value ? this : nullptr);
-        }
-    }
-
-private:
-    pthread_key_t key_ = {};
-    bool          exists_;
-};
-
-const thread_mark & in_team() {
-    static const thread_mark mark;
-    return mark;
+// Whether a thread is inside a loop. If memory for it runs out, a loop inside a loop starts threads of its own.
+const platform::thread_flag & in_team() {
+    static const platform::thread_flag flag;
+    return flag;
 }
 
 // Marks this thread as inside a loop.

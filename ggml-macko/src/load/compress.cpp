@@ -205,10 +205,10 @@ static int find_matrices(const model_file & file, bool bit_exact, std::vector<sp
 namespace {
 
 struct found_matrices {
-    std::mutex                      mutex;
-    std::vector<struct stat>        files; // the shards of the model that matrices was computed from
-    bool                            bit_exact = false;
-    std::vector<sparse_tensor_info> matrices;
+    std::mutex                         mutex;
+    std::vector<platform::file_status> files; // the shards of the model that matrices was computed from
+    bool                               bit_exact = false;
+    std::vector<sparse_tensor_info>    matrices;
 };
 
 } // namespace
@@ -216,10 +216,11 @@ struct found_matrices {
 int compress_weights(model_file * file, bool bit_exact) {
     static found_matrices             last;
     const std::lock_guard<std::mutex> lock(last.mutex);
-    const bool                        known =
-        last.bit_exact == bit_exact && last.files.size() == file->shards.size() &&
-        std::equal(last.files.begin(), last.files.end(), file->shards.begin(),
-                   [](const struct stat & a, const file_shard & shard) { return is_same_file(a, shard.opened); });
+    const bool                        known = last.bit_exact == bit_exact && last.files.size() == file->shards.size() &&
+                       std::equal(last.files.begin(), last.files.end(), file->shards.begin(),
+                                  [](const platform::file_status & a, const file_shard & shard) {
+                                      return is_same_file(a, shard.opened);
+                                  });
     if (!known) {
         last.files.clear();
         last.matrices.clear();

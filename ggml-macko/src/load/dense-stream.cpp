@@ -345,7 +345,7 @@ struct cookie {
 
 } // namespace
 
-static ssize_t stream_read(void * c, char * buffer, size_t n) noexcept {
+static int64_t stream_read(void * c, char * buffer, size_t n) noexcept {
     cookie *      k   = static_cast<cookie *>(c);
     const int64_t len = k->file->contiguous_bytes(
         k->pos, std::min<int64_t>(static_cast<int64_t>(std::min<size_t>(n, INT64_MAX)), k->file->size() - k->pos));
@@ -356,7 +356,7 @@ static ssize_t stream_read(void * c, char * buffer, size_t n) noexcept {
         return -1;
     }
     k->pos += len;
-    return static_cast<ssize_t>(len);
+    return len;
 }
 
 static int stream_seek(void * c, int64_t * offset, int whence) noexcept {

@@ -2,44 +2,25 @@
 // NAME-00001-of-0000N.gguf; the first file has the metadata.
 #include "load/file-shards.h"
 #include "gguf/names.h"
-#include "platform/platform.h"
 
 #include <algorithm>
 #include <cerrno>
 #include <cinttypes>
 #include <cstring>
-#include <fcntl.h>
 #include <string_view>
-#include <unistd.h>
 
 namespace macko {
 
-model_file::~model_file() {
-    for (const file_shard & shard : shards) {
-        if (shard.fd >= 0) {
-            close(shard.fd);
-        }
-    }
-}
-
-int64_t model_file::size() const { return shards.empty() ? 0 : shards.back().begin + shards.back().opened.st_size; }
+int64_t model_file::size() const { return shards.empty() ? 0 : shards.back().begin + shards.back().opened.size; }
 
 static int read_shard(const file_shard & shard, int64_t offset, uint8_t * out, int64_t n) {
-    while (n > 0) {
-        const ssize_t got = pread(shard.fd, out, static_cast<size_t>(n), offset);
-        if (got < 0) {
-            if (errno == EINTR) {
-                continue;
-            }
-            return fail(GGML_MACKO_STATUS_IO, "read at %" PRId64 ": %s", offset, strerror(errno));
-        }
-        if (got == 0) {
-            return fail(GGML_MACKO_STATUS_TRUNCATED, "short read: the file shrank (ends at %" PRId64 " vs %" PRId64 ")",
-                        offset, static_cast<int64_t>(shard.opened.st_size));
-        }
-        out += got;
-        offset += got;
-        n -= got;
+    const int64_t got = platform::read_file(shard.file, out, static_cast<size_t>(n), offset);
+    if (got < 0) {
+        return fail(GGML_MACKO_STATUS_IO, "read at %" PRId64 ": %s", offset, strerror(errno));
+    }
+    if (got < n) {
+        return fail(GGML_MACKO_STATUS_TRUNCATED, "short read: the file shrank (ends at %" PRId64 " vs %" PRId64 ")",
+                    offset + got, shard.opened.size);
     }
     return GGML_MACKO_STATUS_OK;
 }
@@ -64,16 +45,14 @@ int model_file::read(int64_t offset, void * dst, int64_t n) const {
     return GGML_MACKO_STATUS_OK;
 }
 
-bool is_same_file(const struct stat & a, const struct stat & b) {
-    const timespec of_a = a.st_mtim, of_b = b.st_mtim;
-    return a.st_dev == b.st_dev && a.st_ino == b.st_ino && a.st_size == b.st_size && of_a.tv_sec == of_b.tv_sec &&
-           of_a.tv_nsec == of_b.tv_nsec;
+bool is_same_file(const platform::file_status & a, const platform::file_status & b) {
+    return a.device == b.device && a.inode == b.inode && a.size == b.size && a.written == b.written;
 }
 
 int model_file::check_unchanged() const {
     for (const file_shard & shard : shards) {
-        struct stat now = {};
-        if (fstat(shard.fd, &now) != 0) {
+        platform::file_status now;
+        if (!platform::get_status(shard.file, &now)) {
             return fail(GGML_MACKO_STATUS_IO, "%s: %s", shard.path.c_str(), strerror(errno));
         }
         if (!is_same_file(now, shard.opened)) {
@@ -88,13 +67,11 @@ int model_file::open(const char * file_path) {
     shards.emplace_back();
     file_shard & shard = shards.back();
     shard.path         = file_path;
-    // Without O_NONBLOCK, opening a FIFO that has no writer would block.
-    shard.fd             = ::open(file_path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
-    const bool is_socket = shard.fd < 0 && errno == ENXIO;
-    if (!is_socket && (shard.fd < 0 || fstat(shard.fd, &shard.opened) != 0)) {
+    shard.file         = platform::open_file(file_path, &shard.opened);
+    if (!shard.file && errno != ENXIO) {
         return fail(GGML_MACKO_STATUS_IO, "%s", strerror(errno));
     }
-    if (is_socket || !S_ISREG(shard.opened.st_mode)) {
+    if (!shard.opened.is_regular) {
         return fail(GGML_MACKO_STATUS_NOT_A_FILE, "not a regular file");
     }
     return GGML_MACKO_STATUS_OK;
@@ -148,7 +125,6 @@ static int append_shard(model_file * file, const std::string & path, int64_t i, 
     file->header.file_size += shard.header.file_size;
     shard.shards[0].begin = begin;
     file->shards.push_back(std::move(shard.shards[0]));
-    shard.shards.clear(); // so that the destructor of shard does not close the descriptor
     return GGML_MACKO_STATUS_OK;
 }
 

@@ -3,18 +3,17 @@
 #pragma once
 
 #include "load/sparse-header.h"
-
-#include <sys/stat.h>
+#include "platform/files.h"
 
 namespace macko {
 
 // A file of a model. Most models have one; split models have several. Offsets in a model count through its files in
 // order.
 struct file_shard {
-    std::string path;
-    int64_t     begin  = 0;
-    int         fd     = -1;
-    struct stat opened = {};
+    std::string           path;
+    int64_t               begin = 0;
+    platform::file        file;
+    platform::file_status opened;
 };
 
 struct model_file : byte_source {
@@ -27,7 +26,6 @@ struct model_file : byte_source {
     std::vector<sparse_tensor_info> sparse;
     std::vector<int64_t>            tensor_sparse_index; // per table entry: the matrix that it belongs to, or -1
 
-    ~model_file() override;
     int64_t           size() const override;
     [[nodiscard]] int read(int64_t offset, void * dst, int64_t n) const override; // handles EINTR and short reads
     [[nodiscard]] int check_unchanged() const;      // FILE_CHANGED if inode, size or mtime differ from `opened`
@@ -36,7 +34,7 @@ struct model_file : byte_source {
     [[nodiscard]] int append_shards();
 };
 // Compares inode, size and mtime.
-bool is_same_file(const struct stat & a, const struct stat & b);
+bool is_same_file(const platform::file_status & a, const platform::file_status & b);
 // *count = 1 for a model that is not split
 [[nodiscard]] int split_count(const gguf_header & header, int64_t * count);
 

@@ -54,8 +54,8 @@ int follow_link(const char * path, std::unique_ptr<model_file> * file) {
         prefix_error(("links to " + std::string(printable(name.c_str(), name.size()).text)).c_str());
         return status;
     }
-    const struct stat & found = target->shards[0].opened;
-    if (found.st_size != size || found.st_mtim.tv_sec != time / NSEC || found.st_mtim.tv_nsec != time % NSEC) {
+    const platform::file_status & found = target->shards[0].opened;
+    if (found.size != size || found.written != platform::file_time(time / NSEC, time % NSEC)) {
         return fail(GGML_MACKO_STATUS_FILE_CHANGED,
                     "links to %s, which has changed since (its size or its time): macko link --force writes the link "
                     "again",

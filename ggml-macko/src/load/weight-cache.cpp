@@ -4,12 +4,8 @@
 
 #include <cerrno>
 #include <cinttypes>
-#include <cstdlib>
 #include <cstring>
-#include <dirent.h>
-#include <fcntl.h>
-#include <fnmatch.h>
-#include <unistd.h>
+#include <ctime>
 
 #define XXH_INLINE_ALL
 #include <xxhash/xxhash.h>
@@ -28,10 +24,15 @@ constexpr uint64_t MAX_INDEX_NBYTES = 64 << 20;
 constexpr time_t   OLD_PARTIAL      = 24 * 3600; // seconds; no process writes a cache for that long
 constexpr time_t   TOO_YOUNG        = 2;         // seconds; longer than the time resolution of any file system
 
-// names of files that are being written, for fnmatch(): .STEM-HASH.weights.RANDOM.partial
-#define HEX4          "[0-9a-f][0-9a-f][0-9a-f][0-9a-f]"
-#define HEX16         HEX4 HEX4 HEX4 HEX4
-#define PARTIAL_NAMES ".*-" HEX16 ".weights." HEX16 ".partial"
+// Whether a name belongs to a file that is being written: .STEM-HASH.weights.RANDOM.partial
+bool is_partial(std::string_view name) {
+    const std::string_view pattern = "-hhhhhhhhhhhhhhhh.weights.hhhhhhhhhhhhhhhh.partial"; // h: a hexadecimal digit
+    const auto             matches = [](char p, char c) {
+        return p == 'h' ? (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f') : p == c;
+    };
+    return name.size() > pattern.size() && name[0] == '.' &&
+           std::equal(pattern.begin(), pattern.end(), name.end() - static_cast<int64_t>(pattern.size()), matches);
+}
 
 int64_t to_whole(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -40,18 +41,14 @@ template <typename T> void put(std::vector<uint8_t> & to, T value) {
     to.insert(to.end(), bytes, bytes + sizeof(value));
 }
 
-std::string text_of(const struct stat & file) {
-    const timespec written = file.st_mtim, changed = file.st_ctim;
-    char           text[160];
-    snprintf(text, sizeof(text), "%ju %ju %jd bytes, written %jd.%09ld, changed %jd.%09ld\n",
-             static_cast<uintmax_t>(file.st_dev), static_cast<uintmax_t>(file.st_ino),
-             static_cast<intmax_t>(file.st_size), static_cast<intmax_t>(written.tv_sec), written.tv_nsec,
-             static_cast<intmax_t>(changed.tv_sec), changed.tv_nsec);
+std::string text_of(const platform::file_status & file) {
+    char text[200];
+    snprintf(text, sizeof(text),
+             "%" PRIu64 " %" PRIu64 " %" PRId64 " bytes, written %" PRId64 ".%09" PRId64 ", changed %" PRId64
+             ".%09" PRId64 "\n",
+             file.device, file.inode, file.size, file.written.first, file.written.second, file.changed.first,
+             file.changed.second);
     return text;
-}
-
-bool is_ours_alone(const struct stat & file) {
-    return file.st_uid == geteuid() && (file.st_mode & (S_IWGRP | S_IWOTH)) == 0;
 }
 
 constexpr int64_t CHUNK = 1 << 20; // bytes per thread and step
@@ -67,8 +64,6 @@ static uint64_t checksum_by_all(const void * data, int64_t nbytes) {
     return XXH3_64bits(chunks.data(), chunks.size() * sizeof(uint64_t));
 }
 
-size_t weight_cache::page_size() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
-
 int weight_cache::failed(const char * what) const {
     return fail(GGML_MACKO_STATUS_IO, "%s: %s: %s", path_.c_str(), what, strerror(errno));
 }
@@ -79,15 +74,15 @@ int weight_cache::open(const model_file & model, const std::string & made_for, s
     if (cache->folder_.empty()) {
         return fail(GGML_MACKO_STATUS_IO, "neither XDG_CACHE_HOME nor HOME is an absolute path");
     }
-    mkdir(cache->folder_.c_str(), 0700); // open() below detects all failures
+    platform::make_folder(cache->folder_); // open_folder() below detects all failures
     cache->folder_ += "/ggml-macko";
-    mkdir(cache->folder_.c_str(), 0700);
-    struct stat folder = {};
-    cache->folder_fd_  = ::open(cache->folder_.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    if (cache->folder_fd_ < 0 || fstat(cache->folder_fd_, &folder) != 0) {
+    platform::make_folder(cache->folder_);
+    platform::file_status folder;
+    cache->opened_folder_ = platform::open_folder(cache->folder_, &folder);
+    if (!cache->opened_folder_) {
         return fail(GGML_MACKO_STATUS_IO, "%s: %s", cache->folder_.c_str(), strerror(errno));
     }
-    if (!is_ours_alone(folder)) {
+    if (!folder.is_private) {
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s: another user owns or may write the folder",
                     cache->folder_.c_str());
     }
@@ -100,11 +95,10 @@ int weight_cache::open(const model_file & model, const std::string & made_for, s
     const time_t now = time(nullptr);
     for (const file_shard & shard : model.shards) {
         cache->key_ += "model " + text_of(shard.opened);
-        cache->too_young_ = cache->too_young_ || shard.opened.st_ctim.tv_sec + TOO_YOUNG >= now;
+        cache->too_young_ = cache->too_young_ || shard.opened.changed.first + TOO_YOUNG >= now;
     }
 
-    const std::unique_ptr<char, void (*)(void *)> real_path(realpath(model.path.c_str(), nullptr), free);
-    const std::string path = (real_path ? std::string(real_path.get()) : model.path) + "\n" + made_for;
+    const std::string path = platform::real_path(model.path) + "\n" + made_for;
     std::string       stem = model.path.substr(model.path.find_last_of('/') + 1);
     stem                   = stem.substr(0, std::min<size_t>(stem.find_last_of('.'), 100));
     char number[32];
@@ -117,47 +111,27 @@ int weight_cache::open(const model_file & model, const std::string & made_for, s
 }
 
 weight_cache::~weight_cache() {
-    if (partial_ >= 0) {
-        close(partial_);
-        unlinkat(folder_fd_, partial_name_.c_str(), 0);
-    }
-    if (file_ >= 0) {
-        close(file_);
-    }
-    if (folder_fd_ >= 0) {
-        close(folder_fd_);
+    if (partial_) {
+        platform::remove_in(opened_folder_, partial_name_);
     }
 }
 
 // ---- the existing file ----
 
-static bool read_all(int fd, void * dst, size_t n, uint64_t offset) {
-    for (auto * at = static_cast<uint8_t *>(dst); n > 0;) {
-        const ssize_t got = pread(fd, at, n, static_cast<off_t>(offset));
-        if (got < 0 && errno == EINTR) {
-            continue;
-        }
-        if (got <= 0) {
-            return false;
-        }
-        at += got;
-        n -= static_cast<size_t>(got);
-        offset += static_cast<uint64_t>(got);
-    }
-    return true;
+static bool read_all(const platform::file & file, void * dst, size_t n, uint64_t offset) {
+    return platform::read_file(file, dst, n, static_cast<int64_t>(offset)) == static_cast<int64_t>(n);
 }
 
 // Leaves entries_ empty if there is no usable cache file.
 void weight_cache::read_index() {
-    // O_NONBLOCK: a FIFO with that name must not block the load
-    file_              = openat(folder_fd_, name_.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
-    struct stat  found = {};
-    cache_header h     = {};
-    if (file_ < 0 || fstat(file_, &found) != 0 || !S_ISREG(found.st_mode) || !is_ours_alone(found) ||
-        !read_all(file_, &h, sizeof(h), 0) || memcmp(h.magic, MAGIC, sizeof(MAGIC)) != 0) {
+    platform::file_status found;
+    cache_header          h = {};
+    file_                   = platform::open_in(opened_folder_, name_, &found);
+    if (!file_ || !found.is_regular || !found.is_private || !read_all(file_, &h, sizeof(h), 0) ||
+        memcmp(h.magic, MAGIC, sizeof(MAGIC)) != 0) {
         return;
     }
-    const auto size = static_cast<uint64_t>(found.st_size);
+    const auto size = static_cast<uint64_t>(found.size);
     if (h.index_nbytes > MAX_INDEX_NBYTES || h.index_begin > size || h.index_nbytes != size - h.index_begin ||
         h.key_nbytes != key_.size() || h.key_nbytes > h.index_nbytes) {
         return;
@@ -191,7 +165,7 @@ bool weight_cache::parse_index(const std::vector<uint8_t> & index, uint64_t end_
         std::string name(reinterpret_cast<const char *>(at), length);
         at += length;
         entry e = {};
-        if (!get(&e, sizeof(e)) || e.begin % page_size() != 0 || e.begin > end_of_weights ||
+        if (!get(&e, sizeof(e)) || e.begin % platform::page_size() != 0 || e.begin > end_of_weights ||
             e.nbytes > end_of_weights - e.begin) {
             return false;
         }
@@ -210,8 +184,8 @@ bool weight_cache::map(const std::string & name, void * memory, int64_t nbytes) 
         entries_.erase(it);
         return false;
     }
-    if (reinterpret_cast<uintptr_t>(memory) % page_size() != 0 ||
-        !platform::map_file(memory, e.nbytes, file_, static_cast<off_t>(e.begin))) {
+    if (reinterpret_cast<uintptr_t>(memory) % platform::page_size() != 0 ||
+        !platform::map_file(memory, e.nbytes, file_, static_cast<int64_t>(e.begin))) {
         return false;
     }
     bool      is_good = false;
@@ -234,40 +208,17 @@ bool weight_cache::map(const std::string & name, void * memory, int64_t nbytes) 
 // ---- the new file ----
 
 int weight_cache::write(int64_t offset, const void * data, size_t n) {
-    for (const auto * at = static_cast<const uint8_t *>(data); n > 0;) {
-        const ssize_t written = pwrite(partial_, at, n, offset);
-        if (written < 0 && errno == EINTR) {
-            continue;
-        }
-        if (written <= 0) {
-            return failed("cannot write");
-        }
-        at += written;
-        n -= static_cast<size_t>(written);
-        offset += written;
-    }
-    return GGML_MACKO_STATUS_OK;
+    return platform::write_file(partial_, data, n, offset) ? static_cast<int>(GGML_MACKO_STATUS_OK)
+                                                           : failed("cannot write");
 }
 
 // Removes files of processes that were killed while they wrote.
 void weight_cache::remove_old_partials() const {
-    const int fd     = openat(folder_fd_, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    DIR *     folder = fd < 0 ? nullptr : fdopendir(fd);
-    if (!folder) {
-        if (fd >= 0) {
-            close(fd);
+    platform::for_each_in(opened_folder_, [&](const char * name, const platform::file_status & found) {
+        if (is_partial(name) && found.is_regular && found.written.first + OLD_PARTIAL < time(nullptr)) {
+            platform::remove_in(opened_folder_, name);
         }
-        return;
-    }
-    while (const dirent * found = readdir(folder)) {
-        struct stat s = {};
-        if (fnmatch(PARTIAL_NAMES, found->d_name, 0) == 0 &&
-            fstatat(folder_fd_, found->d_name, &s, AT_SYMLINK_NOFOLLOW) == 0 && S_ISREG(s.st_mode) &&
-            s.st_mtim.tv_sec + OLD_PARTIAL < time(nullptr)) {
-            unlinkat(folder_fd_, found->d_name, 0);
-        }
-    }
-    closedir(folder);
+    });
 }
 
 int weight_cache::begin_file() {
@@ -279,18 +230,18 @@ int weight_cache::begin_file() {
     char number[32];
     snprintf(number, sizeof(number), ".%016" PRIx64, random);
     partial_name_ = "." + name_ + number + ".partial";
-    partial_      = openat(folder_fd_, partial_name_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
-    if (partial_ < 0) {
+    partial_      = platform::create_in(opened_folder_, partial_name_);
+    if (!partial_) {
         return failed("cannot create it");
     }
-    end_ = static_cast<int64_t>(page_size());
+    end_ = static_cast<int64_t>(platform::page_size());
     // keep the weights of the old file: weights of layers that are on a GPU this time were not requested
     for (const auto & [name, e] : entries_) {
         void * copy = platform::map_memory(static_cast<size_t>(to_whole(static_cast<int64_t>(e.nbytes), end_)), true);
         if (!copy) {
             continue;
         }
-        const bool is_good = platform::map_file(copy, e.nbytes, file_, static_cast<off_t>(e.begin)) &&
+        const bool is_good = platform::map_file(copy, e.nbytes, file_, static_cast<int64_t>(e.begin)) &&
                              checksum_by_all(copy, static_cast<int64_t>(e.nbytes)) == e.checksum;
         const int status = is_good ? append(name, copy, e) : static_cast<int>(GGML_MACKO_STATUS_OK);
         platform::unmap_memory(copy, e.nbytes);
@@ -304,7 +255,7 @@ int weight_cache::begin_file() {
 int weight_cache::append(const std::string & name, const void * memory, const entry & e) {
     TRY(write(end_, memory, static_cast<size_t>(e.nbytes)));
     added_[name] = { static_cast<uint64_t>(end_), e.nbytes, e.checksum };
-    end_         = to_whole(end_ + static_cast<int64_t>(e.nbytes), static_cast<int64_t>(page_size()));
+    end_         = to_whole(end_ + static_cast<int64_t>(e.nbytes), static_cast<int64_t>(platform::page_size()));
     return GGML_MACKO_STATUS_OK;
 }
 
@@ -313,14 +264,14 @@ int weight_cache::add(const std::string & name, const void * memory, int64_t nby
     if (too_young_ || is_there || nbytes == 0) {
         return GGML_MACKO_STATUS_OK;
     }
-    if (partial_ < 0) {
+    if (!partial_) {
         TRY(begin_file());
     }
     return append(name, memory, { 0, static_cast<uint64_t>(nbytes), checksum_by_all(memory, nbytes) });
 }
 
 int weight_cache::commit() {
-    if (partial_ < 0) {
+    if (!partial_) {
         return GGML_MACKO_STATUS_OK;
     }
     std::vector<uint8_t> index(key_.begin(), key_.end());
@@ -338,11 +289,10 @@ int weight_cache::commit() {
     TRY(write(end_, index.data(), index.size()));
     TRY(write(0, &h, sizeof(h)));
     // No fsync(): data that a system crash leaves incomplete fails its checksum.
-    if (renameat(folder_fd_, partial_name_.c_str(), folder_fd_, name_.c_str()) != 0) {
+    if (!platform::rename_in(opened_folder_, partial_name_, name_)) {
         return failed("cannot rename to it");
     }
-    close(partial_);
-    partial_ = -1;
+    partial_ = platform::file();
     return GGML_MACKO_STATUS_OK;
 }
 

@@ -31,8 +31,6 @@ public:
     // last two seconds: then a later change might leave its times the same.
     [[nodiscard]] static int open(const model_file & model, const std::string & made_for,
                                   std::unique_ptr<weight_cache> * out);
-    // Required alignment of a weight's memory, in bytes.
-    static size_t page_size();
     // Maps a weight of at most nbytes at memory: whole pages of platform::map_memory() that read as zeros. Returns
     // false if the cache lacks the weight, or on out-of-memory; the pages then still read as zero.
     [[nodiscard]] bool map(const std::string & name, void * memory, int64_t nbytes) noexcept;
@@ -65,13 +63,13 @@ private:
     void              remove_old_partials() const;
 
     std::string                  folder_, name_, path_, key_;
-    int                          folder_fd_ = -1, file_ = -1; // file_: the existing file, if it may be used
+    platform::file               opened_folder_, file_; // file_: the existing file, if it may be used
     bool                         too_young_ = false;
     std::map<std::string, entry> entries_;
 
     std::string                  partial_name_;
-    int                          partial_ = -1; // the new file
-    int64_t                      end_     = 0;  // end of its weights; a whole number of pages
+    platform::file               partial_; // the new file
+    int64_t                      end_ = 0; // end of its weights; a whole number of pages
     std::map<std::string, entry> added_;
 
     int     n_mapped_      = 0;

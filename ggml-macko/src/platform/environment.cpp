@@ -1,12 +1,10 @@
 #include "platform/environment.h"
+#include "platform/platform.h"
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <string_view>
-#include <unistd.h>
-
-extern char ** environ;
 
 namespace macko::environment {
 
@@ -111,7 +109,7 @@ std::string find_error(const char * variable) {
 }
 
 std::string find_error() {
-    for (char ** entry = environ; entry && *entry; entry++) {
+    for (char ** entry = platform::environment_entries(); entry && *entry; entry++) {
         const std::string_view variable = std::string_view(*entry).substr(0, strcspn(*entry, "="));
         if (variable.substr(0, sizeof(PREFIX) - 1) == PREFIX && !is_known(variable)) {
             return std::string(variable) + ": unknown environment variable; ggml-macko reads " + names(nullptr);

@@ -50,7 +50,7 @@ if(TARGET macko-cuda)
     target_link_libraries(ggml-macko PRIVATE macko-cuda)
 endif()
 
-add_library(ggml-macko-preload MODULE plugin/preload.c)
+add_library(ggml-macko-preload MODULE plugin/preload.c platform/broken-output.c)
 target_include_directories(ggml-macko-preload SYSTEM PRIVATE ${LLAMA_CPP_DIR}/include ${LLAMA_CPP_DIR}/ggml/include)
 target_include_directories(ggml-macko-preload PRIVATE ${macko_includes})
 target_compile_options(ggml-macko-preload PRIVATE -fvisibility=hidden)

@@ -14,15 +14,11 @@
 
 #include "ggml-macko.h"
 
-#include <poll.h>
-#include <pthread.h>
-#include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 // llama_model_params of any version. It is passed on the stack, and a function reads only the bytes of its own version.
 struct any_params {
@@ -46,48 +42,30 @@ static struct {
     last_error_t         last_error;
 } plugin; // all null if there is no plugin; then only dense files can be opened
 
-// If the reader of stdout or stderr is gone, the program ends as it would without this library. A write to a connection
-// fails instead, so that the RPC backend detects the failure and aborts.
-static void on_broken_pipe(int number) {
-    struct pollfd output[] = { { .fd = STDOUT_FILENO }, { .fd = STDERR_FILENO } };
-    if (poll(output, 2, 0) > 0 && ((output[0].revents | output[1].revents) & (POLLERR | POLLHUP))) {
-        signal(number, SIG_DFL);
-        raise(number);
-    }
-}
-
-static void catch_broken_pipes(void) {
-    struct sigaction action;
-    if (sigaction(SIGPIPE, NULL, &action) == 0 && action.sa_handler == SIG_DFL) {
-        action.sa_handler = on_broken_pipe;
-        sigaction(SIGPIPE, &action, NULL);
-    }
-}
-
 static void load_plugin(void) {
     const char *   path         = getenv("GGML_MACKO_PLUGIN");
-    backend_load_t backend_load = (backend_load_t)dlsym(RTLD_DEFAULT, "ggml_backend_load");
+    backend_load_t backend_load = (backend_load_t)FIND(ggml_backend_load);
     if (!path || !backend_load) {
         fprintf(stderr, "ggml-macko: %s\n",
                 path ? "this program has no shared libggml" : "GGML_MACKO_PLUGIN is not set");
         return;
     }
-    void * library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    void * library = OPEN_LIBRARY(path);
     if (!library) {
-        fprintf(stderr, "ggml-macko: %s\n", dlerror());
+        fprintf(stderr, "ggml-macko: %s\n", LIBRARY_ERROR());
         return;
     }
     // ggml gets no plugin that does not fit; load_model() still passes dense files on, and fails with the reason for
     // others
-    const check_t check = (check_t)dlsym(library, "ggml_macko_check_running_ggml");
+    const check_t check = (check_t)FIND_IN(library, ggml_macko_check_running_ggml);
     if (check() == GGML_MACKO_STATUS_OK && !backend_load(path)) {
         fprintf(stderr, "ggml-macko: ggml did not accept the plugin %s\n", path);
         return;
     }
-    plugin.last_error         = (last_error_t)dlsym(library, "ggml_macko_last_error");
-    plugin.find_params_layout = (find_params_layout_t)dlsym(library, "ggml_macko_find_params_layout");
-    plugin.load_model         = (load_model_t)dlsym(library, "ggml_macko_load_model");
-    catch_broken_pipes();
+    plugin.last_error         = (last_error_t)FIND_IN(library, ggml_macko_last_error);
+    plugin.find_params_layout = (find_params_layout_t)FIND_IN(library, ggml_macko_find_params_layout);
+    plugin.load_model         = (load_model_t)FIND_IN(library, ggml_macko_load_model);
+    end_at_broken_output();
 }
 
 REPLACEMENT(_Noreturn void, ggml_abort, (const char * file, int line, const char * format, ...)) {
@@ -101,7 +79,7 @@ REPLACEMENT(_Noreturn void, ggml_abort, (const char * file, int line, const char
         fprintf(
             stderr,
             "ggml-macko: an RPC server was stopped, crashed or gave a malformed answer; llama.cpp cannot continue\n");
-        _exit(EXIT_FAILURE);
+        _Exit(EXIT_FAILURE);
     }
     const abort_t original = (abort_t)ORIGINAL(ggml_abort);
     if (original) {
@@ -110,18 +88,18 @@ REPLACEMENT(_Noreturn void, ggml_abort, (const char * file, int line, const char
     abort();
 }
 
-static pthread_once_t once = PTHREAD_ONCE_INIT;
+static once_t once = ONCE_INIT;
 
 REPLACEMENT(void, ggml_backend_load_all, (void)) {
     const backend_load_all_t original = (backend_load_all_t)ORIGINAL(ggml_backend_load_all);
     if (original) {
         original();
-        pthread_once(&once, load_plugin);
+        RUN_ONCE(&once, load_plugin);
     }
 }
 
 REPLACEMENT(struct llama_model *, llama_model_load_from_file, (const char * path, struct any_params params)) {
-    pthread_once(&once, load_plugin);
+    RUN_ONCE(&once, load_plugin);
     struct ggml_macko_llama llama = {
         .struct_size        = sizeof(llama),
         .load_from_file     = (function_t)ORIGINAL(llama_model_load_from_file),
@@ -147,7 +125,7 @@ REPLACEMENT(struct llama_model *, llama_model_load_from_file, (const char * path
         fprintf(stderr, "ggml-macko: %s\n", plugin.last_error());
     }
     if (status == GGML_MACKO_STATUS_VERSION_MISMATCH) {
-        _exit(EXIT_FAILURE); // no sparse file can be loaded, and llama.cpp would print another reason after this one
+        _Exit(EXIT_FAILURE); // no sparse file can be loaded, and llama.cpp would print another reason after this one
     }
     return model;
 }

@@ -89,9 +89,9 @@ TEST(malformed_ec_csr_payload_is_refused) {
         for (size_t a = 0; a + 1 < rows.ne[0]; a++) {
             const bytes before = rows.data;
             memcpy(&rows.data[4 * a + 4], &rows.data[4 * a], 4);
-            const memory_file trial(serialize(f));
-            const auto        opened = open_or_die(trial);
-            collector         c(opened->sparse[4]);
+            const temporary_file trial(serialize(f));
+            const auto           opened = open_or_die(trial);
+            collector            c(opened->sparse[4]);
             if (macko::read_payload(*opened, opened->sparse[4], 1, c) == S(OVERLAP)) {
                 return;
             }
@@ -104,9 +104,9 @@ TEST(malformed_ec_csr_payload_is_refused) {
 TEST(ec_csr_files_round_trip) {
     for (uint64_t seed : { 1, 2, 3 }) {
         const builder::model               m = builder::tiny_llama(seed == 3 ? 64 : 16, 2, seed);
-        const memory_file                  f(builder::serialize(builder::sparse_file(m, true)));
+        const temporary_file               f(builder::serialize(builder::sparse_file(m, true)));
         std::unique_ptr<macko::model_file> file;
-        CHECK(macko::model_file_open(f.path().c_str(), true, &file) == S(OK), "%s", ggml_macko_last_error());
+        CHECK(macko::model_file_open(f.path.c_str(), true, &file) == S(OK), "%s", ggml_macko_last_error());
         for (size_t i = 0; i < m.sparse.size(); i++) {
             collector c(file->sparse[i]);
             CHECK(macko::read_payload(*file, file->sparse[i], 3, c) == S(OK), "%s", ggml_macko_last_error());

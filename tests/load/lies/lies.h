@@ -6,6 +6,7 @@
 #include "gguf/model-keys.h"
 #include "load/dense-stream.h"
 #include "load/payload.h"
+#include "temporary.h"
 #include "test.h"
 
 #include <algorithm>
@@ -19,9 +20,6 @@
 #include <mutex>
 #include <numeric>
 #include <set>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 using builder::bytes;
 using builder::layout;
@@ -56,18 +54,17 @@ struct hole_source : macko::byte_source {
     }
 };
 
-// A regular file without a name.
-struct memory_file {
-    int fd;
-    explicit memory_file(const bytes & content) : fd(memfd_create("test", MFD_CLOEXEC)) {
-        if (fd < 0 || write(fd, content.data(), content.size()) != static_cast<ssize_t>(content.size())) {
-            perror("memfd");
-            exit(1);
-        }
+// A file that exists as long as this object.
+struct temporary_file {
+    std::string path;
+    explicit temporary_file(const bytes & content) {
+        static const temporary_folder folder("test-gguf-header");
+        static int                    n = 0;
+        path                            = folder.path + "/" + std::to_string(n++);
+        write_file(path, content);
     }
-    ~memory_file() { close(fd); }
-    memory_file(const memory_file &) = delete;
-    std::string path() const { return "/proc/self/fd/" + std::to_string(fd); }
+    ~temporary_file() { std::filesystem::remove(path); }
+    temporary_file(const temporary_file &) = delete;
 };
 
 inline std::set<int> seen; // status codes that at least one file has produced
@@ -92,9 +89,9 @@ struct collector : macko::payload_consumer {
 };
 
 inline int check_all(const bytes & content, bool require_model) {
-    const memory_file                  f(content);
+    const temporary_file               f(content);
     std::unique_ptr<macko::model_file> file;
-    int                                status = macko::model_file_open(f.path().c_str(), require_model, &file);
+    int                                status = macko::model_file_open(f.path.c_str(), require_model, &file);
     for (size_t i = 0; status == GGML_MACKO_STATUS_OK && i < file->sparse.size(); i++) {
         collector c(file->sparse[i]);
         status = macko::read_payload(*file, file->sparse[i], 2, c);
@@ -173,9 +170,9 @@ inline file_lie deltas(const data_lie & change) {
     return [=](file & f) { change(f.at(std::string(UP) + ".deltas").data); };
 }
 
-inline std::unique_ptr<macko::model_file> open_or_die(const memory_file & f) {
+inline std::unique_ptr<macko::model_file> open_or_die(const temporary_file & f) {
     std::unique_ptr<macko::model_file> file;
-    const int                          status = macko::model_file_open(f.path().c_str(), true, &file);
+    const int                          status = macko::model_file_open(f.path.c_str(), true, &file);
     if (status != GGML_MACKO_STATUS_OK) {
         fprintf(stderr, "cannot open a valid file: %s\n", ggml_macko_last_error());
         exit(1);
@@ -263,4 +260,10 @@ inline builder::model model_of_several_blocks(uint64_t seed) {
     m.bits = { 4 };
     m.dense.tensors.push_back({ "m.weight", m.sparse[0].ne, TYPE_F16, m.sparse[0].data, 0 });
     return m;
+}
+
+inline void claim_all(macko::dense_stream & stream, const macko::model_file & file) {
+    for (size_t i = 0; i < file.sparse.size(); i++) {
+        stream.claim(static_cast<int64_t>(i));
+    }
 }

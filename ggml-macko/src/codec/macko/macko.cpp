@@ -1,5 +1,5 @@
 #include "codec/macko/macko.h"
-#include "platform/platform.h"
+#include "platform/compiler.h"
 
 #include <cstring>
 

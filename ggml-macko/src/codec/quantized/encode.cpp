@@ -6,7 +6,7 @@
 #include "codec/nonzero.h"
 #include "codec/quantized/quantized.h"
 #include "codec/team.h"
-#include "platform/platform.h"
+#include "platform/compiler.h"
 
 #include <algorithm>
 #include <atomic>

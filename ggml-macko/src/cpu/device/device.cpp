@@ -95,7 +95,7 @@ const char * buft_get_name(ggml_backend_buffer_type_t) { return "MACKO_CPU"; }
 
 size_t buft_get_alignment(ggml_backend_buffer_type_t) {
     const load_session * current = load_session::current();
-    return current && current->cache() ? weight_cache::page_size() : size_t(LAYOUT_ALIGNMENT);
+    return current && current->cache() ? platform::page_size() : size_t(LAYOUT_ALIGNMENT);
 }
 
 ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {

@@ -334,11 +334,7 @@ void graph_plan::reserve_scratch() {
         }
     }
     if (nbytes > scratch_nbytes) {
-        void * memory = nullptr;
-        if (posix_memalign(&memory, 64, static_cast<size_t>(nbytes))) {
-            throw std::bad_alloc();
-        }
-        scratch.reset(memory);
+        scratch        = allocate_aligned(nbytes);
         scratch_nbytes = nbytes;
     }
     if (n_floats > thresholded.size()) {

@@ -3,10 +3,10 @@
 #pragma once
 
 #include "cpu/kernels/kernels.h"
+#include "cpu/layout/aligned-memory.h"
 
 #include "ggml.h"
 
-#include <cstdlib>
 #include <memory>
 #include <omp.h>
 #include <vector>
@@ -78,13 +78,13 @@ private:
         const ggml_tensor * node;
         size_t              begin, end;
     };
-    std::vector<step>                       steps; // the first n_steps are in use; the others keep vectors
-    size_t                                  n_steps          = 0;
-    product_steps                           last_products[2] = {}; // the two most recent products
-    std::unique_ptr<void, void (*)(void *)> scratch          = { nullptr, free };
-    int64_t                                 scratch_nbytes   = 0;
-    std::vector<float>                      thresholded; // x of a step that skips small elements, which are zero
-    float *                                 thresholded_x = nullptr;
+    std::vector<step>  steps; // the first n_steps are in use; the others keep vectors
+    size_t             n_steps          = 0;
+    product_steps      last_products[2] = {}; // the two most recent products
+    aligned_memory     scratch;
+    int64_t            scratch_nbytes = 0;
+    std::vector<float> thresholded; // x of a step that skips small elements, which are zero
+    float *            thresholded_x = nullptr;
 
     step & next_step(const ggml_tensor * row_op, const weight * m, int64_t matrix);
     void   add_mul_mat(const weight * m, const ggml_tensor * dst);

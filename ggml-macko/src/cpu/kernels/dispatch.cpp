@@ -87,47 +87,45 @@ const kernel_set * supported_kernel_set(int i) {
     return nullptr;
 }
 
+int find_kernel_set(const char * name, const kernel_set ** set) {
+    int               n;
+    const candidate * all   = candidates(&n);
+    bool              known = false;
+    std::string       names;
+    *set = *name ? nullptr : supported_kernel_set(0);
+    for (int k = n - 1; k >= 0; k--) {
+        names += std::string(names.empty() ? "" : ", ") + all[k].set->name;
+        if (strcmp(name, all[k].set->name) == 0) {
+            known = true;
+            *set  = all[k].supported ? all[k].set : nullptr;
+        }
+    }
+    return *set ? GGML_MACKO_STATUS_OK
+                : fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s=%s: %s; valid names: %s", environment::CPU_KERNELS,
+                       printable(name).text, known ? "not supported by this CPU" : "no such kernel set", names.c_str());
+}
+
 // The environment is read once, so that all matrices of a process use the same set.
 struct selection {
-    const kernel_set * set; // nullptr if `forced` is unknown or not supported by this CPU
-    char               forced[64];
-    bool               known;
+    const kernel_set * set = nullptr; // nullptr if there is no set `forced`, or if this CPU does not support it
+    std::string        forced;
 };
 
 static const selection & select_once() {
-    static selection      chosen;
-    static std::once_flag once;
-    std::call_once(once, [] {
-        const char * forced = environment::value_of(environment::CPU_KERNELS);
-        if (!*forced) {
-            chosen.set = supported_kernel_set(0);
-            return;
-        }
-        strncpy(chosen.forced, forced, sizeof(chosen.forced) - 1);
-        int               n;
-        const candidate * all = candidates(&n);
-        for (int k = 0; k < n; k++) {
-            if (strcmp(forced, all[k].set->name) == 0) {
-                chosen.known = true;
-                chosen.set   = all[k].supported ? all[k].set : nullptr;
-            }
-        }
-    });
+    static const selection chosen = [] {
+        selection s;
+        s.forced = environment::value_of(environment::CPU_KERNELS);
+        (void)find_kernel_set(s.forced.c_str(), &s.set);
+        return s;
+    }();
     return chosen;
 }
 
 int select_kernels(const char ** name) {
     const selection & chosen = select_once();
     if (!chosen.set) {
-        std::string       names;
-        int               n;
-        const candidate * all = candidates(&n);
-        for (int k = n - 1; k >= 0; k--) {
-            names += std::string(names.empty() ? "" : ", ") + all[k].set->name;
-        }
-        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s=%s: %s; valid names: %s", environment::CPU_KERNELS,
-                    printable(chosen.forced).text, chosen.known ? "not supported by this CPU" : "no such kernel set",
-                    names.c_str());
+        const kernel_set * none = nullptr;
+        return find_kernel_set(chosen.forced.c_str(), &none); // for the message
     }
     *name = chosen.set->name;
     return GGML_MACKO_STATUS_OK;

@@ -104,6 +104,8 @@ extern const kernel_set kernels_neon_fhm;
 
 // The i-th kernel set that this CPU and operating system support, fastest first; nullptr past the last.
 const kernel_set * supported_kernel_set(int i);
+// The set with that name, or the fastest one if name is empty. BAD_ARGUMENT if this CPU does not support it.
+[[nodiscard]] int find_kernel_set(const char * name, const kernel_set ** set);
 // The steps of a product with a given set and layout of x.
 void prepare_with(const kernel_set & set, const mul_mat_params & p, x_layout layout, int ith, int nth);
 void multiply_with(const kernel_set & set, const mul_mat_params & p, x_layout layout, int64_t row_begin,

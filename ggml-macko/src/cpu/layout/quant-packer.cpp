@@ -1,6 +1,6 @@
 // Converts quantized values to bundles (bundles.h).
 #include "cpu/layout/quant-packer.h"
-#include "platform/platform.h"
+#include "platform/compiler.h"
 
 #include <algorithm>
 

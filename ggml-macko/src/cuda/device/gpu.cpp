@@ -3,9 +3,9 @@
 #include "backend/log.h"
 #include "codec/team.h"
 #include "cuda/sparse/mul-mat.cuh"
+#include "platform/platform.h"
 
 #include <cstring>
-#include <unistd.h>
 
 namespace macko::cuda {
 
@@ -65,7 +65,7 @@ workspace::~workspace() {
 
 // ---- gpu: the calling thread, the stream ----
 
-gpu::gpu() : n_threads(default_threads()), pid_(getpid()) {}
+gpu::gpu() : n_threads(default_threads()), pid_(platform::process_id()) {}
 
 bool gpu::select() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -82,7 +82,7 @@ bool gpu::make_current() {
     if (dead_) {
         return false;
     }
-    if (pid_ != getpid()) {
+    if (pid_ != platform::process_id()) {
         dead_ = true;
         log_error("%s: the CUDA context belongs to the parent process: load the model after fork()\n", name.c_str());
         return false;

@@ -21,7 +21,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <sys/types.h>
 
 namespace macko::cuda {
 
@@ -85,7 +84,7 @@ struct gpu {
     bool fill(void * dst, uint8_t value, size_t size);
 
 private:
-    pid_t             pid_;
+    int64_t           pid_;
     std::atomic<bool> dead_{ false };
 
     std::mutex   mutex_;               // guards the members below and the creation of the stream

@@ -1,7 +1,7 @@
 // The five required functions are declared here, so that building does not need cuBLAS either.
 #include "cuda/lib/cublas.h"
+#include "platform/platform.h"
 
-#include <dlfcn.h>
 #include <library_types.h>
 
 namespace macko::cuda {
@@ -34,10 +34,10 @@ struct functions {
 
 private:
     static void * open() { // the library stays loaded: unloading CUDA libraries at exit is not safe
-        void * newest = dlopen("libcublas.so.13", RTLD_NOW | RTLD_LOCAL);
-        return newest ? newest : dlopen("libcublas.so.12", RTLD_NOW | RTLD_LOCAL);
+        void * newest = platform::open_library("cublas", 13);
+        return newest ? newest : platform::open_library("cublas", 12);
     }
-    void * find(const char * name) const { return library ? dlsym(library, name) : nullptr; }
+    void * find(const char * name) const { return library ? platform::function_of(library, name) : nullptr; }
 };
 
 // cuBLAS loads kernels at their first use. Without memory for them, it returns any of four codes although the GPU has

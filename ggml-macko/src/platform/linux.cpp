@@ -1,3 +1,4 @@
+#include "platform/files.h"
 #include "platform/platform.h"
 
 #include <cerrno>
@@ -7,9 +8,9 @@
 #include <link.h>
 #include <malloc.h>
 #include <pthread.h>
-#include <string>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <unistd.h>
 #if defined(__aarch64__)
 #include <sys/auxv.h>
 #endif
@@ -23,7 +24,10 @@ static void * map_pages(void * at, size_t nbytes, int flags) {
     return memory == MAP_FAILED ? nullptr : memory;
 }
 
-bool map_file(void * at, size_t nbytes, int fd, off_t offset) {
+size_t page_size() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
+
+bool map_file(void * at, size_t nbytes, const file & f, int64_t offset) {
+    const int fd = static_cast<int>(f.handle());
     return mmap(at, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, fd, offset) != MAP_FAILED;
 }
 
@@ -46,6 +50,26 @@ bool random_bytes(void * out, size_t n) {
         n -= static_cast<size_t>(got);
     }
     return true;
+}
+
+char ** environment_entries() { return environ; }
+
+int64_t process_id() { return getpid(); }
+
+static_assert(sizeof(pthread_key_t) <= sizeof(uintptr_t));
+
+thread_flag::thread_flag() {
+    pthread_key_t key = {};
+    exists_           = pthread_key_create(&key, nullptr) == 0;
+    key_              = key;
+}
+
+bool thread_flag::get() const { return exists_ && pthread_getspecific(static_cast<pthread_key_t>(key_)) != nullptr; }
+
+void thread_flag::set(bool value) const {
+    if (exists_) {
+        (void)pthread_setspecific(static_cast<pthread_key_t>(key_), value ? this : nullptr);
+    }
 }
 
 std::string build_id() {
@@ -133,6 +157,12 @@ bool same_library(const void * a, const void * b) {
     Dl_info of_a = {}, of_b = {};
     return dladdr(a, &of_a) && dladdr(b, &of_b) && of_a.dli_fbase == of_b.dli_fbase;
 }
+
+void * open_library(const char * name, int version) {
+    return dlopen(("lib" + std::string(name) + ".so." + std::to_string(version)).c_str(), RTLD_NOW | RTLD_LOCAL);
+}
+
+void * function_of(void * library, const char * name) { return dlsym(library, name); }
 
 #if defined(__aarch64__)
 arm64_extensions find_arm64_extensions() {

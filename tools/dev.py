@@ -36,7 +36,12 @@ READY = VENV / "ready"  # a copy of the pyproject.toml whose requirements .venv 
 BUILD = ROOT / "build" / "dev"
 DIST = ROOT / "build" / "dist"
 SANITIZED = ROOT / "build" / "sanitized"
-ARM64 = ROOT / "build" / "arm64"
+# builds of the core for other machines: programs (Debian's names), toolchain file in cmake/, environment of ctest
+CROSS_BUILDS: dict[str, tuple[tuple[str, ...], str, dict[str, str]]] = {
+    # a Neoverse N1 has no FMLAL: kernels-neon-fhm is tested with QEMU_CPU=max (lab/kernels-cpu.md)
+    "arm64": (("aarch64-linux-gnu-g++", "qemu-aarch64"), "aarch64-linux-gnu.cmake", {"QEMU_CPU": "neoverse-n1"}),
+    "windows": (("x86_64-w64-mingw32-g++-posix", "wine"), "x86_64-w64-mingw32.cmake", {}),
+}
 CPUS = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
 CUDA = os.environ.pop("GGML_MACKO_CUDA", "")  # the library refuses names that it does not read
 FIX = "python3 tools/dev.py check --fix"
@@ -243,8 +248,8 @@ def check(args: argparse.Namespace) -> None:
     )
 
 
-def missing_for_arm64() -> list[str]:
-    return [name for name in ("aarch64-linux-gnu-g++", "qemu-aarch64") if not shutil.which(name)]
+def missing_for(cross_build: str) -> list[str]:
+    return [name for name in CROSS_BUILDS[cross_build][0] if not shutil.which(name)]
 
 
 def build_everything() -> None:
@@ -255,13 +260,13 @@ def build_everything() -> None:
         "build": ["cmake", "--build", BUILD, "--target", "all", "ggml-macko-debug"],
         "sanitized build": ["cmake", "--build", SANITIZED],
     }
-    missing = missing_for_arm64()
-    if missing:
-        print(f"+ arm64: skipped, no {' and no '.join(missing)}", file=sys.stderr, flush=True)
-    else:
-        toolchain = ROOT / "cmake" / "aarch64-linux-gnu.cmake"
-        run("cmake", "-S", ROOT, "-B", ARM64, f"-DCMAKE_TOOLCHAIN_FILE={toolchain}", *core_only)
-        builds["arm64 build"] = ["cmake", "--build", ARM64]
+    for name, (_, toolchain, _) in CROSS_BUILDS.items():
+        if missing := missing_for(name):
+            print(f"+ {name}: skipped, no {' and no '.join(missing)}", file=sys.stderr, flush=True)
+            continue
+        folder = ROOT / "build" / name
+        run("cmake", "-S", ROOT, "-B", folder, f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake' / toolchain}", *core_only)
+        builds[f"{name} build"] = ["cmake", "--build", folder]
     run_together({**builds, **style_checks(), **type_check()})
 
 
@@ -294,9 +299,9 @@ def test(_: argparse.Namespace) -> None:
     build_wheel(cuda)  # for test_wheel.py
     run_ctest(BUILD)
     run_ctest(SANITIZED)
-    if not missing_for_arm64():
-        # a Neoverse N1 has no FMLAL: kernels-neon-fhm is tested with QEMU_CPU=max (lab/kernels-cpu.md)
-        run_ctest(ARM64, env={"QEMU_CPU": "neoverse-n1", **os.environ})
+    for name, (_, _, environment) in CROSS_BUILDS.items():
+        if not missing_for(name):
+            run_ctest(ROOT / "build" / name, env={**environment, **os.environ})
     test_debug_build()
     run_pytest("--durations", "25", env={})
 

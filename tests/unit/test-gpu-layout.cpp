@@ -247,10 +247,10 @@ struct random_matrix {
             const double d = !uneven ? density : random.unit() < .3 ? 0 : density * random.unit() * 2;
             for (int64_t c = 0; c < cols; c++) {
                 if (random.unit() < d) {
-                    const auto v =
-                        static_cast<float>(std::exp2(-8 + random.unit() * binades) * (random.unit() < .5 ? -1 : 1));
-                    uint16_t b = type == F16 ? f16_of_float(v) : static_cast<uint16_t>(bits_of_float(v) >> 16);
-                    b          = random.unit() < .002 ? uint16_t(0x8000) : cut && type == F16 ? b & 0xfff8 : b;
+                    const double size = std::exp2(-8 + random.unit() * binades); // one draw per statement: their order
+                    const auto   v    = static_cast<float>(random.unit() < .5 ? -size : size); // is the same everywhere
+                    uint16_t     b    = type == F16 ? f16_of_float(v) : static_cast<uint16_t>(bits_of_float(v) >> 16);
+                    b                 = random.unit() < .002 ? uint16_t(0x8000) : cut && type == F16 ? b & 0xfff8 : b;
                     dense[static_cast<size_t>(r * cols + c)] = b;
                 }
             }
@@ -379,11 +379,11 @@ TEST(survey_against_brute_force) {
         const int      type = random.unit() < .5 ? F16 : BF16, bits = 1 << random.range(0, 3);
         const int64_t  cols    = random.unit() < .3 ? random.range(1, 600) : random.range(2048, 4200);
         const double   density = bits == 8 ? .02 + random.unit() * .1 : bits == 4 ? .3 : .3 + random.unit() * .6;
-        random_matrix  m(random, random.range(1, 24), cols, type, bits, density,
-                        random.unit() < .4   ? 2.9
-                         : random.unit() < .8 ? 7.1
-                                              : 12,
-                         random.unit() < .5, random.unit() < .3);
+        const int64_t  rows    = random.range(1, 24);
+        const double   which   = random.unit();
+        const double   binades = which < .3 ? 2.9 : which < .7 ? 7.1 : which < .85 ? 12 : 20;
+        const bool     cut = random.unit() < .5, uneven = random.unit() < .3;
+        random_matrix  m(random, rows, cols, type, bits, density, binades, cut, uneven);
         gpu_plan       plan = choose(m.matrix, { 99 * KB, true });
         layout_survey  found;
         layout_verdict v;

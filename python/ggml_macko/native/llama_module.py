@@ -52,7 +52,7 @@ def _problems(api: Any, load_from_file: Any) -> Iterator[str]:
         function = load_from_file if name == "llama_model_load_from_file" else getattr(api, name, None)
         if function is None:
             yield f"has no function {name}"
-        elif _signature(function, params) != (arguments, result):
+        elif _signature(function, params) not in ((arguments, result), None):  # None: a program wraps it
             yield f"{name} is not ({', '.join(arguments)}) -> {result}"
     for name in LIBRARY:
         if not hasattr(getattr(api, "_lib", None), name):
@@ -64,7 +64,7 @@ def _problems(api: Any, load_from_file: Any) -> Iterator[str]:
             yield f"llama_model_params has no member {name}"
         elif member.size != nbytes:
             yield f"llama_model_params.{name} does not have {nbytes} bytes (has {member.size})"
-    default_params = ctypes.cast(api.llama_model_default_params, ctypes.c_void_p).value
+    default_params = ctypes.cast(api._lib.llama_model_default_params, ctypes.c_void_p).value
     layout = ffi().new("struct ggml_macko_params_layout *")
     unknown = lib().ggml_macko_find_params_layout(
         ffi().cast("void (*)(void)", default_params), hasattr(api._lib, "llama_load_mode_name"), layout

@@ -26,9 +26,9 @@ constexpr time_t   TOO_YOUNG        = 2;         // seconds; longer than the tim
 
 // Whether a name belongs to a file that is being written: .STEM-HASH.weights.RANDOM.partial
 bool is_partial(std::string_view name) {
-    const std::string_view pattern = "-hhhhhhhhhhhhhhhh.weights.hhhhhhhhhhhhhhhh.partial"; // h: a hexadecimal digit
+    const std::string_view pattern = "-################.weights.################.partial"; // #: a hexadecimal digit
     const auto             matches = [](char p, char c) {
-        return p == 'h' ? (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f') : p == c;
+        return p == '#' ? (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f') : p == c;
     };
     return name.size() > pattern.size() && name[0] == '.' &&
            std::equal(pattern.begin(), pattern.end(), name.end() - static_cast<int64_t>(pattern.size()), matches);

@@ -180,6 +180,24 @@ inline std::unique_ptr<macko::model_file> open_or_die(const temporary_file & f) 
     return file;
 }
 
+// A sparse model of some size, and its dense stream.
+struct served_model {
+    builder::model                       m;
+    temporary_file                       f;
+    std::unique_ptr<macko::model_file>   file;
+    std::unique_ptr<macko::dense_stream> stream;
+
+    explicit served_model(uint64_t seed)
+        : m(builder::tiny_llama(seed == 4   ? 512
+                                : seed == 3 ? 64
+                                            : 16,
+                                2, seed)),
+          f(builder::serialize(builder::sparse_file(m, seed == 2))),
+          file(open_or_die(f)) {
+        CHECK(macko::dense_stream::create(*file, &stream) == S(OK), "%s", ggml_macko_last_error());
+    }
+};
+
 inline std::string ec(const char * component) { return std::string(UP) + component; }
 
 inline file_lie set_u32(const char * key, uint32_t v) {

@@ -1,4 +1,4 @@
-// What only Linux has: pipes, devices and links in place of a model, and files that are replaced while they are read.
+// Files of Linux: pipes, devices and links in place of a model, and files that are replaced while they are read.
 #include "lies.h"
 
 #include <sys/stat.h>

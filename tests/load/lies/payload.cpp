@@ -114,19 +114,17 @@ TEST(out_of_memory_in_a_thread_is_a_status) {
 // For sparse tensors, claimed or not.
 TEST(dense_stream_is_the_dense_file) {
     for (uint64_t seed : { 1, 2, 3 }) {
-        const builder::model                 m = builder::tiny_llama(seed == 3 ? 64 : 16, 2, seed);
-        const temporary_file                 f(builder::serialize(builder::sparse_file(m, seed == 2)));
-        const auto                           file = open_or_die(f);
-        std::unique_ptr<macko::dense_stream> v;
-        CHECK(macko::dense_stream::create(*file, &v) == S(OK), "%s", ggml_macko_last_error());
-        layout l;
-        bytes  expected = builder::serialize(m.dense, &l);
+        const served_model                           served(seed);
+        const builder::model &                       m = served.m;
+        const std::unique_ptr<macko::dense_stream> & v = served.stream;
+        layout                                       l;
+        bytes                                        expected = builder::serialize(m.dense, &l);
         CHECK(v->size() == static_cast<int64_t>(expected.size()), "size %lld vs %zu", static_cast<long long>(v->size()),
               expected.size());
         bytes got(expected.size(), 0xee);
         CHECK(v->read_at(0, got.data(), v->size()) == S(OK), "%s", ggml_macko_last_error());
         CHECK(got == expected, "seed %llu: without claims", static_cast<unsigned long long>(seed));
-        claim_all(*v, *file);
+        claim_all(*v, *served.file);
         CHECK(v->read_at(0, got.data(), v->size()) == S(OK), "%s", ggml_macko_last_error());
         for (size_t i = 0; i < m.sparse.size(); i++) { // a sparse tensor is read as a placeholder and zeros
             const size_t at = l.data_at[m.dense.tensor_index(m.sparse[i].name)];

@@ -3,12 +3,9 @@
 
 TEST(stream_reads_like_read_at) {
     for (uint64_t seed : { 1, 2, 3 }) {
-        const builder::model                 m = builder::tiny_llama(seed == 3 ? 64 : 16, 2, seed);
-        const temporary_file                 f(builder::serialize(builder::sparse_file(m, seed == 2)));
-        const auto                           file = open_or_die(f);
-        std::unique_ptr<macko::dense_stream> v;
-        CHECK(macko::dense_stream::create(*file, &v) == S(OK), "%s", ggml_macko_last_error());
-        claim_all(*v, *file);
+        const served_model                           served(seed);
+        const std::unique_ptr<macko::dense_stream> & v = served.stream;
+        claim_all(*v, *served.file);
         bytes whole(static_cast<size_t>(v->size()));
         CHECK(v->read_at(0, whole.data(), v->size()) == S(OK), "%s", ggml_macko_last_error());
         FILE * stream = v->open_stream();
@@ -53,24 +50,6 @@ static int64_t read_as_llama_cpp(FILE * stream, int64_t size, int64_t at, bytes 
     }
     return n_read;
 }
-
-// a sparse model of some size, and its dense stream
-struct served_model {
-    builder::model                       m;
-    temporary_file                       f;
-    std::unique_ptr<macko::model_file>   file;
-    std::unique_ptr<macko::dense_stream> stream;
-
-    explicit served_model(uint64_t seed)
-        : m(builder::tiny_llama(seed == 4   ? 512
-                                : seed == 3 ? 64
-                                            : 16,
-                                2, seed)),
-          f(builder::serialize(builder::sparse_file(m, seed == 2))),
-          file(open_or_die(f)) {
-        CHECK(macko::dense_stream::create(*file, &stream) == S(OK), "%s", ggml_macko_last_error());
-    }
-};
 
 // Dense tensors are read in full, a sparse tensor that a device has claimed only up to its placeholder.
 TEST(zeros_of_claimed_tensors_are_not_read) {

@@ -1,4 +1,4 @@
-"""A quantized GGUF -> a temporary F16 one, for code that reads F16, BF16 and F32 weights."""
+"""Temporary copies of a model, and the F16 copy of a quantized one for code that reads F16, BF16 and F32 weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Callable
 
 import numpy as np
 
@@ -28,24 +29,38 @@ def is_quantized(t: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def dequantized(source: str | os.PathLike[str], near: str | os.PathLike[str] | None) -> Iterator[Path]:
-    """A model without quantized tensors: the source itself, or a temporary copy in which they are F16.
+def temporary_copy(
+    model: Model, near: str | os.PathLike[str] | None, suffix: str, write: Callable[[AtomicOutput], None]
+) -> Iterator[Path]:
+    """A changed copy of the model, which is removed with the context.
 
     near: the output; the copy is in its folder, and the next run with the same copy removes the file of a killed run.
-    None: the copy is in the system's temporary folder. The copy has the time of the source, so that interrupted runs
-    find it unchanged. Logs the size of the copy. Raises MackoError or OSError.
+    None: the copy is in the system's temporary folder. suffix: distinguishes copies near the same output. write: writes
+    and seals the copy. The copy has the time of the source, so that interrupted runs find it unchanged. Raises
+    MackoError or OSError.
+    """
+    name = Path(tempfile.gettempdir(), f"macko-{os.getpid()}") if near is None else Path(near)
+    with AtomicOutput(name.with_name(f"{name.name}.{suffix}"), model.paths, force=True) as output:
+        write(output)  # never committed
+        modified = model.shards[0].opened.st_mtime_ns
+        os.utime(output.partial, ns=(modified, modified))
+        yield output.partial
+
+
+@contextlib.contextmanager
+def dequantized(source: str | os.PathLike[str], near: str | os.PathLike[str] | None) -> Iterator[Path]:
+    """A model without quantized tensors: the source itself, or a temporary_copy() in which they are F16.
+
+    Logs the size of the copy. Raises MackoError or OSError.
     """
     with contextlib.ExitStack() as stack:
         path = Path(source)
         with Model(source) as model:
             quantized = [t for t in model.tensors if is_quantized(t)]
             if quantized:
-                name = Path(tempfile.gettempdir(), f"macko-{os.getpid()}") if near is None else Path(near)
-                output = AtomicOutput(name.with_name(f"{name.name}.f16"), model.paths, force=True)
-                path = stack.enter_context(output).partial  # never committed
-                _write_copy(model, {t.name for t in quantized}, output)
-                modified = model.shards[0].opened.st_mtime_ns
-                os.utime(path, ns=(modified, modified))
+                names = {t.name for t in quantized}
+                copy = temporary_copy(model, near, "f16", lambda output: _write_f16(model, names, output))
+                path = stack.enter_context(copy)
                 types = ", ".join(sorted({type_name(t.type) for t in quantized}))
                 console.log(
                     f"note: {model.path}: {len(quantized)} quantized tensors ({types}) are dequantized to f16, "
@@ -55,7 +70,7 @@ def dequantized(source: str | os.PathLike[str], near: str | os.PathLike[str] | N
         yield path
 
 
-def _write_copy(model: Model, names: set[str], output: AtomicOutput) -> None:
+def _write_f16(model: Model, names: set[str], output: AtomicOutput) -> None:
     keys = [k for k in model.keys if k.name not in (_FILE_TYPE, "general.quantization_version")]
     stored = {t.name: (TYPE_F16, 2 * t.n_elements) if t.name in names else (t.type, t.nbytes) for t in model.tensors}
     tensors = [NewTensor(t.name, stored[t.name][0], t.ne, stored[t.name][1]) for t in model.tensors]

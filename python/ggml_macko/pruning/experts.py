@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -24,6 +23,7 @@ import numpy.typing as npt
 from .. import console, errors
 from ..evaluation.expert_statistics import DOWN, experts_of_text
 from ..gguf.activation_keys import without_rule
+from ..gguf.dense_copy import temporary_copy
 from ..gguf.files import Key, Model, Tensor, make_key
 from ..gguf.outputs import AtomicOutput
 from ..gguf.writer import NewTensor, Writer
@@ -142,8 +142,8 @@ class Mixture(NamedTuple):
         return n_kept
 
     def kept(self, scores: npt.NDArray[np.float64], n_kept: int) -> Indices:
-        """The experts with the highest scores (n_expert,), ascending; equally many of each group. Of equal scores, the
-        first is removed first.
+        """The experts with the highest scores (n_expert,), ascending; equally many of each group. If scores are
+        equal, the first expert is removed first.
         """
         by_unit = scores.reshape(self.n_groups, -1, self.unit).sum(axis=2)
         n = n_kept // (self.n_groups * self.unit)
@@ -265,14 +265,8 @@ def _is_written(t: Tensor, result: Tensor, selection: Selection) -> bool:
     return same
 
 
-@contextlib.contextmanager
-def removed(model: Model, selection: Selection, near: str | os.PathLike[str] | None) -> Iterator[Path]:
-    """A temporary copy of the model without the removed experts, near the output or, without one, in the system's
-    temporary folder. It has the time of the source, so that interrupted runs find it unchanged.
-    """
-    name = Path(tempfile.gettempdir(), f"macko-{os.getpid()}") if near is None else Path(near)
-    with AtomicOutput(name.with_name(f"{name.name}.experts"), model.paths, force=True) as output:
-        write(model, selection, output)
-        modified = model.shards[0].opened.st_mtime_ns
-        os.utime(output.partial, ns=(modified, modified))
-        yield output.partial
+def removed(
+    model: Model, selection: Selection, near: str | os.PathLike[str] | None
+) -> contextlib.AbstractContextManager[Path]:
+    """A temporary_copy() of the model without the removed experts."""
+    return temporary_copy(model, near, "experts", lambda output: write(model, selection, output))

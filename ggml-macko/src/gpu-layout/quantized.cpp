@@ -147,7 +147,7 @@ struct file_row {
     }
 };
 
-// All of the head of a row but its outliers. Rows of one warp_rows have equally many full steps. What is left becomes
+// All of the head of a row but its outliers. Rows of one warp_rows have equally many full steps. The rest becomes
 // segments where there is at most one per lane, as long as there is room (a row may be shorter than its steps then),
 // else groups behind all tiles.
 static void lay_out_rows(const packed_view & view, const quantized_layout & m) {

@@ -84,8 +84,7 @@ constexpr int64_t quantized_word(int64_t x_slot, int64_t width) { return x_slot 
 constexpr int64_t quantized_reach(int bits, int64_t width) {
     return bits < 8 ? 1 << bits : width - 1 < 256 ? width - 1 : 256;
 }
-// What the values of a quantized type of the file become: Q4_0 stays; signed bytes are Q8_0, and Q5_0 and Q4_NL without
-// loss.
+// The type of the values in memory, by their type in the file: Q4_0 stays; Q8_0 also holds Q5_0 and Q4_NL without loss.
 constexpr int32_t quantized_value_type(int32_t value_type) {
     return value_type == GGML_MACKO_TYPE_Q4_0 ? value_type : GGML_MACKO_TYPE_Q8_0;
 }
@@ -109,7 +108,7 @@ constexpr int quantized_segments(const cuda_quantized_row & r, int lanes) {
 constexpr int quantized_tile_nbytes(int value_words, int bits) {
     return CUDA_QUANTIZED_TILE * (4 * (value_words + bits) + 2);
 }
-// Of a row of n groups: the first group of the run in the file's order, its number of groups, and its slot.
+// A run of a row of n groups: its first group in the file's order, its number of groups, and its slot.
 struct quantized_run {
     int begin, groups, slot;
 };

@@ -1,4 +1,4 @@
-// What compilers offer for one system.
+// Attributes that one compiler has for one system.
 #pragma once
 
 // Marks a function that gcc compiles twice, the second time for AVX2; WIDE: a third time for AVX-512 (from gcc 12 on).

@@ -1,7 +1,7 @@
 """Predicts size, memory and speed of a model that is stored sparse: `plan(model)`.
 
-Sizes come from the codecs themselves, on the real weights. Of large tensors a sample of rows is encoded and scaled up;
-EC-CSR is omitted, because its gain depends on groups of rows anywhere in a matrix, and it takes seconds per tensor.
+Sizes come from the codecs themselves, on the real weights. A sample of the rows of a large tensor is encoded and scaled
+up; EC-CSR is omitted, because its gain depends on groups of rows anywhere in a matrix, and it takes seconds per tensor.
 Speeds are those of measured_speed.py, on other machines.
 """
 

@@ -1,4 +1,4 @@
-"""What the experts of a mixture add to the hidden states of a text.
+"""Measures the contribution of each expert of a mixture to the hidden states of a text.
 
 llama.cpp multiplies with down by the experts that the router chose, then adds biases, and then multiplies by the
 router's weights. Each of these nodes reads the one before it, so the last of them has the contributions of the experts:

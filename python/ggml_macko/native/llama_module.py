@@ -1,4 +1,5 @@
-"""What the hook needs from the module llama_cpp: functions, their ctypes signatures, members of llama_model_params.
+"""Checks the parts of the module llama_cpp that the hook needs: functions, their ctypes signatures, and members of
+llama_model_params.
 
 The version says little: forks have numbers of their own, and one version has many builds. Therefore check() looks at
 the module itself, and compares its struct with the one that the library writes.

@@ -138,7 +138,7 @@ __device__ __forceinline__ uint32_t warp_max_bits(uint32_t v) {
 #endif
 }
 
-// What a block does before its first row is bound by the instructions that its 24 warps issue, and whatever goes
+// The work of a block before its first row is bound by the instructions that its 24 warps issue, and data that passes
 // through registers waits behind the weights (measured). So x comes by bulk copies, which one thread asks for, and the
 // loops below have constant offsets.
 

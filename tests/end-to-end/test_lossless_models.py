@@ -1,4 +1,4 @@
-"""Whole models at every density: identical after restore, the same greedy text, bounded logits, the same perplexity.
+"""Whole models at every density: identical after restore, bounded logits, the same text up to ties and perplexity.
 
 The bundled model is always tested; the other models are not in the repository, and are skipped if they are missing.
 """
@@ -13,7 +13,7 @@ from ggml_macko.evaluation.perplexity import perplexity
 from reference.llama_float64 import Float64Llama
 from support import generators
 from support.commands import run_macko
-from support.llama_logits import greedy, open_model, prompt_logits
+from support.llama_logits import greedy_tokens, open_model, prompt_logits
 
 # llama.cpp rounds activations and the KV cache to F16. The distance of a logit from float64 then depends on the model
 # (0.015 to 0.030 for these), so the bounds are multiples of the errors of dense llama.cpp on the same model.
@@ -51,17 +51,23 @@ def test_sparse_model_is_equal_to_its_dense_twin(name, density, tmp_path, record
     run_macko("convert", dense, sparse, "--force")
     assert tensors(restored) == tensors(dense)
 
-    assert greedy(open_model(sparse)) == greedy(open_model(dense))
-
     tokens, got = prompt_logits(open_model(sparse, logits_all=True))
-    exact = Float64Llama(str(dense)).logits(tokens)
+    reference = Float64Llama(str(dense))
+    exact = reference.logits(tokens)
     off, dense_off = got - exact, prompt_logits(open_model(dense, logits_all=True))[1] - exact
     error, dense_error = np.abs(off).max(), np.abs(dense_off).max()
     record_property("max_logit_error", float(error))
     assert error <= LARGEST_RATIO * dense_error
     assert np.sqrt((off**2).mean()) <= RMS_RATIO * np.sqrt((dense_off**2).mean())
 
-    found = [perplexity_of(p) for p in (dense, sparse)]
+    # The two texts are equal up to a tie: two tokens whose logits are as close in float64 as the errors above allow.
+    (start, wanted), (_, found) = [greedy_tokens(open_model(p)) for p in (dense, sparse)]
+    if wanted != found:
+        n_equal = next(i for i, (a, b) in enumerate(zip(wanted, found)) if a != b)
+        last = reference.logits(start + wanted[:n_equal])[-1]
+        assert abs(last[wanted[n_equal]] - last[found[n_equal]]) <= error + dense_error
+
+    ppl = [perplexity_of(p) for p in (dense, sparse)]
     sizes = f"{dense.stat().st_size} -> {sparse.stat().st_size} bytes"
-    print(f"{name} {density}: {sizes}, max logit error {error:.4f}, perplexity {found}")
-    assert abs(found[1] / found[0] - 1) < 1e-4  # equal to four digits
+    print(f"{name} {density}: {sizes}, max logit error {error:.4f}, perplexity {ppl}")
+    assert abs(ppl[1] / ppl[0] - 1) < 1e-4  # equal to four digits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,6 +75,12 @@ def logits(llama: Any, tokens: list) -> np.ndarray:
 
 def greedy(llama: Any, n: int = 128, prompt: str = PROMPT) -> str:
     return llama(prompt, max_tokens=n, temperature=0)["choices"][0]["text"]
+
+
+def greedy_tokens(llama: Any, n: int = 128, prompt: str = PROMPT) -> tuple[list[int], list[int]]:
+    """The tokens of the prompt, and the n tokens of its greedy continuation."""
+    start = llama.tokenize(prompt.encode())
+    return start, list(itertools.islice(llama.generate(start, temp=0), n))
 
 
 def prompt_logits(llama: Any, n: int = 256) -> tuple[list, np.ndarray]:

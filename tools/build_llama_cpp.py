@@ -32,12 +32,14 @@ PROGRAMS = (
 NOT_DYNAMIC = ("llama-export-lora",)  # it uses symbols of the CPU backend, so llama.cpp does not build it with plugins
 
 
-def supported_range() -> tuple[str, str]:
-    """The oldest and the newest llama-cpp-python that the package supports."""
-    match = re.search(r'"llama-cpp-python>=([0-9.]+),<=([0-9.]+)"', (ROOT / "pyproject.toml").read_text())
-    if not match:
-        sys.exit("error: no range of llama-cpp-python in pyproject.toml")
-    return match[1], match[2]
+def tested_range() -> tuple[str, str]:
+    """The oldest and the newest llama-cpp-python that the package is tested with."""
+    found = re.findall(
+        r"^set\(LLAMA_CPP_PYTHON_(?:OLDEST|NEWEST) ([0-9.]+)\)", (ROOT / "cmake" / "llama-cpp.cmake").read_text(), re.M
+    )
+    if len(found) != 2:
+        sys.exit("error: no range of llama-cpp-python in cmake/llama-cpp.cmake")
+    return found[0], found[1]
 
 
 def fetch(version: str, folder: pathlib.Path) -> pathlib.Path:
@@ -98,7 +100,7 @@ def main() -> None:
     out = args.out or ROOT / "build" / ("llama.cpp-dl" if args.dynamic else "llama.cpp")
     programs = args.programs or [p for p in PROGRAMS if not (args.dynamic and p in NOT_DYNAMIC)]
     try:
-        build(args.source or fetch(supported_range()[1], ROOT / "build"), out, args.dynamic, args.jobs, programs)
+        build(args.source or fetch(tested_range()[1], ROOT / "build"), out, args.dynamic, args.jobs, programs)
     except subprocess.CalledProcessError as e:
         sys.exit(f"error: {' '.join(e.cmd[:3])} ... failed with exit code {e.returncode}")
     except FileNotFoundError as e:

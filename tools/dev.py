@@ -29,10 +29,13 @@ import venv
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import build_llama_cpp
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-READY = VENV / "ready"  # a copy of the pyproject.toml whose requirements .venv has, next to the editable package
+READY = VENV / "ready"  # the requirements that .venv has, next to the editable package
+NEWEST_LLAMA_CPP_PYTHON = f"llama-cpp-python=={build_llama_cpp.tested_range()[1]}"  # not a newer, untested one
 BUILD = ROOT / "build" / "dev"
 DIST = ROOT / "build" / "dist"
 SANITIZED = ROOT / "build" / "sanitized"
@@ -125,7 +128,7 @@ def install_package(package: list[object], extra: str) -> None:
     # llama-cpp-python is compiled here, without the library of llama.cpp's command-line programs
     hook = shlex.quote(f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={ROOT / 'cmake' / 'llama-cpp-python.cmake'}")
     environment = {**os.environ, "CMAKE_ARGS": f"{os.environ.get('CMAKE_ARGS', '')} {hook}".strip()}
-    run(PYTHON, "-m", "pip", "install", "-q", f"ggml-macko[{extra}]", env=environment)
+    run(PYTHON, "-m", "pip", "install", "-q", f"ggml-macko[{extra}]", NEWEST_LLAMA_CPP_PYTHON, env=environment)
 
 
 def install_build_requirements() -> None:
@@ -136,7 +139,7 @@ def install_build_requirements() -> None:
 def prepare() -> None:
     """Prepares .venv for check and test: the package in editable mode, all requirements of tests, and the tools."""
     create_venv()
-    wanted = (ROOT / "pyproject.toml").read_text()
+    wanted = (ROOT / "pyproject.toml").read_text() + NEWEST_LLAMA_CPP_PYTHON
     if READY.exists() and READY.read_text() == wanted:
         return
     install_build_requirements()

@@ -13,7 +13,6 @@ import sys
 
 import pytest
 
-import build_llama_cpp
 from support import generators, lora_files
 from support import llama_programs as programs
 
@@ -204,10 +203,6 @@ def test_preload_path_that_the_linker_would_cut_is_refused(tmp_path):
         env={**os.environ, "PYTHONPATH": str(package.parent)},
     )
     assert done.returncode == 1 and "LD_PRELOAD cannot name a path with a space or a colon" in done.stderr
-
-
-def test_builder_knows_the_pin():
-    assert build_llama_cpp.supported_range()[1] in (generators.ROOT / "pyproject.toml").read_text()
 
 
 def test_weights_are_judged_by_name_and_dimensions():

@@ -38,10 +38,11 @@ def numbers(version: str) -> list[int]:
 
 
 def test_record_covers_the_range_that_is_declared():
-    oldest, newest = build_llama_cpp.supported_range()
+    oldest, newest = build_llama_cpp.tested_range()
     assert list(VERSIONS) == check_versions.versions_in_range()
     assert library.llama_cpp_python_range() == (oldest, newest)
     tested = [numbers(version) for version in library.ggml_range()]
+    assert f'"llama-cpp-python>={oldest},' in (generators.ROOT / "pyproject.toml").read_text()
     assert tested[0] == numbers(VERSIONS[oldest]["ggml"]) and tested[1] >= numbers(VERSIONS[newest]["ggml"])
 
 

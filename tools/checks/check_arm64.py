@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
     try:
-        source = args.source or build_llama_cpp.fetch(build_llama_cpp.supported_range()[1], ROOT / "build")
+        source = args.source or build_llama_cpp.fetch(build_llama_cpp.tested_range()[1], ROOT / "build")
         start = time.monotonic()
         arm64 = build(source.resolve(), args.jobs)
         print(f"built in {time.monotonic() - start:.0f} s", file=sys.stderr)

@@ -6,9 +6,9 @@
   python3 tools/checks/check_versions.py run VERSION... build these versions from their source distributions, install
                                                         our wheel beside each, and compare sparse with dense
 
-`headers` takes a minute plus the download of 1 GB; to add a version, raise the range in pyproject.toml first. `run`
-takes about 5 minutes per version on 2 cores, prints the rows of the table in docs/design/versions.md, and exits with 1
-if a check failed. If the plugin finds a GPU, `run` also compares there, with all layers on the GPU.
+`headers` takes a minute plus the download of 1 GB; to add a version, raise the range in cmake/llama-cpp.cmake first.
+`run` takes about 5 minutes per version on 2 cores, prints the rows of the table in docs/design/versions.md, and exits
+with 1 if a check failed. If the plugin finds a GPU, `run` also compares there, with all layers on the GPU.
 tests/unit/test_versions.py compares the record with the plugin.
 """
 
@@ -78,7 +78,7 @@ LLAMA_FUNCTIONS = (
 
 
 def versions_in_range() -> list[str]:
-    oldest, newest = build_llama_cpp.supported_range()
+    oldest, newest = build_llama_cpp.tested_range()
     prefix, first = oldest.rsplit(".", 1)
     return [f"{prefix}.{n}" for n in range(int(first), int(newest.rsplit(".", 1)[1]) + 1)]
 

@@ -34,7 +34,7 @@ target_include_directories(ggml-macko SYSTEM PRIVATE
     ${LLAMA_CPP_DIR}/include ${LLAMA_CPP_DIR}/ggml/include ${LLAMA_CPP_DIR}/ggml/src ${LLAMA_CPP_DIR}/vendor/hash)
 target_compile_definitions(ggml-macko PRIVATE GGML_BACKEND_DL GGML_BACKEND_BUILD GGML_BACKEND_SHARED
     GGML_MACKO_OLDEST_LLAMA_CPP_PYTHON="${LLAMA_CPP_PYTHON_OLDEST}"
-    GGML_MACKO_NEWEST_LLAMA_CPP_PYTHON="${LLAMA_CPP_PYTHON_VERSION}"
+    GGML_MACKO_NEWEST_LLAMA_CPP_PYTHON="${LLAMA_CPP_PYTHON_NEWEST}"
     GGML_MACKO_OLDEST_GGML="${LLAMA_CPP_OLDEST_GGML}"
     GGML_MACKO_NEWEST_GGML="${LLAMA_CPP_NEWEST_GGML}")
 target_link_libraries(ggml-macko PRIVATE -Wl,--whole-archive macko-core -Wl,--no-whole-archive ${macko_ggml_base}

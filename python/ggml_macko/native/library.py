@@ -97,7 +97,7 @@ def version() -> str:
 
 
 def llama_cpp_python_range() -> tuple[str, str]:
-    """The oldest and the newest version of llama-cpp-python that the plugin supports."""
+    """The oldest and the newest version of llama-cpp-python that the plugin is tested with."""
     return text(lib().ggml_macko_oldest_llama_cpp_python()), text(lib().ggml_macko_newest_llama_cpp_python())
 
 

@@ -235,12 +235,12 @@ def test_weights_are_judged_by_name_and_dimensions():
         "",
     ]
     other += ["blk.0.attn_q.weight.values"]
-    assert [n for n in multiplied + other if tensor_rules.is_multiplied(n, 2)] == multiplied
+    assert [n for n in multiplied + other if tensor_rules.may_be_sparse(n, 2)] == multiplied
     assert tensor_rules.is_block_weight("blk.0.ffn_up_exps.weight", 3) and not tensor_rules.is_block_weight(
         "blk.0.ffn_up.weight", 3
     )
     assert (
         not tensor_rules.is_block_weight("output.weight", 2)
-        and not tensor_rules.is_multiplied("output.weight", 3)
-        and not tensor_rules.is_multiplied("blk.0.attn_q.weight", 1)
+        and not tensor_rules.may_be_sparse("output.weight", 3)
+        and not tensor_rules.may_be_sparse("blk.0.attn_q.weight", 1)
     )

@@ -379,7 +379,7 @@ def _values(name: str, ne: list[int]) -> np.ndarray:
 
 def make(arch: str, experts: bool, n_experts: int = 2) -> GGUF:
     """A dense model; its multiplied matrices are F16."""
-    from ggml_macko.gguf.tensor_rules import is_multiplied
+    from ggml_macko.gguf.tensor_rules import may_be_sparse
 
     f = metadata(arch, experts, n_experts)
     for name, (type_id, ne) in tensors(f, SHAPES.get(arch, Shape()).n_layer).items():
@@ -389,7 +389,7 @@ def make(arch: str, experts: bool, n_experts: int = 2) -> GGUF:
         if type_id == TYPE_I32:
             data = np.zeros(ne[::-1], dtype=np.int32).tobytes()
         else:
-            if is_multiplied(name, n_dims):
+            if may_be_sparse(name, n_dims):
                 type_id = TYPE_F16
             data = _values(name, ne).astype(np.float16 if type_id == TYPE_F16 else np.float32).tobytes()
         f.tensors.append(Tensor(name.encode(), ne[:n_dims], type_id, data))

@@ -213,7 +213,7 @@ def parse_options(model: Model, type: str, o: ConvertOptions) -> Options:
     for override in options.overrides:
         text = f"--tensor-type {override.pattern.pattern}={override.type}"
         names = [t.name for t in model.tensors]
-        usable = [t.name for t in model.tensors if tensor_rules.is_multiplied(t.name, len(t.ne))]
+        usable = [t.name for t in model.tensors if tensor_rules.may_be_sparse(t.name, len(t.ne))]
         tensor_rules.check_pattern(
             text,
             override.pattern.pattern,

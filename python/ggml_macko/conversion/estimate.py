@@ -246,7 +246,7 @@ def _look(t: Tensor, names: Sequence[str], of: _Frame, all_rows: bool, n_threads
     if n_negative:
         bits = np.where(negative, 0, bits).astype(bits.dtype)
     nnz = int(np.count_nonzero(bits)) * scale
-    can_be_sparse = tensor_rules.is_multiplied(t.name, len(t.ne))
+    can_be_sparse = tensor_rules.may_be_sparse(t.name, len(t.ne))
     if can_be_sparse:
         count = native_codec.count_dense(bits, t.type, n_threads)
         if not count.n_nonfinite:

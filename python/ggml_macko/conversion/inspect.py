@@ -184,6 +184,6 @@ def _layout_of(t: Tensor, on_device: int, n_threads: int) -> DeviceLayout:
 def _break_even(t: Tensor) -> float | None:
     if t.codec is not None and t.sparse is not None:
         return t.codec.break_even_density(t.cols, t.type, t.sparse.index_bits, t.sparse.value_type)
-    if tensor_rules.is_value_type(t.type) and tensor_rules.is_multiplied(t.name, len(t.ne)):
+    if tensor_rules.is_value_type(t.type) and tensor_rules.may_be_sparse(t.name, len(t.ne)):
         return registry.break_even_density(t.cols, t.type)
     return None

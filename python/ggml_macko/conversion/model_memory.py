@@ -134,7 +134,7 @@ def context_memory(
 
 def _gpu_nbytes(model: Model, total: int | None) -> int:
     """Memory of CUDA itself and of products with many columns."""
-    multiplied = [t for t in model.tensors if tensor_rules.is_multiplied(t.name, len(t.ne))]
+    multiplied = [t for t in model.tensors if tensor_rules.may_be_sparse(t.name, len(t.ne))]
     largest = max((2 * t.cols * t.ne[1] for t in multiplied), default=0)
     most = MAX_PANEL_NBYTES if total is None else min(MAX_PANEL_NBYTES, total // PANEL_SHARE)
     return CUDA_NBYTES + CUBLAS_WORKSPACE_NBYTES + N_PANELS * min(most, largest)

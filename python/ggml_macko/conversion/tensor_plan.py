@@ -290,7 +290,7 @@ def why_dense(t: Tensor, asked: str | None, wanted: str) -> str | None:
     """The reason why a tensor cannot be stored sparse, regardless of its values: empty if obvious; None if it can be
     stored sparse.
     """
-    if not tensor_rules.is_multiplied(t.name, len(t.ne)):
+    if not tensor_rules.may_be_sparse(t.name, len(t.ne)):
         return "llama.cpp does not only multiply with it" if asked and asked != DENSE else ""
     if wanted == DENSE:
         return "asked for"
@@ -407,7 +407,7 @@ def plan_for_target(model: Model, options: Options, target_bpw: float, spool: Sp
         raise _unreachable(target_bpw, least, n_elements)
     tried: list[list[tuple[Options, TensorPlan]]] = []
     for t in _tracked(model.tensors, "trying types"):
-        is_free = tensor_rules.is_multiplied(t.name, len(t.ne)) and not options.is_fixed(t)
+        is_free = tensor_rules.may_be_sparse(t.name, len(t.ne)) and not options.is_fixed(t)
         names = registry.mixed_types() if is_free else (options.type,)
         each = [replace(options, type=name, measure=True) for name in names]
         plans = [(o, plan_tensor(t, o, model.alignment, Spool(None))) for o in each]

@@ -19,7 +19,7 @@ def is_block_weight(name: str, n_dims: int) -> bool:
     return weight_use(name, n_dims) == WEIGHT_BLOCK
 
 
-def is_multiplied(name: str, n_dims: int) -> bool:
+def may_be_sparse(name: str, n_dims: int) -> bool:
     """Whether llama.cpp uses the tensor in matrix products only, so that it may be stored sparse."""
     return weight_use(name, n_dims) != WEIGHT_OTHER
 

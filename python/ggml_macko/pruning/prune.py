@@ -214,7 +214,7 @@ def tensors_to_prune(model: Model, include: Sequence[str] = (), exclude: Sequenc
         console.log(f"warning: {t.name} stays as it is: {obstacle}")
     tensors = [s.tensor for s in chosen if not s.obstacle]
     for t in tensors:
-        if not tensor_rules.is_multiplied(t.name, len(t.ne)):
+        if not tensor_rules.may_be_sparse(t.name, len(t.ne)):
             console.log(f"warning: {t.name} cannot be stored sparse: llama.cpp does not only multiply with it")
     if not tensors:
         hint = f"{refused[0].tensor.name} has {refused[0].obstacle}" if refused else "no tensor has such a name"

@@ -1,7 +1,10 @@
 // The rows of up that the CPU device computes under a ReLU gate (cpu/device/graph-plan.h): the result must have the
 // same bits, and rows may be skipped only if no other node reads them. The weights are dense, so a row of up is zero
-// only if it was not computed. Also tests inputs that count as zero because they are below a threshold.
+// only if it was not computed. Also tests inputs that count as zero because they are below a threshold, and lookups of
+// rows of a weight.
 #include "abi/op-numbers.h"
+#include "codec/macko/encode.h"
+#include "codec/registry.h"
 #include "cpu/device/graph-plan.h"
 #include "cpu/device/weight.h"
 #include "guarded.h"
@@ -396,6 +399,152 @@ TEST(inputs_that_are_not_finite_are_kept) {
     for (const size_t i : { 2, 4, 5 }) {
         CHECK(out[i] == 0 && !std::signbit(out[i]), "element %zu", i);
     }
+}
+
+// ---- lookups ----
+
+// A weight in the memory of the CPU device, made of a matrix in one of the formats.
+struct looked_up_weight {
+    std::vector<float>       want; // its rows, as the codec decodes them
+    std::unique_ptr<guarded> memory;
+
+    looked_up_weight(const ggml_macko_matrix & m, const layout_traits & traits) {
+        std::unique_ptr<codec_view> view;
+        const codec &               format = *find_codec(m.format);
+        CHECK(open_matrix(format, m, 1, &view) == 0, "%s: %s", m.format, ggml_macko_last_error());
+        const macko_desc     desc = rows_desc(format, m);
+        const auto           n = static_cast<size_t>(m.rows * m.cols), size = static_cast<size_t>(value_nbytes(m.type));
+        std::vector<uint8_t> dense(n * size);
+        CHECK(view->decode(dense.data(), 1) == 0, "%s: %s", m.format, ggml_macko_last_error());
+        for (size_t i = 0; i < n; i++) {
+            uint32_t bits = 0;
+            memcpy(&bits, &dense[i * size], size);
+            want.push_back(static_cast<float>(value_of(bits, m.type)));
+        }
+        const cpu_plan plan = choose_cpu_layout(traits, desc, m.value_type, m.arrays[0].nbytes, format.window(m));
+        memory              = std::make_unique<guarded>(static_cast<int64_t>(sizeof(weight)) + plan.nbytes);
+        auto * w            = reinterpret_cast<weight *>(memory->data);
+        *w                  = { WEIGHT_MAGIC, plan, false, m.rows };
+        matrix_packer packer(plan, span_ops_in_use(), w->rows_memory());
+        if (matrix_packer::takes(format)) {
+            packer.pack_whole(*view, 1);
+        } else {
+            macko_matrix rows;
+            macko_view   all;
+            CHECK(recode(*view, 1, &rows) == 0 &&
+                      validate({ rows.desc, 0, m.rows, rows.row_ptr.data(), 0, rows.values.data(), rows.deltas.data() },
+                               &all) == 0,
+                  "%s: %s", m.format, ggml_macko_last_error());
+            do {
+                packer.pack(all, 0);
+            } while (!packer.finish());
+        }
+        w->overflowed = packer.overflowed();
+    }
+    ggml_tensor * tensor(ggml_context * ctx, int32_t type, int64_t cols, int64_t rows) const {
+        ggml_tensor * t = ggml_new_tensor_2d(ctx, static_cast<ggml_type>(type), cols, rows);
+        t->data         = memory->data;
+        return t;
+    }
+};
+
+// Looks up rows with 1 to 3 threads: one row, some, and so many that several threads share them.
+void check_lookup(const char * what, const looked_up_weight & w, int32_t type, int64_t cols, int64_t rows) {
+    const auto                        last  = static_cast<int32_t>(rows - 1);
+    std::vector<std::vector<int32_t>> lists = { { last }, { 0, last, last, 0, 7, 3, 3, last / 2, 0 } };
+    lists.emplace_back();
+    for (int32_t i = 0; i < 64; i++) {
+        lists.back().push_back(i * 7 % static_cast<int32_t>(rows));
+    }
+    for (const std::vector<int32_t> & list : lists) {
+        graph_builder b(1);
+        const auto    n   = static_cast<int64_t>(list.size());
+        ggml_tensor * ids = ggml_new_tensor_1d(b.ctx, GGML_TYPE_I32, n);
+        memcpy(ids->data, list.data(), list.size() * 4);
+        ggml_tensor * y = ggml_get_rows(b.ctx, w.tensor(b.ctx, type, cols, rows), ids);
+        for (int n_threads = 1; n_threads <= 3; n_threads++) {
+            const guarded result(n * cols * 4);
+            y->data = result.data;
+            graph_plan plan;
+            plan.n_threads = n_threads;
+            CHECK(is_lookup(y) && plan.add_lookup(y, weight_of(y->src[0])), "%s: %ld rows", what, (long)n);
+            plan.run();
+            for (size_t i = 0; i < list.size(); i++) {
+                CHECK(memcmp(result.floats() + i * static_cast<size_t>(cols),
+                             &w.want[static_cast<size_t>(list[i] * cols)], static_cast<size_t>(cols * 4)) == 0,
+                      "%s, type %d, %ld x %ld: row %d differs with %d threads", what, type, (long)rows, (long)cols,
+                      list[i], n_threads);
+            }
+            CHECK(result.intact() && w.memory->intact(), "%s: written outside", what);
+        }
+    }
+}
+
+TEST(looked_up_rows_are_those_of_the_decoded_matrix) {
+    struct encoding {
+        const char *                   format;
+        std::vector<ggml_macko_option> options;
+    };
+    const encoding encodings[] = {
+        { "macko", {} },
+        { "ec-csr", {} },
+        { "packed", {} },
+        { "packed", { { "value_type", GGML_MACKO_TYPE_CODED } } },
+        { "packed", { { "value_type", GGML_MACKO_TYPE_Q8_0 } } },
+        { "packed", { { "value_type", GGML_MACKO_TYPE_Q5_0 } } },
+        { "packed", { { "value_type", GGML_MACKO_TYPE_Q4_NL } } },
+        { "packed", { { "value_type", GGML_MACKO_TYPE_Q4_0 } } },
+        { "quantized", { { "value_type", GGML_MACKO_TYPE_Q3 } } },
+        { "quantized", { { "value_type", GGML_MACKO_TYPE_Q4 } } },
+        { "quantized", { { "value_type", GGML_MACKO_TYPE_Q8 } } },
+    };
+    layout_traits bundles, coded;
+    bundles.quant_bundles = coded.coded = true;
+    bundles.bundles_below = bundles.short_bundles_below = 1;
+    coded.coded_from                                    = 0;
+    rng random(41);
+    for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 }) {
+        for (const int64_t cols : { 1, 33, 64, 1089 }) {
+            const int64_t        rows = 43;
+            std::vector<uint8_t> dense;
+            for (int64_t i = 0; i < rows * cols; i++) {
+                // of one exponent in F16, so that values can be coded; the same bits are finite in the other types
+                const uint64_t bits  = 0x2c00 | (random.bits() & 0x83ff);
+                const uint64_t value = random.unit() < 0.4 ? (type == GGML_MACKO_TYPE_F32 ? bits << 16 : bits) : 0;
+                for (int64_t k = 0; k < value_nbytes(type); k++) {
+                    dense.push_back(static_cast<uint8_t>(value >> (8 * k)));
+                }
+            }
+            for (const encoding & e : encodings) {
+                std::unique_ptr<encoded_matrix> encoded;
+                const int status = encode_matrix(*find_codec(e.format), dense.data(), { rows, cols, type, 4, 0 },
+                                                 e.options.data(), static_cast<int>(e.options.size()), 1, &encoded);
+                CHECK(status == 0, "%s: %s", e.format, ggml_macko_last_error());
+                ggml_macko_matrix m = encoded->matrix();
+                m.format            = e.format;
+                for (const layout_traits & traits : { layout_traits(), bundles, coded }) {
+                    check_lookup(e.format, looked_up_weight(m, traits), type, cols, rows);
+                }
+            }
+        }
+    }
+}
+
+TEST(lookup_of_a_row_that_does_not_exist_is_refused) {
+    graph_builder b(2);
+    ggml_tensor * w   = b.weights(1);
+    ggml_tensor * ids = ggml_new_tensor_1d(b.ctx, GGML_TYPE_I32, 2);
+    ggml_tensor * y   = ggml_get_rows(b.ctx, w, ids);
+    for (const int32_t bad : { -1, int32_t(ROWS), INT32_MAX, INT32_MIN }) {
+        memcpy(ids->data, std::array<int32_t, 2>{ 0, bad }.data(), 8);
+        graph_plan plan;
+        CHECK(!plan.add_lookup(y, weight_of(w)) && plan.is_empty(), "row %d", bad);
+    }
+    memset(ids->data, 0, 8);
+    graph_plan plan;
+    CHECK(!plan.add_lookup(y, nullptr) && plan.is_empty(), "of a weight that was not loaded");
+    CHECK(!is_lookup(ggml_get_rows(b.ctx, b.weights(2), ggml_new_tensor_2d(b.ctx, GGML_TYPE_I32, 2, 2))),
+          "of several matrices");
 }
 
 } // namespace

@@ -2,6 +2,7 @@
 #include "cpu/device/graph-plan.h"
 #include "abi/op-numbers.h"
 #include "backend/log.h"
+#include "codec/quants.h"
 #include "cpu/device/weight.h"
 #include "cpu/kernels/rope.h"
 #include "cpu/kernels/row-ops.h"
@@ -87,6 +88,29 @@ void get_rows_thread(const ggml_tensor * dst, int ith, int nth) {
     }
 }
 
+// Writes one row of a weight as floats, and allocates nothing: 16-bit elements first fill the second half of the row.
+void write_row(const weight & m, int64_t row, float * y) {
+    const int64_t cols = m.desc().cols;
+    if (m.desc().type == GGML_MACKO_TYPE_F32) {
+        return weight_densify_rows(m, row, row + 1, y);
+    }
+    auto * bits = reinterpret_cast<uint8_t *>(y) + cols * 2;
+    weight_densify_rows(m, row, row + 1, bits);
+    for (int64_t i = 0; i < cols; i++) {
+        uint16_t value;
+        memcpy(&value, bits + i * 2, sizeof(value));
+        y[i] = float_of_value(value, m.desc().type);
+    }
+}
+
+// Writes thread ith's share of the looked up rows of a weight.
+void lookup_thread(const weight & m, const ggml_tensor * dst, int ith, int nth) {
+    const auto * ids = static_cast<const int32_t *>(dst->src[1]->data);
+    for (int64_t r = dst->ne[1] * ith / nth; r < dst->ne[1] * (ith + 1) / nth; r++) {
+        write_row(m, ids[r], y_at(dst, r, 0, 0));
+    }
+}
+
 // Computes thread ith's share of the tensor: whole rows, or some columns of each row if there are fewer rows than
 // threads.
 void row_op_thread(const ggml_tensor * dst, int ith, int nth) {
@@ -126,15 +150,6 @@ bool is_plain_rope(const ggml_tensor * op) {
            n_dims % 2 == 0 && n_dims <= std::min(op->ne[0], MAX_ROPE_DIMS) && ggml_get_op_params_f32(op, 7) == 0;
 }
 
-// Whether a GET_ROWS reads floats, with one list of row numbers.
-bool is_plain_get_rows(const ggml_tensor * op) {
-    const ggml_tensor * x   = op->src[0];
-    const ggml_tensor * ids = op->src[1];
-    return x && ids && has_plain_rows(op) && has_plain_rows(x) && ids->type == GGML_TYPE_I32 &&
-           ids->nb[0] == sizeof(int32_t) && ggml_nrows(ids) == 1 && ggml_nrows(x) == x->ne[1] &&
-           ggml_nrows(op) == op->ne[1] && op->ne[0] == x->ne[0] && op->ne[1] == ids->ne[0];
-}
-
 bool is_relu(const ggml_tensor * node) {
     return op_of(node) == GGML_OP_UNARY && ggml_get_unary_op(node) == GGML_UNARY_OP_RELU;
 }
@@ -162,6 +177,14 @@ bool is_relu_gated(const ggml_cgraph * graph, int i) {
 
 bool is_product(const ggml_tensor * op) { return op_of(op) == GGML_OP_MUL_MAT || op_of(op) == GGML_OP_MUL_MAT_ID; }
 
+bool is_lookup(const ggml_tensor * op) {
+    const ggml_tensor * x   = op->src[0];
+    const ggml_tensor * ids = op->src[1];
+    return op_of(op) == GGML_OP_GET_ROWS && x && ids && has_plain_rows(op) && ids->type == GGML_TYPE_I32 &&
+           ids->nb[0] == sizeof(int32_t) && ggml_nrows(ids) == 1 && ggml_nrows(x) == x->ne[1] &&
+           ggml_nrows(op) == op->ne[1] && op->ne[0] == x->ne[0] && op->ne[1] == ids->ne[0];
+}
+
 bool is_no_op(const ggml_tensor * op) {
     const ggml_op number = op_of(op);
     return number == GGML_OP_NONE || number == GGML_OP_VIEW || number == GGML_OP_RESHAPE || number == GGML_OP_PERMUTE ||
@@ -174,7 +197,7 @@ bool is_row_op(const ggml_tensor * op) {
         return is_plain_rope(op);
     }
     if (number == GGML_OP_GET_ROWS) {
-        return is_plain_get_rows(op);
+        return is_lookup(op) && has_plain_rows(op->src[0]);
     }
     const bool has_one_operand = number == GGML_OP_RMS_NORM || number == GGML_OP_SQR || is_relu(op);
     if (!has_one_operand && number != GGML_OP_ADD && number != GGML_OP_MUL && number != GGML_OP_GLU) {
@@ -259,24 +282,42 @@ bool graph_plan::add_mul_mat_id(const weight * m, const ggml_tensor * dst) {
     return true;
 }
 
-bool graph_plan::add_row_op(const ggml_tensor * node) {
-    if (op_of(node) == GGML_OP_GET_ROWS) {
-        const auto * ids = static_cast<const int32_t *>(node->src[1]->data);
-        for (int64_t i = 0; i < node->ne[1]; i++) {
-            if (ids[i] < 0 || ids[i] >= node->src[0]->ne[1]) {
-                log_error("%s: %s: row %d of %d\n", __func__, node->name, ids[i],
-                          static_cast<int>(node->src[0]->ne[1]));
-                return false;
-            }
+static bool has_all_rows(const ggml_tensor * node) {
+    const auto * ids = static_cast<const int32_t *>(node->src[1]->data);
+    for (int64_t i = 0; i < node->ne[1]; i++) {
+        if (ids[i] < 0 || ids[i] >= node->src[0]->ne[1]) {
+            log_error("%s: row %d of %d\n", node->name, ids[i], static_cast<int>(node->src[0]->ne[1]));
+            return false;
         }
+    }
+    return true;
+}
+
+static bool is_loaded(const ggml_tensor * node, const weight * m) {
+    if (!m) {
+        log_error("%s: the weight %s was not loaded\n", node->name, node->src[0]->name);
+    }
+    return m;
+}
+
+bool graph_plan::add_row_op(const ggml_tensor * node) {
+    if (op_of(node) == GGML_OP_GET_ROWS && !has_all_rows(node)) {
+        return false;
     }
     next_step(node, nullptr, 0);
     return true;
 }
 
+bool graph_plan::add_lookup(const ggml_tensor * node, const weight * m) {
+    if (!is_loaded(node, m) || !has_all_rows(node)) {
+        return false;
+    }
+    next_step(node, m, 0);
+    return true;
+}
+
 bool graph_plan::add_product(const ggml_tensor * node, const weight * m) {
-    if (!m) {
-        log_error("%s: %s: the weight %s was not loaded\n", __func__, node->name, node->src[0]->name);
+    if (!is_loaded(node, m)) {
         return false;
     }
     const size_t first = n_steps;
@@ -328,7 +369,7 @@ void graph_plan::reserve_scratch() {
         if (steps[i].skips_small) {
             n_floats = std::max(n_floats, static_cast<size_t>(steps[i].m->desc().cols));
         }
-        if (steps[i].m) {
+        if (!steps[i].row_op) {
             nbytes = std::max(nbytes,
                               mul_mat_scratch_nbytes(steps[i].m->desc().cols, static_cast<int64_t>(steps[i].x.size())));
         }
@@ -346,6 +387,12 @@ void graph_plan::reserve_scratch() {
 // One thread computes all operations on fewer floats than this: a barrier would take longer than the other threads
 // save.
 constexpr int64_t ALONE_BELOW = 4096;
+// The same for a lookup in a weight, which is often a graph of its own, so that threads have to be woken for it.
+constexpr int64_t LOOKUP_ALONE_BELOW = 65536;
+
+bool graph_plan::step::is_for_one_thread() const {
+    return row_op && ggml_nelements(row_op) < (m ? LOOKUP_ALONE_BELOW : ALONE_BELOW);
+}
 
 // Barriers between the steps, only where necessary: none between two steps that thread 0 computes alone.
 class step_barrier {
@@ -386,9 +433,10 @@ void graph_plan::run_thread(int ith, int nth) const {
     for (size_t i = 0; i < n_steps;) {
         const step & s = steps[i++];
         if (s.row_op) {
-            const bool alone = ggml_nelements(s.row_op) < ALONE_BELOW;
+            const bool alone = s.is_for_one_thread();
             if (barrier.begin(alone, ith)) {
-                row_op_thread(s.row_op, alone ? 0 : ith, alone ? 1 : nth);
+                const int i_share = alone ? 0 : ith, n_shares = alone ? 1 : nth;
+                s.m ? lookup_thread(*s.m, s.row_op, i_share, n_shares) : row_op_thread(s.row_op, i_share, n_shares);
             }
         } else if (!s.x.empty()) {
             if (s.skips_small && barrier.begin(true, ith)) {
@@ -417,6 +465,10 @@ void graph_plan::run_thread(int ith, int nth) const {
 
 void graph_plan::run() {
     reserve_scratch();
+    if (std::all_of(steps.begin(), steps.begin() + static_cast<std::ptrdiff_t>(n_steps),
+                    [](const step & s) { return s.is_for_one_thread(); })) {
+        return run_thread(0, 1);
+    }
 #pragma omp parallel num_threads(n_threads)
     run_thread(omp_get_thread_num(), omp_get_num_threads());
 }

@@ -21,6 +21,8 @@ struct weight;
 bool is_row_op(const ggml_tensor * op);
 // Whether op is MUL_MAT or MUL_MAT_ID.
 bool is_product(const ggml_tensor * op);
+// Whether op is a GET_ROWS with one list of row numbers, of a matrix of any type. The results are F32.
+bool is_lookup(const ggml_tensor * op);
 // Whether op is a view or no operation.
 bool is_no_op(const ggml_tensor * op);
 
@@ -53,6 +55,9 @@ public:
     // The tensors must exist until run() returns. Logs an error and returns false if GET_ROWS asks for a row that does
     // not exist.
     bool add_row_op(const ggml_tensor * node);
+    // Adds a lookup in the weight m. Logs an error and returns false if m is null because it was not loaded, or if a
+    // row does not exist.
+    bool add_lookup(const ggml_tensor * node, const weight * m);
     // Adds a product with the weight m. Logs an error and returns false if m is null because it was not loaded, or if
     // an expert's number is out of range; part of the product may have been added then.
     bool add_product(const ggml_tensor * node, const weight * m);
@@ -66,13 +71,15 @@ public:
 
 private:
     struct step {
-        const ggml_tensor *        row_op; // nullptr for a product
-        const weight *             m;
+        const ggml_tensor *        row_op;      // nullptr for a product
+        const weight *             m;           // nullptr for a row operation on floats
         int64_t                    matrix;      // among the ne[2] * ne[3] matrices of the weight, or the expert
         std::vector<const float *> x;           // rows to multiply with
         std::vector<float *>       y;           // rows of the result, one per x
         const float *              gate;        // the gate of mul_mat_params
         bool                       skips_small; // there is one x, and its elements below m's threshold are skipped
+
+        bool is_for_one_thread() const; // false for a product
     };
     struct product_steps {
         const ggml_tensor * node;

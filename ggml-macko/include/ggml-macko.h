@@ -373,12 +373,12 @@ GGML_MACKO_API int     ggml_macko_file_sparse(const struct ggml_macko_file * fil
 // Checks the payload of matrix i on a private copy, in blocks of rows or as a whole.
 GGML_MACKO_API int ggml_macko_file_check_payload(const struct ggml_macko_file * file, int64_t i, int n_threads);
 
-// How llama.cpp uses a weight with a given name. Only weights of matrix products can be stored sparse, because the
-// devices support no other operation on sparse weights.
+// How llama.cpp uses a weight with a given name. Only weights of matrix products and the embeddings of tokens can be
+// stored sparse, because the devices support no other operations on sparse weights.
 enum ggml_macko_weight_use {
-    GGML_MACKO_WEIGHT_OTHER = 0, // used by a lookup or an addition, or too small to matter
+    GGML_MACKO_WEIGHT_OTHER = 0, // used by another lookup or an addition, or too small to matter
     GGML_MACKO_WEIGHT_BLOCK = 1, // multiplied inside a block; 3-D: the weights of the block's experts
-    GGML_MACKO_WEIGHT_HEAD  = 2, // multiplied as the output matrix
+    GGML_MACKO_WEIGHT_HEAD  = 2, // the output matrix, or the embeddings of tokens, which may also be the output matrix
 };
 // Returns an enum ggml_macko_weight_use.
 GGML_MACKO_API int ggml_macko_weight_use_of(const char * name, int32_t n_dims);

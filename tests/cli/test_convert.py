@@ -170,7 +170,8 @@ def test_what_stays_dense_is_named_with_its_reason(tmp_path, macko):
     long_name = "blk.0.attn_" + "x" * 42 + ".weight"  # 60 bytes; + ".row_ptr" is more than 63
     q8 = gguf.quants.quantize(np.ones((8, 64), np.float32), gguf.GGMLQuantizationType.Q8_0)
     tensors = {
-        "token_embd.weight": (generators.random_bits(rng, 8, 64, 0.1), TYPE_F16),
+        "token_embd.weight": (generators.random_bits(rng, 8, 64, 0.95), TYPE_F16),
+        "blk.0.ffn_gate_inp.weight": (generators.random_bits(rng, 8, 64, 0.1), TYPE_F16),
         "blk.0.attn_q.weight": (nan, TYPE_F16),
         "blk.0.attn_k.weight": (generators.random_bits(rng, 8, 64, 0.97), TYPE_F16),
         "blk.0.attn_v.weight": (q8, 8),
@@ -178,14 +179,15 @@ def test_what_stays_dense_is_named_with_its_reason(tmp_path, macko):
         "blk.0.attn_output.weight": (generators.random_bits(rng, 8, 64, 0.1), TYPE_F16),
     }
     path = generators.write_gguf(tmp_path / "t.gguf", tensors)
-    done = macko("convert", path, tmp_path / "s.gguf", "--tensor-type", "token_embd|attn_output=macko")
+    done = macko("convert", path, tmp_path / "s.gguf", "--tensor-type", "token_embd|_inp|attn_output=macko")
     assert done.code == 0, done.err
     assert sparse_names(tmp_path / "s.gguf") == {"blk.0.attn_output.weight"}
     lines = {
         line.split()[2]: line for line in re.sub(r"\[ *\d+/ *\d+\]", "x x", done.err).splitlines() if " - [" in line
     }
     for name, reason in {
-        "token_embd.weight": "llama.cpp does not only multiply with it",
+        "token_embd.weight": "it is not pruned",
+        "blk.0.ffn_gate_inp.weight": "llama.cpp does not only multiply with it",
         "blk.0.attn_q.weight": "1 values are not finite",
         "blk.0.attn_k.weight": "would not shrink: density 0.9",
         "blk.0.attn_v.weight": "q8_0 values",
@@ -193,7 +195,7 @@ def test_what_stays_dense_is_named_with_its_reason(tmp_path, macko):
     }.items():
         assert f"stays dense: {reason}" in lines[name]
     assert "stays dense" not in lines["blk.0.attn_output.weight"]
-    assert "warning: 5 of 6 tensor(s) stay dense" in done.err
+    assert "warning: 6 of 7 tensor(s) stay dense" in done.err
     assert "\nwarning: 1 tensor(s) with values that are not finite: blk.0.attn_q.weight\n" in done.err
 
 

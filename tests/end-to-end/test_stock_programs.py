@@ -210,7 +210,7 @@ def test_weights_are_judged_by_name_and_dimensions():
     from ggml_macko.gguf import tensor_rules
 
     in_block = ["attn_q", "ffn_gate", "ffn_up_shexp", "attn_qkv", "ssm_in", "shortconv.in_proj"]
-    multiplied = [*(f"blk.{i}.{part}.weight" for i, part in enumerate(in_block, 8)), "output.weight"]
+    sparse = [f"blk.{i}.{part}.weight" for i, part in enumerate(in_block, 8)] + ["output.weight", "token_embd.weight"]
     in_block = [
         "attn_norm",
         "attn_q_norm",
@@ -226,7 +226,7 @@ def test_weights_are_judged_by_name_and_dimensions():
     ]
     other = [f"blk.0.{part}.weight" for part in in_block]
     other += [
-        "token_embd.weight",
+        "position_embd.weight",
         "output_norm.weight",
         "blk.0.attn_q.bias",
         "blk..attn_q.weight",
@@ -235,7 +235,7 @@ def test_weights_are_judged_by_name_and_dimensions():
         "",
     ]
     other += ["blk.0.attn_q.weight.values"]
-    assert [n for n in multiplied + other if tensor_rules.may_be_sparse(n, 2)] == multiplied
+    assert [n for n in sparse + other if tensor_rules.may_be_sparse(n, 2)] == sparse
     assert tensor_rules.is_block_weight("blk.0.ffn_up_exps.weight", 3) and not tensor_rules.is_block_weight(
         "blk.0.ffn_up.weight", 3
     )

@@ -1,6 +1,8 @@
 #include "backend/load-session.h"
 #include "backend/log.h"
+#include "backend/registered-devices.h"
 #include "ggml-backend-impl.h"
+#include "gguf/names.h"
 #include "load/compress.h"
 #include "load/matrix-file.h"
 #include "load/thresholds.h"
@@ -237,9 +239,11 @@ static void log_skips(const model_file & file, const char * none) {
              file.path.c_str(), static_cast<size_t>(n));
 }
 
-// Decides which weights devices keep by columns, and which inputs count as zero. Runs once, so all sizes of a load
-// agree.
-static int choose_columns(model_file * file, bool thresholds, bool logs) {
+static constexpr char EMBEDDINGS[] = "token_embd.weight";
+
+// Decides which weights devices keep by columns, which are in no product, and which inputs count as zero. Runs once, so
+// all sizes of a load agree.
+static int choose_uses(model_file * file, bool thresholds, bool logs) {
     const bool has_columns = !environment::is_disabled("csc");
     if (thresholds) {
         const char * none = "GGML_MACKO_DISABLE=csc";
@@ -251,8 +255,12 @@ static int choose_columns(model_file * file, bool thresholds, bool logs) {
             log_skips(*file, none);
         }
     }
+    const bool has_head = std::any_of(file->header.tensors.begin(), file->header.tensors.end(), [](const auto & t) {
+        return starts_with(t.name, "output.weight"); // or one of its components
+    });
     for (sparse_tensor_info & m : file->sparse) {
-        m.by_columns = has_columns && (has_zero_inputs(file->arch, m.name) || m.threshold > 0);
+        m.is_only_looked_up = has_head && m.name == EMBEDDINGS;
+        m.by_columns        = has_columns && (has_zero_inputs(file->arch, m.name) || m.threshold > 0);
     }
     return GGML_MACKO_STATUS_OK;
 }
@@ -281,7 +289,7 @@ int load_session::open(const char * path, int32_t flags, bool no_alloc, std::uni
     if (s->file_->sparse[0].is_encoded_on_load() && !no_alloc) {
         log_compressed(*s->file_);
     }
-    TRY(choose_columns(s->file_.get(), thresholds, !no_alloc));
+    TRY(choose_uses(s->file_.get(), thresholds, !no_alloc));
     *out = std::move(s);
     return GGML_MACKO_STATUS_OK;
 }
@@ -343,12 +351,26 @@ int load_session::begin(bool sparse_only, const char * cache_for, FILE ** stream
     return GGML_MACKO_STATUS_OK;
 }
 
+// Whether the process has a GPU, or a server, of a backend other than this plugin.
+static bool has_foreign_gpu() {
+    const std::vector<ggml_backend_dev_t> devices = registered_devices();
+    return std::any_of(devices.begin(), devices.end(), [](ggml_backend_dev_t device) {
+        const auto type = ggml_backend_dev_type(device);
+        return type != GGML_BACKEND_DEVICE_TYPE_CPU && type != GGML_BACKEND_DEVICE_TYPE_ACCEL &&
+               strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device)), "MACKO") != 0;
+    });
+}
+
 void load_session::index_names() {
     for (const sparse_tensor_info & m : file_->sparse) {
+        // If embeddings are also the head, llama.cpp may create a second tensor of this name on a GPU, which needs the
+        // dense elements. The stream has either those or a placeholder, so the embeddings stay dense, too. A link has
+        // no dense elements.
+        const bool may_be_dense = m.name == EMBEDDINGS && !m.is_only_looked_up && !is_link() && has_foreign_gpu();
         // llama.cpp checks one operation per weight for a device, but an architecture may also use the weight in
         // another operation, which ends the process if the weight is sparse. So for an architecture without rules, only
-        // weights with a known use in a product become sparse.
-        if (file_->has_rules || weight_use(m.name, m.n_dims) != GGML_MACKO_WEIGHT_OTHER) {
+        // weights with a known use become sparse.
+        if (!may_be_dense && (file_->has_rules || weight_use(m.name, m.n_dims) != GGML_MACKO_WEIGHT_OTHER)) {
             by_name_.emplace(m.name, &m);
         }
     }

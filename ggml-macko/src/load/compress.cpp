@@ -63,11 +63,11 @@ static constexpr std::string_view NO_MATRICES[] = {
     "norm", "_rel_b", "_sinks", "_exp_probs", "_inp_", "_compressor", "_conv", "_res_score", "_rot_embd", "_tid2eid",
 };
 
-// Weights that stay dense: norms and biases, which have one dimension; token_embd and the tables of relative positions,
-// which are read by single rows; routers (ffn_gate_inp), which are small and choose the experts of a token; and the
-// small gates and decays of state-space models and RWKV.
+// Weights that stay dense: norms and biases, which have one dimension; embeddings of positions, which may be read in
+// other ways than by row; routers (ffn_gate_inp), which are small and choose the experts of a token; and the small
+// gates and decays of state-space models and RWKV.
 int weight_use(std::string_view name, int n_dims) {
-    if (name == "output.weight") {
+    if (name == "output.weight" || name == "token_embd.weight") {
         return n_dims == 2 ? GGML_MACKO_WEIGHT_HEAD : GGML_MACKO_WEIGHT_OTHER;
     }
     std::string_view part;

@@ -28,6 +28,8 @@ struct sparse_tensor_info {
     // The inputs of this matrix contain many zeros (zero-inputs.h), so a device should also keep it by columns. Set
     // only while a model is loaded, and never with GGML_MACKO_DISABLE=csc, which saves memory.
     bool by_columns = false;
+    // Embeddings beside an output head, which no product uses. Set only while a model is loaded.
+    bool is_only_looked_up = false;
     // With LOAD_ACT_THRESHOLDS and an input of one token, an element counts as zero if its magnitude, or its magnitude
     // times the norm of its column, is less than this (thresholds.h). 0: no threshold.
     float threshold         = 0;

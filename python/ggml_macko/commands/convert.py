@@ -19,10 +19,11 @@ HELP = "store a pruned model sparse"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Writes a sparse GGUF. Weights of blocks (and output.weight) become sparse if that is smaller; other tensors "
-        "stay the same. All types except the quantized ones are lossless. The command reads the result and compares it "
-        "bit for bit (quantized types: within the error of the type, with the same zeros) before it gives the file its "
-        "name. A -0.0, which W * mask leaves, becomes 0 in sparse tensors; the log has their number."
+        "Writes a sparse GGUF. Weights of blocks (and output.weight, and token_embd.weight if it is pruned) become "
+        "sparse if that is smaller; other tensors stay the same. All types except the quantized ones are lossless. The "
+        "command reads the result and compares it bit for bit (quantized types: within the error of the type, with the "
+        "same zeros) before it gives the file its name. A -0.0, which W * mask leaves, becomes 0 in sparse tensors; "
+        "the log has their number."
     )
     parser.add_argument(
         "input",
@@ -127,7 +128,7 @@ def add_quantization_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TYPE",
         help="type of output.weight (or of the embedding that replaces it), which stays dense: "
         f"{dense_types} (default with a quantized TYPE: q8_0 for sparse-q8, sparse-q8_0 or if the columns are no "
-        "multiple of 256, otherwise q6_k; a pruned head becomes sparse)",
+        "multiple of 256, otherwise q6_k; a pruned tensor becomes sparse)",
     )
     parser.add_argument("--token-embedding-type", metavar="TYPE", help="the same for token_embd.weight")
 

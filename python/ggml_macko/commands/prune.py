@@ -19,9 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Sets the least important weights of a dense GGUF to zero and writes a dense GGUF of the same size; then use "
         "`macko convert`. By default, the command prunes the matrices of all blocks, each expert as a separate matrix; "
-        "embeddings, output head, norms, biases and routers are not pruned. Exactly floor(S * n) weights of each row "
-        "or matrix become zero; at equal scores, the lowest index first. Existing zeros (and -0.0) become +0. A "
-        "quantized model becomes F16, and keeps the errors of its quantization."
+        "embeddings, output head (see --include-weights), norms, biases and routers are not pruned. Exactly "
+        "floor(S * n) weights of each row or matrix become zero; at equal scores, the lowest index first. Existing "
+        "zeros (and -0.0) become +0. A quantized model becomes F16, and keeps the errors of its quantization."
     )
     parser.add_argument(
         "input", metavar="IN", help="dense GGUF, best with f16, bf16 or f32 weights; the first file of a split model"

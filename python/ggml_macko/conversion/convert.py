@@ -117,7 +117,8 @@ def convert(
     options: ConvertOptions | None = None,
     force: bool = False,
 ) -> ConversionReport:
-    """Stores a pruned model sparse: weights of blocks and the output head if that is smaller, all other data unchanged.
+    """Stores a pruned model sparse: weights of blocks, the output head and pruned embeddings if that is smaller, all
+    other data unchanged.
 
     Lossless except for the quantized types: the result is read back and compared with the source, bit for bit or within
     the type's error, before it gets its name. A -0.0 of a tensor that is stored sparse becomes +0.0, which gives the

@@ -246,7 +246,9 @@ def _look(t: Tensor, names: Sequence[str], of: _Frame, all_rows: bool, n_threads
     if n_negative:
         bits = np.where(negative, 0, bits).astype(bits.dtype)
     nnz = int(np.count_nonzero(bits)) * scale
-    can_be_sparse = tensor_rules.may_be_sparse(t.name, len(t.ne))
+    can_be_sparse = tensor_rules.may_be_sparse(t.name, len(t.ne)) and not tensor_rules.is_unpruned_embedding(
+        t.name, nnz / t.n_elements
+    )
     if can_be_sparse:
         count = native_codec.count_dense(bits, t.type, n_threads)
         if not count.n_nonfinite:
@@ -401,7 +403,7 @@ def _host_nbytes(name: str, looked: Sequence[_Looked]) -> int:
     copy of them."""
     stored = {x.tensor.name: x.stored[name] for x in looked}
     embedding = stored.get(tensor_rules.EMBEDDING)
-    return 0 if embedding is None or embedding.is_sparse or tensor_rules.HEAD not in stored else embedding.nbytes
+    return 0 if embedding is None or tensor_rules.HEAD not in stored else embedding.nbytes_gpu
 
 
 def _break_evens(name: str, looked: Sequence[_Looked], n_threads: int) -> dict[str, float]:

@@ -134,8 +134,8 @@ def context_memory(
 
 def _gpu_nbytes(model: Model, total: int | None) -> int:
     """Memory of CUDA itself and of products with many columns."""
-    multiplied = [t for t in model.tensors if tensor_rules.may_be_sparse(t.name, len(t.ne))]
-    largest = max((2 * t.cols * t.ne[1] for t in multiplied), default=0)
+    sparse = [t for t in model.tensors if tensor_rules.may_be_sparse(t.name, len(t.ne))]
+    largest = max((2 * t.cols * t.ne[1] for t in sparse if t.name != tensor_rules.EMBEDDING), default=0)
     most = MAX_PANEL_NBYTES if total is None else min(MAX_PANEL_NBYTES, total // PANEL_SHARE)
     return CUDA_NBYTES + CUBLAS_WORKSPACE_NBYTES + N_PANELS * min(most, largest)
 

@@ -73,8 +73,8 @@ class Options:
         return next((o.type for o in self.overrides if o.pattern.search(t.name)), None)
 
     def is_fixed(self, t: Tensor) -> bool:
-        """Whether an option gives the storage of this tensor."""
-        return self.asked(t) is not None or t.name in self.dense_types
+        """Whether target_bpw does not choose the storage of this tensor: an option gives it, or it is embeddings."""
+        return self.asked(t) is not None or t.name in self.dense_types or t.name == tensor_rules.EMBEDDING
 
     def column_weights(self, t: Tensor) -> Array | None:
         return None if self.imatrix is None else self.imatrix.column_weights(t)
@@ -242,6 +242,10 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Te
         planned = plan_dense(t, name, options, alignment, spool)
         return stay(planned) if isinstance(planned, str) else planned
 
+    def stay_as_end(reason: str) -> TensorPlan:
+        end = end_type(t, wanted) if asked is None else None
+        return stay(reason) if end is None else stay_as(end)
+
     dense_type = options.dense_types.get(t.name, DENSE)
     if dense_type != DENSE:
         planned = plan_dense(t, dense_type, options, alignment, spool)
@@ -250,8 +254,7 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Te
         return planned
     reason = why_dense(t, asked, wanted)
     if reason is not None:
-        end = end_type(t, wanted) if asked is None else None
-        return stay(reason) if end is None else stay_as(end)
+        return stay_as_end(reason)
     choices = registry.types()[wanted]
     is_lossy = any(choice.is_lossy for choice in choices)
     try:
@@ -262,6 +265,8 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Te
             raise
         return stay(str(e))
     contents = Contents(count, n_negative_zeros)
+    if tensor_rules.is_unpruned_embedding(t.name, count.nnz / t.n_elements):
+        return stay_as_end("" if asked is None else "it is not pruned")
     if count.n_nonfinite:
         return stay(f"{count.n_nonfinite} values are not finite", contents)
     source = Source(bits, t.type, count, options.column_weights(t) if is_lossy else None)

@@ -20,8 +20,13 @@ def is_block_weight(name: str, n_dims: int) -> bool:
 
 
 def may_be_sparse(name: str, n_dims: int) -> bool:
-    """Whether llama.cpp uses the tensor in matrix products only, so that it may be stored sparse."""
+    """Whether llama.cpp uses the tensor only in matrix products, or as embeddings, so that it may be stored sparse."""
     return weight_use(name, n_dims) != WEIGHT_OTHER
+
+
+def is_unpruned_embedding(name: str, density: float) -> bool:
+    """Whether a tensor is embeddings that nobody pruned, which stay dense unless an option says otherwise."""
+    return name == EMBEDDING and density > 0.9
 
 
 def check_pattern(option: str, pattern: str, names: Iterable[str], others: Iterable[str] = (), why: str = "") -> None:

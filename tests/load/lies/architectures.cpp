@@ -249,7 +249,9 @@ TEST(use_of_a_weight_follows_from_its_name) {
         int          n_dims, use;
     } cases[] = {
         { "output.weight", 2, GGML_MACKO_WEIGHT_HEAD },
-        { "token_embd.weight", 2, GGML_MACKO_WEIGHT_OTHER },
+        { "token_embd.weight", 2, GGML_MACKO_WEIGHT_HEAD },
+        { "token_embd.weight", 3, GGML_MACKO_WEIGHT_OTHER },
+        { "position_embd.weight", 2, GGML_MACKO_WEIGHT_OTHER },
         { "blk.0.attn_qkv.weight", 2, GGML_MACKO_WEIGHT_BLOCK },
         { "blk.10.attn_kv_a_mqa.weight", 2, GGML_MACKO_WEIGHT_BLOCK },
         { "blk.10.attn_q_b.weight", 2, GGML_MACKO_WEIGHT_BLOCK },

@@ -16,6 +16,7 @@
 #include "backend/planned-buffer.h"
 #include "cpu/device/graph-plan.h"
 #include "cpu/device/weight.h"
+#include "load/compress.h"
 #include "platform/environment.h"
 #include "platform/platform.h"
 
@@ -61,7 +62,9 @@ void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *
         current->add_to_cache(matrix->name, m, weight_used_nbytes(*m));
     }
     m->magic = WEIGHT_MAGIC;
-    note_host_weight(tensor);
+    if (!matrix->is_only_looked_up) {
+        note_host_weight(tensor);
+    }
 }
 
 // Returns dense elements, for programs that save or inspect a model.
@@ -128,6 +131,14 @@ size_t buft_get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * 
 
 // ---- backend ----
 
+bool add_step(graph_plan & steps, const ggml_tensor * node) {
+    if (is_product(node)) {
+        return steps.add_product(node, weight_of(node->src[0]));
+    }
+    const bool is_of_weight = is_lookup(node) && host_weights_of(node->src[0]);
+    return is_of_weight ? steps.add_lookup(node, weight_of(node->src[0])) : steps.add_row_op(node);
+}
+
 ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     auto & steps = *static_cast<graph_plan *>(backend->context);
     try {
@@ -138,7 +149,7 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
                 continue;
             }
             steps.skip_closed_rows(graph, i);
-            if (!(is_product(node) ? steps.add_product(node, weight_of(node->src[0])) : steps.add_row_op(node))) {
+            if (!add_step(steps, node)) {
                 return GGML_STATUS_FAILED;
             }
         }
@@ -230,16 +241,20 @@ ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
                                     : sparse_buffer_type(dev);
 }
 
-// Never refuses a product with a sparse weight: the scheduler would assign it to a backend that reads the weight as
-// dense.
-bool product_is_ours(ggml_backend_dev_t dev, const ggml_tensor * op) {
-    const ggml_tensor * w = op->src[0];
-    const ggml_tensor * x = op->src[1];
+// Whether op is a product with a sparse weight, or a lookup in one. Never refuses these: the scheduler would assign
+// them to a backend that reads the weight as dense.
+bool is_ours(ggml_backend_dev_t dev, const ggml_tensor * op) {
+    const ggml_tensor *  w       = op->src[0];
+    const ggml_tensor *  x       = op->src[1];
+    const load_session * current = load_session::current();
     if (!w->buffer || real_buffer_type(w->buffer->buft) != sparse_buffer_type(dev) || w->view_src) {
         return false; // a dense weight, or a view of a sparse one, which does not point to the weight's header
     }
-    if (load_session::current() && !load_session::current()->owns(w)) {
+    if (current && !current->owns(w)) {
         return false; // a dense tensor of the model that is being loaded
+    }
+    if (is_lookup(op)) { // during a load, only of embeddings: other weights may also be read in other ways
+        return !current || weight_use(w->name, 2) == GGML_MACKO_WEIGHT_HEAD;
     }
     return x->type == GGML_TYPE_F32 && op->type == GGML_TYPE_F32 && x->nb[0] == sizeof(float) &&
            op->nb[0] == sizeof(float);
@@ -247,10 +262,11 @@ bool product_is_ours(ggml_backend_dev_t dev, const ggml_tensor * op) {
 
 // Called during a load for a weight in our buffer type, before it has data, and by the scheduler for each node. Also
 // accepts a product that a GPU computes, because that GPU may not be one of the scheduler's backends. It does not
-// accept the operations near such a product, because activations would be copied back and forth.
+// accept the operations near such a product, because activations would be copied back and forth, or near a lookup.
 bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
-    return is_no_op(op) || is_near_product(op, [dev, op](const ggml_tensor * node) {
-               return product_is_ours(dev, node) && (node == op || !wants_offload(node));
+    return is_no_op(op) || (is_lookup(op) && is_ours(dev, op)) ||
+           is_near_product(op, [dev, op](const ggml_tensor * node) {
+               return is_ours(dev, node) && (node == op || !wants_offload(node));
            });
 }
 

@@ -8,9 +8,14 @@
 
 namespace macko::cpu {
 
+// Bundles are for products: a row that is looked up would have to be picked from a whole group.
 static cpu_plan plan_of(const sparse_tensor_info & matrix) {
-    return choose_cpu_layout(layout_traits_in_use(), matrix.desc, matrix.value_type, matrix.nbytes_values,
-                             matrix.window);
+    layout_traits traits = layout_traits_in_use();
+    if (matrix.is_only_looked_up) {
+        traits.quant_bundles = false;
+        traits.bundles_below = traits.short_bundles_below = 0;
+    }
+    return choose_cpu_layout(traits, matrix.desc, matrix.value_type, matrix.nbytes_values, matrix.window);
 }
 
 static int64_t columns_nbytes_of(const sparse_tensor_info & matrix) {

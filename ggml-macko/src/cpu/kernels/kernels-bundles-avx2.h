@@ -216,6 +216,13 @@ struct bundles_avx2 {
         }
     }
 
+    // _mm_loadu_si32, which GCC 10 lacks
+    static __m128i load_4_bytes(const uint8_t * p) {
+        int32_t four;
+        __builtin_memcpy(&four, p, sizeof(four));
+        return _mm_cvtsi32_si128(four);
+    }
+
     template <int TYPE, typename LIST> static const uint8_t * decode_quant_bundle(const uint8_t * at, LIST * lists) {
         const uint8_t *     header = at;
         const uint8_t *     rows   = at + sizeof(bundle_header);
@@ -235,8 +242,8 @@ struct bundles_avx2 {
             for (int i = 0; i < 8; i++) {
                 base += i % 4 == 0 ? at[i / 4] : 0;
                 LIST &        list = lists[rows[i % 4]];
-                const __m128i c    = _mm_cvtepu8_epi32(_mm_loadu_si32(place + 4 * i));
-                const __m128  w    = _mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_loadu_si32(q + 4 * i)));
+                const __m128i c    = _mm_cvtepu8_epi32(load_4_bytes(place + 4 * i));
+                const __m128  w    = _mm_cvtepi32_ps(_mm_cvtepi8_epi32(load_4_bytes(q + 4 * i)));
                 _mm_storeu_si128(reinterpret_cast<__m128i *>(list.col + list.n),
                                  _mm_add_epi32(c, _mm_set1_epi32(base)));
                 _mm_storeu_ps(list.weight + list.n, _mm_mul_ps(w, _mm_set1_ps(d[i % 4])));

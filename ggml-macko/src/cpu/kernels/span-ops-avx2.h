@@ -117,7 +117,7 @@ int write_vectors(const int32_t * entries, const int32_t * first, int32_t end, s
     __m256i             e0 = eight_entries(entries, first), e1 = eight_entries(entries, first + 8);
     __m256i             least   = least_of(e0, e1);
     const __m256i       no_more = _mm256_set1_epi32(end << 16), value_bits = _mm256_set1_epi32(0xffff);
-    int32_t             now = _mm256_cvtsi256_si32(least) >> 16, window = now;
+    int32_t             now = _mm_cvtsi128_si32(_mm256_castsi256_si128(least)) >> 16, window = now;
     int                 n = 0;
     for (; now < end; n++) {
         __m256i places = _mm256_setzero_si256();
@@ -147,7 +147,7 @@ int write_vectors(const int32_t * entries, const int32_t * first, int32_t end, s
             e0     = eight_entries(entries, at);
             e1     = eight_entries(entries, at + 8);
             least  = least_of(e0, e1);
-            now    = _mm256_cvtsi256_si32(least) >> 16;
+            now    = _mm_cvtsi128_si32(_mm256_castsi256_si128(least)) >> 16;
         }
         _mm_storeu_si128(reinterpret_cast<__m128i *>(out[n].place),
                          _mm_packus_epi16(_mm256_castsi256_si128(places), _mm256_extracti128_si256(places, 1)));

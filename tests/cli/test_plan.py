@@ -276,7 +276,7 @@ def test_gpu_memory_from_a_sample_of_rows_is_nearly_the_same(shapes, monkeypatch
     assert by_type(sampled)[type_name].nbytes_gpu == pytest.approx(exact.nbytes_gpu, rel=0.02)
 
 
-@pytest.mark.parametrize("type_name", ["macko", "sparse-lossless", "sparse-q4_0", "ec-csr"])
+@pytest.mark.parametrize("type_name", ["macko", "sparse-lossless", "sparse-q4_0", "sparse-q4", "ec-csr"])
 def test_inspect_shows_how_a_gpu_keeps_each_tensor(shapes, tmp_path, macko, type_name):
     with console.quiet():
         ggml_macko.convert(shapes, tmp_path / "out.gguf", type_name)
@@ -285,9 +285,9 @@ def test_inspect_shows_how_a_gpu_keeps_each_tensor(shapes, tmp_path, macko, type
     dense = sum(t["nbytes"] for t in report["tensors"] if t["storage"] == "dense")
     assert layouts and sum(layout["nbytes"] for layout in layouts) + dense == reserved(tmp_path / "out.gguf")
     assert all(layout["is_settled"] and layout["reason"] for layout in layouts)
-    quantized = type_name == "sparse-q4_0"
-    assert all((layout["name"] == "QUANTIZED") == quantized for layout in layouts)
-    assert quantized or {"EXP_CODED", "INLINE_DELTA"} <= {layout["name"] for layout in layouts}
+    quantized = {"sparse-q4_0": {"QUANTIZED"}, "sparse-q4": {"FRAGMENTS"}}.get(type_name)
+    names = {layout["name"] for layout in layouts}
+    assert names == quantized if quantized else {"EXP_CODED", "INLINE_DELTA"} <= names
     table = macko("inspect", "--device", "cuda:227KB", tmp_path / "out.gguf").out
     assert "bytes reserved" in table and all(layout["name"] in table for layout in layouts)
 

@@ -2,7 +2,7 @@
 // decoded weights, element by element, over random shapes, densities, structures, value types, index codings and
 // batches. Without a GPU: the layout only, and exit code 77.
 #include "cuda/sparse/mul-mat.cuh"
-#include "test-cuda.h"
+#include "rounded-products.h"
 
 #include <algorithm>
 #include <cmath>
@@ -26,6 +26,8 @@ static double density_at(structure s, double density, double row_density, int64_
 
 // A matrix, dense and packed.
 struct test_matrix {
+    static constexpr int INTEGERS = 32767;
+
     packed_matrix       packed;
     packed_view         view;
     std::vector<double> weights; // d * q
@@ -322,110 +324,6 @@ TEST(reserved_memory_stays_near_the_file) {
 
 // ---- products ----
 
-// exact: x are integers that the kernel's 16 bits represent exactly
-static std::vector<float> random_x(rng & random, int64_t ldx, int64_t n, bool exact) {
-    std::vector<float> x(static_cast<size_t>(ldx * n));
-    for (float & v : x) {
-        v = static_cast<float>((random.unit() - 0.5) * (random.unit() < 0.01 ? 40 : 2));
-        v = exact ? static_cast<float>(random.range(-32767, 32767)) : v;
-    }
-    for (int64_t j = 0; j < n && exact; j++) {
-        x[static_cast<size_t>(j * ldx)] = random.unit() < 0.5 ? 32767.0f : -32767.0f;
-    }
-    return x;
-}
-
-// Rows of W x in float64, and their error bound: float32 sums, and x rounded to multiples of max |x| / 32767.
-static void reference(const test_matrix & w, int64_t row0, int64_t rows, const float * x,
-                      const std::vector<float> & norm, float eps, bool exact, std::vector<double> & y,
-                      std::vector<double> & bound) {
-    std::vector<double> column(static_cast<size_t>(w.cols()));
-    double              squares = 0, largest = 0;
-    for (size_t c = 0; c < column.size(); c++) {
-        const double v = static_cast<double>(x[c]);
-        squares += v * v;
-        column[c] = norm.empty() ? v : v * static_cast<double>(norm[c]);
-        largest   = std::max(largest, std::fabs(column[c]));
-    }
-    const double scale =
-        norm.empty() ? 1 : 1 / std::sqrt(squares / static_cast<double>(column.size()) + static_cast<double>(eps));
-    y.assign(static_cast<size_t>(rows), 0.0);
-    bound = y;
-    for (int64_t r = 0; r < rows; r++) {
-        double sum = 0, magnitude = 0, weights = 0;
-        for (size_t c = 0; c < column.size(); c++) {
-            const double weight = w.weights[static_cast<size_t>((row0 + r) * w.cols()) + c];
-            sum += weight * column[c];
-            magnitude += std::fabs(weight * column[c]);
-            weights += std::fabs(weight);
-        }
-        y[static_cast<size_t>(r)] = sum * scale;
-        bound[static_cast<size_t>(r)] =
-            (MAX_ERROR * magnitude + (exact ? 0 : weights * largest / 65534 * 1.0001)) * scale + 1e-30;
-    }
-}
-
-static void check_product(rng & random, const std::vector<const test_matrix *> & w, int64_t n, const options & o,
-                          const std::string & name) {
-    const bool               exact = !o.norm && random.unit() < 0.5;
-    const int64_t            cols = w[0]->cols(), ldx = cols + random.range(0, 3);
-    const std::vector<float> x = random_x(random, ldx, n, exact);
-    std::vector<float>       norm(static_cast<size_t>(o.norm ? cols : 0));
-    for (float & v : norm) {
-        v = static_cast<float>(random.unit() + 0.5);
-    }
-    guarded dx(ldx * n), dnorm(cols);
-    std::copy(x.begin(), x.end(), &dx.at(0));
-    std::copy(norm.begin(), norm.end(), &dnorm.at(0));
-    dx.put();
-    dnorm.put();
-    cuda_sparse_mul_mat_params p = {};
-    p.x                          = dx.data();
-    p.ldx                        = ldx;
-    p.n                          = n;
-    p.norm_weight                = o.norm ? dnorm.data() : nullptr;
-    p.norm_eps                   = 1e-5f;
-    p.silu_mul                   = o.silu;
-    std::vector<const gpu_layout *> devices;
-    for (const test_matrix * m : w) {
-        devices.push_back(&m->device);
-    }
-    outputs out(random, devices, o, p);
-    CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
-    out.get(name);
-    for (size_t i = 0; i < out.count(); i++) {
-        const int64_t m         = out.rows(i);
-        double        worst     = 0;
-        int64_t       worst_row = 0, worst_column = 0;
-        for (int64_t j = 0; j < n; j++) {
-            std::vector<double> want, bound, up, up_bound;
-            reference(*w[i], p.row_begin[i], m, &x[static_cast<size_t>(j * ldx)], norm, p.norm_eps, exact, want, bound);
-            if (o.silu) {
-                reference(*w[1], 0, m, &x[static_cast<size_t>(j * ldx)], norm, p.norm_eps, exact, up, up_bound);
-            }
-            for (int64_t r = 0; r < m; r++) {
-                const size_t k        = static_cast<size_t>(r);
-                double       expected = want[k], limit = bound[k];
-                if (o.silu) { // |silu'| <= 1.1
-                    const double gate = want[k], s = gate / (1 + std::exp(-gate));
-                    expected = s * up[k];
-                    limit    = 1.1 * bound[k] * std::fabs(up[k]) + up_bound[k] * (std::fabs(s) + 1.1 * bound[k]) +
-                            MAX_ERROR * std::fabs(expected) + 1e-25;
-                }
-                limit += MAX_ERROR * (o.bias + o.residual);
-                const double error =
-                    std::fabs(static_cast<double>(out.at(i, r, j)) - expected - out.added(i, r, j)) / limit;
-                if (!(error <= worst)) { // NaN lands here too
-                    worst = error, worst_row = r, worst_column = j;
-                }
-            }
-        }
-        CHECK(worst <= 1, "%s: matrix %zu, column %lld, row %lld: %.3g times the bound%s", name.c_str(), i,
-              static_cast<long long>(worst_column), static_cast<long long>(worst_row), worst,
-              exact ? " (exact x)" : "");
-    }
-}
-
 static void check_densify(const test_matrix & t, const std::string & name) {
     std::vector<uint8_t> row(static_cast<size_t>(t.cols() * value_nbytes(t.packed.desc.dense.type)));
     check_densified(t.device, name, [&](int64_t r) {
@@ -457,7 +355,7 @@ GPU_TEST(random_products) {
         }
         const std::string name = t->name(seed, n);
         check_densify(*t, name);
-        check_product(random, { t.get() }, n, random_options(random), name);
+        check_product<test_matrix>(random, { t.get() }, n, random_options(random), name);
     }
     CHECK(n_cases < 100 || outgrown > 0, "no matrix outgrew its memory");
 }
@@ -480,10 +378,10 @@ GPU_TEST(matrices_that_share_x) {
             options o;
             o.norm     = seed % 2;
             o.residual = o.in_place = seed % 5 == 0;
-            check_product(random, { &a, &b, &c }, n, o, "three matrices, " + a.name(seed, n));
+            check_product<test_matrix>(random, { &a, &b, &c }, n, o, "three matrices, " + a.name(seed, n));
             o.silu = true;
             if (a.made.delta_bits == b.made.delta_bits) {
-                check_product(random, { &a, &b }, n, o, "gate and up, " + a.name(seed, n));
+                check_product<test_matrix>(random, { &a, &b }, n, o, "gate and up, " + a.name(seed, n));
             }
         }
     }
@@ -498,7 +396,7 @@ GPU_TEST(experts_and_ids_out_of_range) {
         test_matrix   w(random, N_EXPERTS * rows, cols, GGML_MACKO_TYPE_BF16, VALUES[seed % std::size(VALUES)], -1, 0.3,
                         UNIFORM);
         w.upload(uploader, shared_nbytes);
-        const std::vector<float> values = random_x(random, cols, N_EXPERT_COLUMNS, true);
+        const std::vector<float> values = random_x(random, cols, N_EXPERT_COLUMNS, test_matrix::INTEGERS);
         guarded                  x(cols * N_EXPERT_COLUMNS), y(rows * N_EXPERT_COLUMNS);
         std::copy(values.begin(), values.end(), &x.at(0));
         x.put();
@@ -582,7 +480,7 @@ GPU_TEST(small_products) {
                 options o;
                 o.norm     = n != 2;
                 o.residual = n != 1;
-                check_product(random, { &w }, n, o, w.name(0, n));
+                check_product<test_matrix>(random, { &w }, n, o, w.name(0, n));
                 fprintf(stderr, "%s: done\n", w.name(0, n).c_str()); // how far a sanitizer came
             }
         }

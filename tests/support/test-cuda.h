@@ -93,6 +93,7 @@ private:
     void read(const quantized_layout & m) { delta_bits = m.delta_bits, lanes = m.lanes; }
     void read(const macko_layout & m) { delta_bits = m.delta_bits; }
     void read(const row_blocks_layout & m) { delta_bits = m.delta_bits; }
+    void read(const fragments_layout &) {}
 };
 
 // ---- values ----
@@ -312,7 +313,7 @@ constexpr int64_t expert_row(int64_t j, int64_t rows) {
     return EXPERT_IDS[2 * j] >= 0 && EXPERT_IDS[2 * j] < N_EXPERTS ? EXPERT_IDS[2 * j] * rows : -1;
 }
 // y has rows / N_EXPERTS rows per column.
-inline void multiply_experts(const gpu_layout & w, guarded & x, int64_t ldx, guarded & y) {
+inline void multiply_experts(const gpu_layout & w, guarded & x, int64_t ldx, guarded & y, void * x16 = nullptr) {
     int32_t * ids;
     CUDA_CHECK(cudaMalloc(&ids, sizeof(EXPERT_IDS)));
     CUDA_CHECK(cudaMemcpy(ids, EXPERT_IDS, sizeof(EXPERT_IDS), cudaMemcpyHostToDevice));
@@ -321,6 +322,7 @@ inline void multiply_experts(const gpu_layout & w, guarded & x, int64_t ldx, gua
     p.ldx                                   = ldx;
     p.expert_ids                            = ids;
     p.expert_ids_stride                     = 2;
+    p.x16                                   = x16;
     CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
     y.get();
     CHECK(y.guards_intact(), "experts: wrote outside of y");

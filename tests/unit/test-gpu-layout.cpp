@@ -36,6 +36,12 @@ static gpu_matrix matrix_of(int64_t rows, int64_t cols, int type, int bits, doub
 
 static const int F16 = GGML_MACKO_TYPE_F16, BF16 = GGML_MACKO_TYPE_BF16, F32 = GGML_MACKO_TYPE_F32;
 
+static gpu_matrix windows_of(int64_t rows, int64_t cols, double density, int value_type, int64_t window) {
+    gpu_matrix m = matrix_of(rows, cols, F16, 4, density, -1, value_type);
+    m.window     = window;
+    return m;
+}
+
 static const plan_case PLANS[] = {
     { "wide F16",
       matrix_of(4096, 4096, F16, 2, .5),
@@ -87,6 +93,14 @@ static const plan_case PLANS[] = {
       matrix_of(64, 65536, F16, 4, .5, -1, GGML_MACKO_TYPE_Q8_0),
       { 99 * KB, true },
       { "MACKO: the arrays of the file" } },
+    { "windows of columns",
+      windows_of(4096, 4096, .5, GGML_MACKO_TYPE_Q4, 64),
+      { 99 * KB, true },
+      { "FRAGMENTS: codes of 4 bits, windows of 64 columns, tiles of 512" } },
+    { "windows of columns, few entries, one chunk",
+      windows_of(4096, 200, .1, GGML_MACKO_TYPE_Q5, 256),
+      { 99 * KB, true },
+      { "FRAGMENTS: codes of 8 bits, windows of 256 columns, tiles of 256" } },
 };
 
 TEST(plans_of_headers) {
@@ -262,7 +276,8 @@ struct random_matrix {
         ggml_macko_matrix m = encoded->matrix();
         m.format            = format.name();
         CHECK(open_matrix(format, m, 1, &view) == 0 && view->check_rows(1) == 0, "%s", ggml_macko_last_error());
-        matrix = gpu_matrix_of(format, rows_desc(format, m), format.max_entries(m), m.value_type, m.arrays[0].nbytes);
+        matrix = gpu_matrix_of(format, rows_desc(format, m), format.max_entries(m), m.value_type, m.arrays[0].nbytes,
+                               format.window(m));
     }
 };
 
@@ -401,6 +416,59 @@ TEST(survey_against_brute_force) {
     }
     CHECK(chosen["MACKO"] > 5 && chosen["INLINE_DELTA"] > 5 && chosen["EXP_CODED"] > 5, "%d, %d, %d", chosen["MACKO"],
           chosen["INLINE_DELTA"], chosen["EXP_CODED"]);
+}
+
+// The bytes of FRAGMENTS, tile by tile, and the reservation, which holds codes at any places.
+TEST(tiles_against_brute_force) {
+    for (uint64_t seed = 0; seed < 60; seed++) {
+        rng           random(seed);
+        const int64_t cols         = random.unit() < .5 ? random.range(1, 600) : random.range(601, 4200),
+                      rows         = random.range(1, 70);
+        const double       density = random.unit() * random.unit(), stripes = random.unit() < .3 ? .02 : 1;
+        const int          bits = seed % 4 == 0 ? 3 : seed % 4 == 1 ? 4 : seed % 4 == 2 ? 5 : 8;
+        std::vector<float> dense(static_cast<size_t>(rows * cols), 0.0f);
+        macko_desc         desc = { rows, cols, F32, 4, 0 };
+        for (size_t i = 0; i < dense.size(); i++) {
+            const bool striped = static_cast<int64_t>(i) % cols % 32 < 8;
+            if (random.unit() < density * (striped ? 1 : stripes)) {
+                dense[i] = static_cast<float>(random.unit() + .5);
+                desc.nnz++;
+            }
+        }
+        quantized_matrix file;
+        CHECK(quantize(dense.data(), desc, bits, nullptr, 0, nullptr, 1, &file) == 0, "%s", ggml_macko_last_error());
+        gpu_matrix m                = { file.dense, 0, type_of_code_bits(bits) };
+        m.window                    = file.window;
+        const fragments_shape shape = fragments_shape_of(m);
+        const fragments_sizes sizes = size_fragments(file.arrays(), shape, 1);
+
+        const int64_t tile_cols = shape.tile_chunks * FRAGMENT_CHUNK, segments = (cols + tile_cols - 1) / tile_cols;
+        uint32_t      at   = 0;
+        int32_t       most = 0;
+        bool          same = sizes.starts[0] == 0;
+        for (int64_t tile = 0; tile < (rows + 15) / 16 * segments; tile++) {
+            int64_t       n_codes[32] = {}, words = 0;
+            const int64_t row0 = tile / segments * 16, col0 = tile % segments * tile_cols,
+                          chunks = std::min<int64_t>(shape.tile_chunks, ((cols + 255) / 256) - col0 / 256);
+            for (int64_t r = row0; r < std::min(rows, row0 + 16); r++) {
+                for (int64_t c = col0; c < std::min(cols, col0 + tile_cols); c++) {
+                    n_codes[r % 8 * 4 + c % 32 / 8] += dense[static_cast<size_t>(r * cols + c)] != 0;
+                }
+            }
+            for (const int64_t n : n_codes) {
+                const int64_t w = (n * (bits > 4 ? 8 : 4) + 31) / 32;
+                words += w;
+                most = std::max(most, static_cast<int32_t>(w));
+            }
+            const int64_t windows = (chunks * 256 + file.window - 1) / file.window;
+            at += static_cast<uint32_t>((64 + windows * 16 + chunks * 512 + words * 4 + 15) / 16);
+            same = same && sizes.starts[static_cast<size_t>(tile + 1)] == at;
+        }
+        CHECK(same && sizes.most_words == most, "seed %d: other tiles", static_cast<int>(seed));
+        CHECK(sizes.nbytes <= choose(m, { 99 * KB, true }).nbytes, "seed %d: %lld bytes, %lld reserved",
+              static_cast<int>(seed), static_cast<long long>(sizes.nbytes),
+              static_cast<long long>(choose(m, { 99 * KB, true }).nbytes));
+    }
 }
 
 int main(int argc, char ** argv) { return test_main("test-gpu-layout", argc, argv); }

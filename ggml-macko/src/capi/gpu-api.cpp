@@ -61,7 +61,7 @@ int ggml_macko_gpu_layout(const ggml_macko_matrix * m, bool stacked, int64_t sha
         const codec * format = nullptr;
         TRY(check_arguments(m, shared_nbytes, layout, &format));
         cuda::gpu_matrix matrix = cuda::gpu_matrix_of(*format, rows_desc(*format, *m), format->max_entries(*m),
-                                                      m->value_type, m->arrays[0].nbytes);
+                                                      m->value_type, m->arrays[0].nbytes, format->window(*m));
         matrix.in_blocks        = matrix.in_blocks && !stacked;
         cuda::gpu_plan plan     = cuda::choose(matrix, cuda::gpu_device_of(shared_nbytes));
         *layout                 = sized<ggml_macko_layout>();

@@ -20,10 +20,14 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char * forma
 static long long number(int64_t n) { return static_cast<long long>(n); }
 
 gpu_matrix gpu_matrix_of(const codec & format, const macko_desc & desc, int64_t n_padded, int32_t value_type,
-                         int64_t nbytes_values) {
+                         int64_t nbytes_values, int64_t window) {
     const bool coded = value_type == GGML_MACKO_TYPE_CODED;
-    return { desc, n_padded, value_type, coded ? max_short_outliers(desc.nnz, desc.type, nbytes_values) : -1,
-             is_in_blocks(format) };
+    return { desc,
+             n_padded,
+             value_type,
+             coded ? max_short_outliers(desc.nnz, desc.type, nbytes_values) : -1,
+             is_in_blocks(format),
+             window };
 }
 
 gpu_device gpu_device_of(int64_t shared_nbytes) { return { shared_nbytes, !environment::is_disabled("exp-coded") }; }
@@ -137,6 +141,12 @@ struct chooser {
 
 gpu_plan choose(const gpu_matrix & matrix, const gpu_device & device) {
     chooser c(matrix, device);
+    if (code_bits(matrix.value_type)) {
+        const fragments_shape shape = fragments_shape_of(matrix);
+        c.plan.nbytes               = fragments_expected_nbytes(matrix.desc, shape);
+        c.add(shape, c.plan.nbytes, "values with scales for windows of columns");
+        return c.plan;
+    }
     if (is_quant_type(matrix.value_type)) {
         const quantized_shape shape = quantized_shape_of(matrix, device);
         if (shape.lanes) {
@@ -272,6 +282,13 @@ struct judge {
                                                : judgement{ {}, {}, blocks };
     }
 
+    judgement operator()(const fragments_shape &) const {
+        if (!knows(survey_step::NBYTES)) {
+            return { survey_step::NBYTES };
+        }
+        return { {}, {}, text("%lld bytes of tiles", number(found.nbytes)) };
+    }
+
     judgement operator()(const quantized_shape & s) const {
         const bool last = &candidate == &plan.candidates.back();
         if (!knows(survey_step::OUTLIERS)) {
@@ -294,11 +311,15 @@ const layout_candidate * rival_of(const gpu_plan & plan, size_t i) {
     return banked(i) && banked(i + 1) ? &plan.candidates[i + 1] : nullptr;
 }
 
-// Sets the memory of QUANTIZED, which depends on the number of outliers.
+// Sets the numbers of a shape that depend on the survey, and its memory.
 void complete(const gpu_plan & plan, const shape_survey & found, layout_verdict * v) {
     if (auto * s = std::get_if<quantized_shape>(&v->shape); s && v->nbytes == 0) {
         s->max_outliers = found.n_outliers;
         v->nbytes       = base_of(bind_layout(plan.matrix, *s, 0, nullptr)).nbytes;
+    }
+    if (auto * s = std::get_if<fragments_shape>(&v->shape)) {
+        s->most_words = found.most_words;
+        v->nbytes     = found.nbytes;
     }
 }
 

@@ -13,10 +13,11 @@ struct gpu_matrix {
     // values in the file; -1: unknown
     int64_t max_outliers = -1;
     bool    in_blocks    = false; // the file stores blocks of rows, and these are not blocks of stacked matrices
+    int64_t window       = 0;     // codec::window()
 };
-// nbytes_values: of the first component in the file, or 0
+// nbytes_values: of the first component in the file, or 0; window: codec::window()
 gpu_matrix gpu_matrix_of(const codec & format, const macko_desc & desc, int64_t n_padded, int32_t value_type,
-                         int64_t nbytes_values);
+                         int64_t nbytes_values, int64_t window);
 
 struct gpu_device {
     int64_t shared_nbytes;    // shared memory that a block may use

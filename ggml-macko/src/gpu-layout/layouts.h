@@ -6,6 +6,7 @@
 #pragma once
 
 #include "gpu-layout/exp-coded.h"
+#include "gpu-layout/fragments.h"
 #include "gpu-layout/inline-delta.h"
 #include "gpu-layout/macko.h"
 #include "gpu-layout/quantized.h"
@@ -16,10 +17,11 @@
 namespace macko::cuda {
 
 // The decision of choose(): a layout and its numbers.
-using layout_shape = std::variant<macko_shape, inline_delta_shape, exp_coded_shape, quantized_shape, row_blocks_shape>;
+using layout_shape =
+    std::variant<macko_shape, inline_delta_shape, exp_coded_shape, quantized_shape, row_blocks_shape, fragments_shape>;
 // A matrix in memory; the alternatives have the order of layout_shape.
-using gpu_layout =
-    std::variant<macko_layout, inline_delta_layout, exp_coded_layout, quantized_layout, row_blocks_layout>;
+using gpu_layout = std::variant<macko_layout, inline_delta_layout, exp_coded_layout, quantized_layout,
+                                row_blocks_layout, fragments_layout>;
 
 const char * layout_name(const layout_shape & shape);
 const char * layout_name(const gpu_layout & layout);

@@ -13,6 +13,10 @@ struct describer {
     std::string operator()(const quantized_shape & s) const {
         return "deltas of " + std::to_string(s.bits) + " bits, " + std::to_string(s.lanes) + " lanes";
     }
+    std::string operator()(const fragments_shape & s) const {
+        return "codes of " + std::to_string(s.code_bits) + " bits, windows of " + std::to_string(s.window) +
+               " columns, tiles of " + std::to_string(s.tile_chunks * FRAGMENT_CHUNK);
+    }
     std::string operator()(const row_blocks_shape &) const { return "the blocks of the file"; }
 };
 

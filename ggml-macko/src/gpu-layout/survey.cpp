@@ -178,6 +178,13 @@ struct surveyor {
         found->nbytes = bind_row_blocks(static_cast<const ec_csr_view &>(view), nullptr).nbytes;
         return GGML_MACKO_STATUS_OK;
     }
+    int operator()(const fragments_layout & m) const {
+        const fragments_sizes sizes =
+            size_fragments(static_cast<const quantized_view &>(view).arrays(), m, std::max(1, n_threads));
+        found->nbytes     = sizes.nbytes;
+        found->most_words = sizes.most_words;
+        return GGML_MACKO_STATUS_OK;
+    }
     int operator()(const quantized_layout & m) const {
         quantized_image image = {};
         make_quantized(static_cast<const packed_view &>(view), { m.delta_bits, m.lanes, 0 }, std::max(1, n_threads),

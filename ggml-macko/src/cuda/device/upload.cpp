@@ -40,7 +40,8 @@ cuda_sparse_uploader * uploader_of(load_session & current, gpu & device) {
 } // namespace
 
 gpu_plan plan_of(const gpu & device, const sparse_tensor_info & matrix) {
-    gpu_matrix m = gpu_matrix_of(*matrix.format, matrix.desc, matrix.n_padded, matrix.value_type, matrix.nbytes_values);
+    gpu_matrix m = gpu_matrix_of(*matrix.format, matrix.desc, matrix.n_padded, matrix.value_type, matrix.nbytes_values,
+                                 matrix.window);
     m.in_blocks  = m.in_blocks && matrix.ne[1] == matrix.desc.rows; // blocks of stacked matrices span all of them
     return choose(m, gpu_device_of(device.shared_nbytes));
 }

@@ -66,6 +66,26 @@ __device__ __forceinline__ void multiply_add<__nv_bfloat16>(float c[4], const ui
 #endif // cc 7.5 has no BF16 tensor cores: the host never launches this there
 }
 
+// c += a * b for signed bytes, 16 x 8 over 32 steps of k: a and b as above, with 4 k per word.
+static __device__ __forceinline__ void multiply_add_bytes(int c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    const auto quarter = [](int & c0, int & c1, uint32_t rows, uint32_t columns) {
+        asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+            : "+r"(c0), "+r"(c1)
+            : "r"(rows), "r"(columns));
+    };
+    quarter(c[0], c[1], a[0], b0);
+    quarter(c[0], c[1], a[2], b1);
+    quarter(c[2], c[3], a[1], b0);
+    quarter(c[2], c[3], a[3], b1);
+#endif
+}
+
 static __device__ __forceinline__ uint32_t pack_pair(__half, float lo, float hi) {
     const __half2 h = __floats2half2_rn(saturate_f16(lo), saturate_f16(hi));
     return *reinterpret_cast<const uint32_t *>(&h);

@@ -36,7 +36,9 @@ cuda_sparse_mul_mat_params cuda_sparse_mul_mat_params::columns(int64_t j, int64_
 int64_t cuda_sparse_mul_mat_max_n(const gpu_layout & layout, bool experts) {
     return std::visit(
         [&](const auto & w) -> int64_t {
-            if constexpr (!std::is_base_of_v<row_split_layout, std::decay_t<decltype(w)>>) {
+            if constexpr (std::is_same_v<std::decay_t<decltype(w)>, fragments_layout>) {
+                return experts ? 16 : CUDA_SPARSE_X16_COLUMNS;
+            } else if constexpr (!std::is_base_of_v<row_split_layout, std::decay_t<decltype(w)>>) {
                 return 8;
             } else if (takes_tiles(w) && !experts) {
                 return CUDA_SPARSE_X16_COLUMNS;
@@ -62,10 +64,19 @@ template <typename W> static int64_t tiles_from(const W & w, const cuda_sparse_m
     return INT64_MAX;
 }
 
+constexpr int64_t MAX_GRID_Y = 65535; // experts of a launch
+
+static cudaError_t mul_mat(const fragments_layout & w, const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
+    const int64_t most = a.expert_ids ? MAX_GRID_Y : a.n;
+    for (int64_t j = 0; j < a.n; j += most) {
+        CUDA_TRY(multiply_all(w, a.columns(j, std::min(most, a.n - j)), stream));
+    }
+    return cudaSuccess;
+}
+
 // Multiplies matrices that share a kernel.
 template <typename W>
 static cudaError_t mul_mat(const W & w, const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
-    constexpr int64_t MAX_GRID_Y = 65535;
     if (a.expert_ids) {
         for (int64_t j = 0; j < a.n; j += MAX_GRID_Y) {
             CUDA_TRY(multiply(w, a.columns(j, std::min(MAX_GRID_Y, a.n - j)), 1, stream));

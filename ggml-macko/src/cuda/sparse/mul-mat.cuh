@@ -13,10 +13,11 @@ namespace macko::cuda {
 
 constexpr int CUDA_SPARSE_MAX_BATCH = 4; // matrices in one launch
 
-// Memory for x in 16 bits, which tiles need: CUDA_SPARSE_X16_COLUMNS columns of x, for matrices of at most
-// CUDA_SPARSE_X16_COLS columns (8 dense rows of a wider matrix do not fit shared memory).
+// Memory for x in 16 bits, which tiles and FRAGMENTS need: CUDA_SPARSE_X16_COLUMNS columns of x and their scales, for
+// matrices of at most CUDA_SPARSE_X16_COLS columns (8 dense rows of a wider matrix do not fit shared memory; with
+// FRAGMENTS, fewer columns of x are multiplied at a time).
 constexpr int64_t CUDA_SPARSE_X16_COLS = 14336, CUDA_SPARSE_X16_COLUMNS = 32,
-                  CUDA_SPARSE_X16_NBYTES = CUDA_SPARSE_X16_COLS * CUDA_SPARSE_X16_COLUMNS * 2;
+                  CUDA_SPARSE_X16_NBYTES = (CUDA_SPARSE_X16_COLS * 2 + 4) * CUDA_SPARSE_X16_COLUMNS;
 
 // y_i = epilogue(W_i * prologue(x)) for matrices that share x. One launch if have_same_kernel() for all W_i; otherwise
 // one launch each, and silu_mul returns cudaErrorNotSupported. x, y and residual are device pointers; columns (one per
@@ -40,7 +41,7 @@ struct cuda_sparse_mul_mat_params {
     int64_t       n; // columns
 
     // CUDA_SPARSE_X16_NBYTES bytes that the product may overwrite, aligned to 16 bytes; null: at most 8 columns at a
-    // time
+    // time, one with FRAGMENTS
     void * x16;
 
     // Prologue: multiplies each column of x by norm_weight[cols] and by 1 / sqrt(mean(x^2) + norm_eps); null: no

@@ -305,6 +305,8 @@ cudaError_t multiply(const inline_delta_layout & w, const cuda_sparse_mul_mat_pa
 cudaError_t multiply(const exp_coded_layout & w, const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream);
 cudaError_t multiply(const quantized_layout & w, const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream);
 cudaError_t multiply(const row_blocks_layout & w, const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream);
+// All columns, in as few launches as possible. With x16, up to 32 columns are one product.
+cudaError_t multiply_all(const fragments_layout & w, const cuda_sparse_mul_mat_params & a, cudaStream_t stream);
 // One launch of 9 to CUDA_SPARSE_X16_COLUMNS columns by tiles (tiles.cuh), for matrices that support them. x, ldx and
 // norm_weight are aligned to 16 bytes.
 bool        takes_tiles(const inline_delta_layout & w);
@@ -325,6 +327,7 @@ cudaError_t densify(const inline_delta_layout & w, const dense_rows & to);
 cudaError_t densify(const exp_coded_layout & w, const dense_rows & to);
 cudaError_t densify(const quantized_layout & w, const dense_rows & to);
 cudaError_t densify(const row_blocks_layout & w, const dense_rows & to);
+cudaError_t densify(const fragments_layout & w, const dense_rows & to);
 
 // ---- launches: row-split.cuh and quantized.cuh define them, and several .cu files instantiate them ----
 

@@ -1,4 +1,5 @@
 // Rows of the QUANTIZED layout (gpu-layout/quantized.h) back to dense ones.
+#include "cuda/sparse/dense-values.cuh"
 #include "cuda/sparse/product.cuh"
 #include "cuda/sparse/quantized-groups.cuh"
 
@@ -14,15 +15,6 @@ struct densify_quantized_params {
     int32_t          pitch;  // elements of a row in shared memory, a multiple of 8
     bool             vector; // rows of dst are aligned to 16 bytes and take a multiple of 16 bytes
 };
-
-// d * q rounded to nearest even, the largest finite value where that overflows, +0 for 0 (FORMAT.md section 7)
-__device__ __forceinline__ void to_dense(float * to, float v) { *to = v == 0.0f ? 0.0f : v; }
-__device__ __forceinline__ void to_dense(__half * to, float v) {
-    *to = v == 0.0f ? __half(0.0f) : __float2half_rn(fminf(fmaxf(v, -65504.0f), 65504.0f));
-}
-__device__ __forceinline__ void to_dense(__nv_bfloat16 * to, float v) {
-    *to = v == 0.0f ? __nv_bfloat16(0.0f) : __float2bfloat16_rn(v);
-}
 
 // A warp per 32 / lanes rows: zeros in shared memory, the entries of each run scattered to their columns there, then
 // the outliers, over whose columns the walk may have written 0, then all of it to dst.

@@ -1,5 +1,5 @@
-// Surveys and makes row-split layouts on the GPU; see survey_step (gpu-layout/plan.h). Internal to cuda/sparse. All
-// functions synchronize with the stream and return a ggml_macko_status.
+// Surveys and makes row-split layouts on the GPU; see survey_step (gpu-layout/plan.h). Also makes FRAGMENTS. Internal
+// to cuda/sparse. Functions that return a ggml_macko_status synchronize with the stream.
 #pragma once
 
 #include "cuda/lib/common.cuh"
@@ -31,5 +31,13 @@ template <typename M> [[nodiscard]] int find_exponent(const repacker & r, const 
 template <typename M> [[nodiscard]] int count_groups(const repacker & r, const M & m, shape_survey * found);
 // OVERSHOOT, right after count_groups(). Writes the matrix.
 template <typename M> [[nodiscard]] int make_groups(const repacker & r, const M & m, shape_survey * found);
+
+// The arrays of a checked matrix in device memory.
+struct fragments_source {
+    quantized_arrays arrays; // levels: in host memory
+    int8_t           level_of[256];
+};
+// Writes the tiles and factors of m, whose starts are there.
+cudaError_t pack_fragments(const fragments_source & source, const fragments_layout & m, cudaStream_t stream);
 
 } // namespace macko::cuda

@@ -1,5 +1,6 @@
 // Uploads a sparse matrix to the GPU in the layout that settle() chooses. The arrays of MACKO rows are copied to device
-// staging memory, where kernels make the layout (repack.cu); the host makes QUANTIZED and ROW_BLOCKS.
+// staging memory, where kernels make the layout (repack.cu). So are the arrays of FRAGMENTS (fragments-tiles.cu); the
+// host makes QUANTIZED and ROW_BLOCKS.
 #include "codec/macko/encode.h"
 #include "codec/team.h"
 #include "cuda/sparse/mul-mat.cuh"
@@ -34,6 +35,7 @@ struct cuda_sparse_uploader::impl {
     std::condition_variable     freed;
     std::deque<pinned_buffer *> unused;     // buffers that no thread fills, the oldest first
     quantized_image             image = {}; // reused for the next matrix, because new pages are slow
+    fragments_sizes             sizes;
 
     // the current matrix
     struct matrix_state {
@@ -118,10 +120,8 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
-    // Makes staging memory for the arrays of MACKO rows.
-    int stage() {
-        const gpu_matrix & m      = at.plan.matrix;
-        const int64_t      nbytes = bind_macko(m.desc, m.n_padded, nullptr).nbytes;
+    // Makes staging memory of at least nbytes.
+    int reserve(int64_t nbytes) {
         if (nbytes > staging_nbytes) {
             CUDA_OK(cudaFree(staging));
             staging        = nullptr;
@@ -129,8 +129,29 @@ struct cuda_sparse_uploader::impl {
             CUDA_OK(cudaMalloc(&staging, static_cast<size_t>(nbytes)));
             staging_nbytes = nbytes;
         }
+        return GGML_MACKO_STATUS_OK;
+    }
+    // Makes staging memory for the arrays of MACKO rows.
+    int stage() {
+        const gpu_matrix & m = at.plan.matrix;
+        TRY(reserve(bind_macko(m.desc, m.n_padded, nullptr).nbytes));
         at.raw = bind_macko(m.desc, m.n_padded, staging);
         return GGML_MACKO_STATUS_OK;
+    }
+
+    // copy() on several threads, then arrived()
+    int copy_whole(void * to, const void * from, int64_t nbytes) {
+        std::atomic<int> failed{ GGML_MACKO_STATUS_OK };
+        parallel_parts(at.n_threads, nbytes, PINNED_NBYTES, [&](int64_t begin, int64_t end, int) {
+            const int status = failed ? failed.load()
+                                      : copy(static_cast<uint8_t *>(to) + begin,
+                                             static_cast<const uint8_t *>(from) + begin, end - begin);
+            if (status) {
+                failed = status;
+            }
+        });
+        const int late = arrived();
+        return failed ? failed.load() : late;
     }
 
     // Returns the memory of a candidate: the reserved memory, or separate memory.
@@ -174,6 +195,50 @@ struct cuda_sparse_uploader::impl {
     }
     int step(inline_delta_layout & m, const layout_verdict & v, shape_survey * found) { return row_split(m, v, found); }
     int step(exp_coded_layout & m, const layout_verdict & v, shape_survey * found) { return row_split(m, v, found); }
+
+    int step(fragments_layout & m, const layout_verdict & v, shape_survey * found) {
+        const quantized_arrays & a = static_cast<const quantized_view &>(*at.whole).arrays();
+        if (v.needs == survey_step::NBYTES) {
+            sizes             = size_fragments(a, m, at.n_threads);
+            found->nbytes     = sizes.nbytes;
+            found->most_words = sizes.most_words;
+            return GGML_MACKO_STATUS_OK;
+        }
+        const int64_t negative = int64_t(1) << (a.bits - 1); // the first negative level
+        for (int64_t i = 0; i < 2 * negative && m.code_bits == 4; i++) {
+            m.magnitudes[fragments_nibble(static_cast<uint32_t>(i), a.bits)] =
+                static_cast<uint8_t>(std::abs(a.levels[i]));
+        }
+        fragments_source source = { a, {} };
+        std::copy_n(a.levels, 2 * negative, source.level_of);
+        // the arrays, side by side in staging memory
+        const int64_t n_codes = codes_nbytes(a.row_ptr[a.dense.rows], a.bits), n_scales = a.dense.rows * a.windows(),
+                      n_bitmap = bitmap_nbytes(a.dense.rows, a.dense.cols);
+        uint8_t *  codes = nullptr, *bitmap = nullptr, *scales = nullptr;
+        uint16_t * factors = nullptr;
+        int32_t *  row_ptr = nullptr;
+        const auto bind    = [&](void * begin) {
+            memory_parts parts(begin);
+            parts.take(&codes, n_codes);
+            parts.take(&bitmap, n_bitmap);
+            parts.take(&scales, n_scales);
+            parts.take(&factors, a.dense.rows);
+            parts.take(&row_ptr, a.dense.rows + 1);
+            return parts.nbytes();
+        };
+        TRY(reserve(bind(nullptr)));
+        bind(staging);
+        TRY(copy_whole(codes, a.codes, n_codes));
+        TRY(copy_whole(bitmap, a.bitmap, n_bitmap));
+        TRY(copy_whole(scales, a.scales, n_scales));
+        TRY(copy_whole(factors, a.factors, a.dense.rows * 2));
+        TRY(copy_whole(row_ptr, a.row_ptr, (a.dense.rows + 1) * 4));
+        TRY(copy_whole(m.starts, sizes.starts.data(), static_cast<int64_t>(sizes.starts.size()) * 4));
+        source.arrays = { a.dense, a.bits, a.window, codes, bitmap, scales, factors, row_ptr, nullptr };
+        CUDA_OK(pack_fragments(source, m, pinned[0].stream));
+        CUDA_OK(cudaStreamSynchronize(pinned[0].stream));
+        return GGML_MACKO_STATUS_OK;
+    }
 
     int step(quantized_layout & m, const layout_verdict & v, shape_survey * found) {
         const quantized_shape & shape = std::get<quantized_shape>(v.shape);

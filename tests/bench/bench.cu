@@ -137,7 +137,8 @@ microseconds, the median over replays of a CUDA graph; weights and caches come f
   attention  attention over caches, of one token also with what stands between the projections and the output's product
 
 Values V: f16 (normal numbers at random places), pruned (the largest normal numbers), f16-8 and pruned-8 (the same with
-8 significant bits, as models have that were trained in BF16), f32, ec-csr (f32 values, stored so), q8_0, q4_0.
+8 significant bits, as models have that were trained in BF16), f32, ec-csr (f32 values, stored so), q8_0, q4_0, and
+quantized ones of the largest normal numbers: q4_nl, q3, q4, q5, q8.
 )";
 
 const char * const PAPER = // MACKO paper, appendix H

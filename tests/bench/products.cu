@@ -61,6 +61,11 @@ const value_kind VALUE_KINDS[] = {
     { "ec-csr", "ec-csr", GGML_MACKO_TYPE_F32, 0, false, 11 },
     { "q8_0", "packed", GGML_MACKO_TYPE_F32, GGML_MACKO_TYPE_Q8_0, false, 11 },
     { "q4_0", "packed", GGML_MACKO_TYPE_F32, GGML_MACKO_TYPE_Q4_0, false, 11 },
+    { "q4_nl", "packed", GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q4_NL, true, 11 },
+    { "q3", "quantized", GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q3, true, 11 },
+    { "q4", "quantized", GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q4, true, 11 },
+    { "q5", "quantized", GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q5, true, 11 },
+    { "q8", "quantized", GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q8, true, 11 },
 };
 
 const value_kind & find_kind(const std::string & name) {
@@ -152,7 +157,8 @@ struct file_matrix {
         check_status(open_matrix(format, m, N_THREADS, &view));
         check_status(view->decode(dense.data(), N_THREADS));
         check_status(recode(*view, N_THREADS, &rows));
-        header = gpu_matrix_of(format, rows_desc(format, m), format.max_entries(m), m.value_type, m.arrays[0].nbytes);
+        header = gpu_matrix_of(format, rows_desc(format, m), format.max_entries(m), m.value_type, m.arrays[0].nbytes,
+                               format.window(m));
     }
     file_matrix(const file_matrix &) = delete;
 
@@ -288,8 +294,8 @@ private:
     void compute(const float * of_x) {
         const float largest = std::fabs(
             *std::max_element(of_x, of_x + file.s.cols, [](float u, float v) { return std::fabs(u) < std::fabs(v); }));
-        const double rounding = static_cast<double>(largest) / 65534 * 1.0001; // x is 16-bit integers
-        const bool   rounds   = is_quant_type(file.header.value_type);
+        const double rounding = static_cast<double>(largest) / 65278 * 1.0001; // x is 16-bit integers
+        const bool   rounds   = is_lossy_type(file.header.value_type);
 #pragma omp parallel for schedule(static)
         for (int64_t r = 0; r < file.s.rows; r++) {
             double sum = 0, magnitude = 0, weights = 0;
@@ -472,16 +478,20 @@ void bench_layer(const bench_options & options, cudaStream_t stream) {
         shape        s;
         bool         norm, residual, silu;
     };
-    static const product products[N] = { { "q, k, v", 3, { EMBD, EMBD }, true, false, false },
-                                         { "o", 1, { EMBD, EMBD }, false, true, false },
-                                         { "gate, up", 2, { FF, EMBD }, true, false, true },
-                                         { "down", 1, { EMBD, FF }, false, true, false } };
-    const auto           uploader    = make_uploader();
-    float *              x, *y, *norm;
-    CHECKED(cudaMalloc(&x, FF * 4));
-    CHECKED(cudaMalloc(&y, 3 * FF * 4));
+    static const product       products[N] = { { "q, k, v", 3, { EMBD, EMBD }, true, false, false },
+                                               { "o", 1, { EMBD, EMBD }, false, true, false },
+                                               { "gate, up", 2, { FF, EMBD }, true, false, true },
+                                               { "down", 1, { EMBD, FF }, false, true, false } };
+    const auto                 uploader    = make_uploader();
+    float *                    x, *y, *norm;
+    const std::vector<int64_t> columns = columns_of(options);
+    const int64_t              most    = *std::max_element(columns.begin(), columns.end());
+    CHECKED(cudaMalloc(&x, FF * 4 * most));
+    CHECKED(cudaMalloc(&y, 3 * FF * 4 * most));
     CHECKED(cudaMalloc(&norm, FF * 4));
-    CHECKED(cudaMemset(x, 0, FF * 4));
+    void * x16 = nullptr;
+    CHECKED(cudaMalloc(&x16, CUDA_SPARSE_X16_NBYTES));
+    CHECKED(cudaMemset(x, 0, FF * 4 * most));
     CHECKED(cudaMemset(norm, 0, FF * 4));
     for (const std::string & density : options.densities) {
         for (const std::string & values : options.values) {
@@ -501,18 +511,18 @@ void bench_layer(const bench_options & options, cudaStream_t stream) {
                     for (int i = 0; i < of.n_matrices; i++) {
                         file.upload(*uploader, &matrices[used]);
                         p.w[i]        = &matrices[used++].w;
-                        p.y[i]        = y + i * FF;
+                        p.y[i]        = y + i * FF * most;
                         p.ldy[i]      = of.s.rows;
                         p.row_end[i]  = of.s.rows;
-                        p.residual[i] = of.residual ? y + i * FF : nullptr;
+                        p.residual[i] = of.residual ? p.y[i] : nullptr;
                     }
                     p.x            = x;
                     p.ldx          = of.s.cols;
-                    p.n            = 1;
                     p.norm_weight  = of.norm ? norm : nullptr;
                     p.norm_eps     = 1e-5f;
                     p.silu_mul     = of.silu;
                     p.programmatic = true;
+                    p.x16          = x16;
                 }
             }
             const auto time = [&](int first, int step) {
@@ -520,15 +530,20 @@ void bench_layer(const bench_options & options, cudaStream_t stream) {
                     CHECKED(cuda_sparse_mul_mat(calls[static_cast<size_t>(i * step + first)], stream));
                 });
             };
-            printf("%s:", name.c_str());
-            for (int f = 0; f < N; f++) {
-                printf(" %s %.2f us,", products[f].name, time(f, N));
+            for (const int64_t n : columns) {
+                for (cuda_sparse_mul_mat_params & p : calls) {
+                    p.n = n;
+                }
+                printf("%s, %lld columns:", name.c_str(), static_cast<long long>(n));
+                for (int f = 0; f < N; f++) {
+                    printf(" %s %.2f us,", products[f].name, time(f, N));
+                }
+                printf(" all in turn %.2f us\n", N * time(0, 1));
+                fflush(stdout);
             }
-            printf(" all in turn %.2f us\n", N * time(0, 1));
-            fflush(stdout);
         }
     }
-    for (float * memory : { x, y, norm }) {
+    for (void * memory : { static_cast<void *>(x), static_cast<void *>(y), static_cast<void *>(norm), x16 }) {
         CHECKED(cudaFree(memory));
     }
 }

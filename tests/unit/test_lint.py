@@ -10,7 +10,7 @@ import pytest
 
 from support import generators
 
-PIN = re.compile(r'"((?:clang-format|mypy|ruff|types-\w+)==[\w.]+)"')
+PIN = re.compile(r'"((?:clang-format|mypy|ruff|types-\w+)==[\w.]+)(?:; [^"]+)?"')
 
 
 def test_pre_commit_uses_the_versions_of_pyproject():

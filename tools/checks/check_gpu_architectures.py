@@ -45,7 +45,8 @@ def run(*command: object) -> None:
 def gpu_tests(folder: pathlib.Path) -> dict[str, list[str]]:
     """The command of each test with the CMake label `gpu`."""
     found = subprocess.run(
-        ["ctest", "--test-dir", str(folder), "-L", "^gpu$", "--show-only=json-v1"],
+        ["ctest", "-L", "^gpu$", "--show-only=json-v1"],
+        cwd=folder,  # --test-dir needs CMake 3.20
         check=True,
         capture_output=True,
         text=True,

@@ -27,7 +27,7 @@ struct folder {
         rmdir(path.c_str());
     }
     std::string name(size_t part, size_t n) const {
-        char text[40];
+        char text[64];
         snprintf(text, sizeof(text), "/m-%05zu-of-%05zu.gguf", part + 1, n);
         return path + text;
     }

@@ -76,6 +76,21 @@ def test_sparse_embeddings_agree_with_dense(pruned, kind, macko, tmp_path):
     assert nmse(found[0], want) < (1e-6 if kind in LOSSLESS else 1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(library.gpus().startswith("none"), reason=f"GPUs: {library.gpus()}")
+@pytest.mark.parametrize("pruned", ["tied", "untied"], indirect=True)
+@pytest.mark.parametrize("kind", ["macko", "sparse-lossless", "sparse-q4", "sparse-q8", "sparse-q4_nl"])
+def test_sparse_embeddings_beside_a_gpu_agree_with_dense(pruned, kind, macko, tmp_path):
+    """The CPU looks up rows, and the GPU multiplies by the same weights if they are also the head."""
+    sparse, restored = tmp_path / "sparse.gguf", tmp_path / "restored.gguf"
+    assert macko("convert", pruned, sparse, kind, "--tensor-type", f"{EMBEDDINGS}={kind}").code == 0
+    assert macko("restore", sparse, restored).code == 0
+    tokens = [0, 499, *np.random.default_rng(1).integers(0, 500, 60).tolist(), 499, 0, 0]
+    want = all_logits(restored, tokens, n_gpu_layers=0)
+    found = [all_logits(sparse, tokens, sparse_only=True, n_gpu_layers=n) for n in (-1, 1)]
+    assert max(nmse(f, want) for f in found) < 1e-4
+
+
 def test_text_of_a_tied_model_is_that_of_dense(macko, tmp_path):
     pruned, sparse = prune_embeddings(macko, generators.DEMO, tmp_path), tmp_path / "sparse.gguf"
     assert macko("convert", pruned, sparse).code == 0

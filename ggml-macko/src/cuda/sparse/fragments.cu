@@ -612,11 +612,41 @@ int divide(fragments_launch & p, int nx, int most_words, int stripes, int room) 
     return best;
 }
 
+// The words of the longest stream of all matrices.
+int most_words_of(const cuda_sparse_mul_mat_params & a) {
+    int most = 0;
+    for (int i = 0; i < a.n_matrices; i++) {
+        most = std::max(most, std::get<fragments_layout>(*a.w[i]).most_words);
+    }
+    return most;
+}
+
+// A launch with all that divide() reads.
+fragments_launch sized_launch(const fragments_layout & w, const cuda_sparse_mul_mat_params & a,
+                              const uint8_t * rounded) {
+    fragments_launch p = {};
+    p.silu_mul         = a.silu_mul;
+    p.tile_chunks      = w.tile_chunks;
+    p.segments         = static_cast<int32_t>(fragments_segments(w.cols, w.tile_chunks));
+    p.chunks           = static_cast<int32_t>(fragments_all_chunks(w.cols));
+    p.window           = w.window;
+    p.window_bits      = fragments_window_bits(w.window);
+    p.rounded          = rounded;
+    return p;
+}
+
+// Whether a product of nx columns fits shared memory.
+bool fits(const fragments_layout & w, const cuda_sparse_mul_mat_params & a, int nx, const uint8_t * rounded) {
+    cuda_device_info device;
+    fragments_launch p = sized_launch(w, a, rounded);
+    return cuda_current_device(&device) == cudaSuccess &&
+           divide(p, nx, most_words_of(a), a.silu_mul ? 2 : 1, device.shared_nbytes) > 0;
+}
+
 // A product of up to nx columns, or of experts, one column each.
 cudaError_t multiply_columns(const fragments_layout & w, const cuda_sparse_mul_mat_params & a, int nx,
                              const uint8_t * rounded, int64_t apart, cudaStream_t stream) {
-    fragments_launch p          = {};
-    int              most_words = 0;
+    fragments_launch p = sized_launch(w, a, rounded);
     set_product(p, a, static_cast<int>(FRAGMENT_ROWS), [&](const gpu_layout & layout, fragments_operand & m) {
         const fragments_layout & l = std::get<fragments_layout>(layout);
         m.tiles                    = l.tiles;
@@ -625,7 +655,6 @@ cudaError_t multiply_columns(const fragments_layout & w, const cuda_sparse_mul_m
         m.n_groups                 = static_cast<int32_t>(fragments_groups(l.rows));
         m.all_rows                 = static_cast<int32_t>(l.rows);
         memcpy(&m.magnitudes, l.magnitudes, sizeof(m.magnitudes));
-        most_words = std::max(most_words, l.most_words);
     });
     // rows that do not begin at a multiple of 16 reach into one more stripe
     const bool shifted = a.expert_ids && a.expert_rows % FRAGMENT_ROWS;
@@ -643,19 +672,13 @@ cudaError_t multiply_columns(const fragments_layout & w, const cuda_sparse_mul_m
     if (a.silu_mul && a.row_begin[0] % FRAGMENT_ROWS != a.row_begin[1] % FRAGMENT_ROWS) {
         return cudaErrorNotSupported;
     }
-    p.tile_chunks = w.tile_chunks;
-    p.segments    = static_cast<int32_t>(fragments_segments(w.cols, w.tile_chunks));
-    p.chunks      = static_cast<int32_t>(fragments_all_chunks(w.cols));
-    p.window      = w.window;
-    p.window_bits = fragments_window_bits(w.window);
-    p.rounded     = rounded;
-    p.apart       = apart;
-    p.aligned     = is_aligned(a);
+    p.apart   = apart;
+    p.aligned = is_aligned(a);
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
     const int blocks  = std::min(device.multiprocessors, p.n_warp_rows); // one per multiprocessor
     const int stripes = (p.n_warp_rows + blocks - 1) / blocks * (a.silu_mul ? 2 : 1);
-    const int warps   = divide(p, nx, most_words, stripes, device.shared_nbytes);
+    const int warps   = divide(p, nx, most_words_of(a), stripes, device.shared_nbytes);
     if (warps == 0) {
         return cudaErrorNotSupported;
     }
@@ -672,7 +695,7 @@ cudaError_t multiply_columns(const fragments_layout & w, const cuda_sparse_mul_m
 cudaError_t multiply_all(const fragments_layout & w, const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
     const bool    each = a.n == 1 || a.expert_ids;       // one column at a time
     const int64_t kept = X_KEPT * max_warps(1) * 32 * 4; // of a column: a block has them in registers
-    if (!a.x16 || (each && w.cols <= kept && is_aligned(a))) {
+    if (!a.x16 || (each && w.cols <= kept && is_aligned(a) && fits(w, a, 1, nullptr))) {
         const int64_t most = a.expert_ids ? a.n : 1;
         for (int64_t j = 0; j < a.n; j += most) {
             CUDA_TRY(multiply_columns(w, a.columns(j, most), 1, nullptr, 0, stream));
@@ -683,16 +706,16 @@ cudaError_t multiply_all(const fragments_layout & w, const cuda_sparse_mul_mat_p
     if (w.window < 2 * FRAGMENT_STEP) {
         nx = std::min(nx, 2); // more columns add two steps before they scale the sum
     }
-    const int64_t steps = fragments_all_chunks(w.cols) * 8;
-    const auto    apart = [&] { return X_SCALES_NBYTES + steps * 64 * nx; };
-    while (nx > 1 && apart() > CUDA_SPARSE_X16_NBYTES) {
+    const int64_t   steps    = fragments_all_chunks(w.cols) * 8;
+    const auto      apart    = [&] { return X_SCALES_NBYTES + steps * 64 * nx; };
+    uint8_t * const integers = static_cast<uint8_t *>(a.x16);
+    while (nx > 1 && (apart() > CUDA_SPARSE_X16_NBYTES || !fits(w, a, nx, integers))) {
         nx /= 2;
     }
     const int64_t most = CUDA_SPARSE_X16_NBYTES / apart() * nx; // columns that are rounded at a time
     if (most == 0) {
         return cudaErrorNotSupported;
     }
-    uint8_t * const integers = static_cast<uint8_t *>(a.x16);
     for (int64_t j = 0; j < a.n; j += most) {
         const int64_t      n = std::min(most, a.n - j);
         const round_params r = { { a.x + j * a.ldx, a.norm_weight, a.norm_eps, static_cast<int>(w.cols) },

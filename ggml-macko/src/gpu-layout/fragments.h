@@ -2,7 +2,8 @@
 // addresses, and the number of bytes of each tile. docs/design/gpu-layouts.md draws it.
 //
 //   step     32 columns. Lane 4 g + t of a warp has columns 8 t ... 8 t + 7 of each step, in rows g and g + 8: the A
-//            operand of the tensor cores' 16 x 8 x 32 product of bytes, so the same memory serves 1 to 8 columns of x.
+//            operand of the tensor cores' 16 x 8 x 32 product of bytes, so the same memory serves any number of
+//            columns of x.
 //   chunk    8 steps.
 //   tile     16 rows and tile_chunks chunks, which a warp decodes at a time. The tiles of 16 rows are adjacent.
 //   stream   The codes of a lane in a tile: step by step, row g before row g + 8, columns ascending. A code has 4 bits

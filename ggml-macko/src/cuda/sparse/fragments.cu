@@ -576,7 +576,7 @@ int divide(fragments_launch & p, int nx, int most_words, int stripes, int room) 
     p.x_at          = p.lut_copies * 256 * 8;
     p.buffer_nbytes = fragments_buffer_nbytes(p.tile_chunks, p.window, most_words);
     int best = 0, best_time = INT32_MAX, best_phases = p.segments;
-    // a kernel that rounds its column has all of it in shared memory
+    // a kernel that rounds its column has the whole column in shared memory
     for (int phases = 1; phases <= std::min(p.rounded ? p.segments : 1, best_phases + 3); phases++) {
         const int segments = (p.segments + phases - 1) / phases,
                   sums_at  = p.x_at + X_SCALES_NBYTES + segments * p.tile_chunks * 8 * 64 * nx;
@@ -589,8 +589,8 @@ int divide(fragments_launch & p, int nx, int most_words, int stripes, int room) 
                 if (in_round < matrices) {
                     break;
                 }
-                // Tiles of the warp with the most, times what a tile takes: half of its time depends on the number of
-                // warps at 8 of them. A barrier and a copy of x take about as long as 1 or 2 tiles.
+                // The number of tiles of the warp with the most, times 8 + warps, which is about proportional to the
+                // time of a tile (measured). A barrier and a copy of x take about as long as 1 or 2 tiles.
                 const auto time_of = [&](int n) { return (n * parts + warps - 1) / warps * length * (8 + warps); };
                 const int  rounds = stripes / in_round, rest = stripes % in_round;
                 const int  time =

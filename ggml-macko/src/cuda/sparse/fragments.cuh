@@ -8,8 +8,8 @@
 
 namespace macko::cuda {
 
-constexpr int FRAGMENTS_READ_AHEAD =
-    3; // words that a step reads from its position on, which may be the end of a stream
+// Words that a step reads from its position on, which may be the end of a stream.
+constexpr int FRAGMENTS_READ_AHEAD = 3;
 
 // Bytes of a warp's memory for a tile.
 constexpr int fragments_buffer_nbytes(int32_t tile_chunks, int32_t window, int32_t most_words) {
@@ -84,14 +84,14 @@ template <int BITS> __device__ __forceinline__ void fill_table(uint8_t * table, 
     }
 }
 
-// The A operands of a step: of positive and of negative levels, or of all. Subtracting the ones from the others takes
-// more instructions than twice as many products of up to 8 columns.
+// The A operands of a step: one of positive and one of negative levels, or one of all levels. For up to 8 columns of x,
+// twice as many products take fewer instructions than to subtract one operand from the other.
 template <int BITS, int NX> struct step_operands {
     static constexpr int N = BITS == 4 && NX <= 8 ? 2 : 1;
     uint32_t             a[N][4];
 };
 
-// Bytes of a minus bytes of b, of 0 ... 127 each.
+// Each byte of a minus the same byte of b; all are 0 ... 127.
 __device__ __forceinline__ uint32_t subtract_bytes(uint32_t a, uint32_t b) {
     return ((a | 0x80808080u) - b) ^ 0x80808080u;
 }

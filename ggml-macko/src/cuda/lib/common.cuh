@@ -103,6 +103,19 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
+// The largest number of the warp; every lane gets it. For the bits of floats that are not negative, too.
+__device__ __forceinline__ uint32_t warp_max_bits(uint32_t v) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(FULL_WARP, v);
+#else
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+        v = max(v, __shfl_xor_sync(FULL_WARP, v, offset));
+    }
+    return v;
+#endif
+}
+
 // Sum of the lanes up to and including this one.
 template <typename T> __device__ __forceinline__ T warp_prefix_sum(T v) {
     const int lane = threadIdx.x % 32;

@@ -80,18 +80,6 @@ template <bool ALIGNED> __device__ __forceinline__ float4 load_x(const x_source 
     return make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
 }
 
-__device__ __forceinline__ uint32_t warp_max_of_bits(uint32_t v) {
-#if __CUDA_ARCH__ >= 800
-    return __reduce_max_sync(FULL_WARP, v);
-#else
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-        v = max(v, __shfl_xor_sync(FULL_WARP, v, offset));
-    }
-    return v;
-#endif
-}
-
 // Four integers as bytes.
 __device__ __forceinline__ void store_integers(float4 v, float inverse, uint8_t * high, uint8_t * low) {
     // 1.5 * 2^23: the low bits of the sum are those of the integer
@@ -134,14 +122,14 @@ __device__ __forceinline__ void round_column(const x_source & s, int n_steps, in
     for (int c = kept_columns + first; c < s.cols; c += stride) {
         measure(load_x<ALIGNED>(s, c, &m.squares));
     }
-    m.largest = warp_max_of_bits(m.largest);
+    m.largest = warp_max_bits(m.largest);
     m.squares = s.norm_weight ? warp_sum(m.squares) : 0.0f;
     if (lane == 0) {
         scratch[warp] = m;
     }
     __syncthreads();
     m                = lane < warps ? scratch[lane] : column_measure{ 0, 0.0f };
-    const float most = __uint_as_float(warp_max_of_bits(m.largest));
+    const float most = __uint_as_float(warp_max_bits(m.largest));
     const bool  zero = most < 0x1p-100f, finite = most < INFINITY; // both false for NaN
     const float inverse = !zero && finite ? X_INTEGERS * __frcp_rn(most) : 0.0f;
     if (warp == 0) {

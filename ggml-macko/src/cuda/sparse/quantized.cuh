@@ -125,19 +125,6 @@ template <typename V, int BITS, int NX> struct dot_group : loaded_group<V, BITS>
     }
 };
 
-// the largest of the numbers of a warp, on each lane
-__device__ __forceinline__ uint32_t warp_max_bits(uint32_t v) {
-#if __CUDA_ARCH__ >= 800
-    return __reduce_max_sync(FULL_WARP, v);
-#else
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-        v = max(v, __shfl_xor_sync(FULL_WARP, v, offset));
-    }
-    return v;
-#endif
-}
-
 // The work of a block before its first row is bound by the instructions that its 24 warps issue, and data that passes
 // through registers waits behind the weights (measured). So x comes by bulk copies, which one thread asks for, and the
 // loops below have constant offsets.

@@ -212,24 +212,7 @@ GPU_TEST(experts_and_ids_out_of_range) {
                       ldx = seed % 3 ? cols : 0;
         test_matrix w(random, N_EXPERTS * rows, cols, GGML_MACKO_TYPE_BF16, BITS[seed % std::size(BITS)], 0.3, UNIFORM);
         w.upload(uploader, gpu);
-        const std::vector<float> values = random_x(random, cols, N_EXPERT_COLUMNS, test_matrix::INTEGERS);
-        guarded                  x(cols * N_EXPERT_COLUMNS), y(rows * N_EXPERT_COLUMNS);
-        std::copy(values.begin(), values.end(), &x.at(0));
-        x.put();
-        multiply_experts(w.device, x, ldx, y, x16_of_tests());
-        for (int64_t j = 0; j < N_EXPERT_COLUMNS; j++) {
-            std::vector<double> want(static_cast<size_t>(rows), 0.0), bound(static_cast<size_t>(rows), 1e-30);
-            if (expert_row(j, rows) >= 0) {
-                reference(w, expert_row(j, rows), rows, &values[static_cast<size_t>(j * ldx)], {}, 0, true, want,
-                          bound);
-            }
-            for (int64_t r = 0; r < rows; r++) {
-                const double error = std::fabs(static_cast<double>(y.at(j * rows + r)) - want[static_cast<size_t>(r)]);
-                CHECK(error <= bound[static_cast<size_t>(r)], "experts, seed %llu, column %lld, row %lld: off by %.3g",
-                      static_cast<unsigned long long>(seed), static_cast<long long>(j), static_cast<long long>(r),
-                      error);
-            }
-        }
+        check_experts(random, w, rows, ldx, seed);
     }
 }
 
@@ -241,30 +224,7 @@ GPU_TEST(nan_and_infinite_x_do_not_become_numbers) {
         test_matrix w(random, 40, 1000, GGML_MACKO_TYPE_F16, bits, 0.5, UNIFORM);
         w.upload(uploader, gpu);
         for (const int64_t n : { 1, 2, 4, 8 }) {
-            for (const float odd : { NAN, INFINITY, 0.0f, 0x1p-120f, 0x1p-90f, 0x1p100f }) {
-                guarded x(1000 * n), y(40 * n);
-                for (int64_t i = 0; i < 1000 * n; i++) {
-                    x.at(i) = std::isfinite(odd) ? odd : static_cast<float>(random.unit());
-                }
-                x.at(1000 * n - 500) = odd; // in the last column
-                x.put();
-                cuda_sparse_mul_mat_params p = plain_product(w.device, x, y, n);
-                p.x16                        = x16_of_tests();
-                CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
-                y.get();
-                for (int64_t r = 0; r < 40; r++) {
-                    const float got  = y.at((n - 1) * 40 + r);
-                    double      want = 0;
-                    for (int64_t c = 0; c < 1000; c++) {
-                        want += w.weights[static_cast<size_t>(r * 1000 + c)] * static_cast<double>(odd);
-                    }
-                    CHECK(std::isfinite(odd)
-                              ? std::fabs(static_cast<double>(got) - want) <= 1e-2 * static_cast<double>(odd) + 0x1p-100
-                              : !std::isfinite(got),
-                          "x of %g, n %lld, row %lld: %g", static_cast<double>(odd), static_cast<long long>(n),
-                          static_cast<long long>(r), static_cast<double>(got));
-                }
-            }
+            check_odd_x(random, w, n);
         }
     }
 }
@@ -284,7 +244,7 @@ GPU_TEST(repeats_are_bit_identical) {
             }
             x.put();
             cuda_sparse_mul_mat_params p = plain_product(w.device, x, y, n);
-            p.x16                        = x16_of_tests();
+            p.x16                        = x16_memory();
             check_repeats(p, y, n_repeats, w.name(9, n));
         }
     }

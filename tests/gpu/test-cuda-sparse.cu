@@ -204,16 +204,6 @@ static void reference(const test_matrix & w, int64_t begin, int64_t end, const s
     }
 }
 
-// Memory for x in 16 bits, filled with NaN before its first use.
-static void * x16_memory() {
-    static void * memory = nullptr;
-    if (!memory) {
-        CUDA_CHECK(cudaMalloc(&memory, CUDA_SPARSE_X16_NBYTES));
-        CUDA_CHECK(cudaMemset(memory, 0xff, CUDA_SPARSE_X16_NBYTES));
-    }
-    return memory;
-}
-
 // One product of one to three matrices with the same x, checked element by element. Half of the products may use memory
 // for x in 16 bits.
 static void check_product(rng & random, const std::vector<const test_matrix *> & w, int64_t n, const options & o,
@@ -224,23 +214,8 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
     for (float & v : x) {
         v = static_cast<float>((random.unit() - 0.5) * (random.unit() < 0.01 ? 40 : 2));
     }
-    std::vector<float> norm(static_cast<size_t>(o.norm ? cols : 0));
-    for (float & v : norm) {
-        v = static_cast<float>(random.unit() + 0.5);
-    }
-    guarded dx(ldx * n), dnorm(std::max<int64_t>(1, o.norm ? cols : 1));
-    std::copy(x.begin(), x.end(), &dx.at(0));
-    std::copy(norm.begin(), norm.end(), &dnorm.at(0));
-    dx.put();
-    dnorm.put();
-
-    cuda_sparse_mul_mat_params p = {};
-    p.x                          = dx.data();
-    p.ldx                        = ldx;
-    p.n                          = n;
-    p.norm_weight                = o.norm ? dnorm.data() : nullptr;
-    p.norm_eps                   = 1e-5f;
-    p.silu_mul                   = o.silu;
+    product_inputs             in(random, x, cols, o);
+    cuda_sparse_mul_mat_params p = in.params(ldx, n, o);
     p.x16                        = x16 ? x16_memory() : nullptr;
     std::vector<const gpu_layout *> devices;
     for (const test_matrix * m : w) {
@@ -251,7 +226,7 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
     arrays refs[2] = { arrays(w.size()), arrays(w.size()) }, magnitudes[2] = { arrays(w.size()), arrays(w.size()) };
     for (size_t i = 0; i < w.size(); i++) {
         for (const bool rounds : { true, false }) {
-            reference(*w[i], p.row_begin[i], p.row_end[i], x, ldx, n, norm, p.norm_eps, rounds, refs[rounds][i],
+            reference(*w[i], p.row_begin[i], p.row_end[i], x, ldx, n, in.norm, p.norm_eps, rounds, refs[rounds][i],
                       magnitudes[rounds][i]);
         }
     }

@@ -186,6 +186,47 @@ inline cuda_sparse_mul_mat_params plain_product(const gpu_layout & w, guarded & 
     return p;
 }
 
+// Memory for x in 16 bits, filled with NaN before its first use.
+inline void * x16_memory() {
+    static void * memory = nullptr;
+    if (!memory) {
+        CUDA_CHECK(cudaMalloc(&memory, CUDA_SPARSE_X16_NBYTES));
+        CUDA_CHECK(cudaMemset(memory, 0xff, CUDA_SPARSE_X16_NBYTES));
+    }
+    return memory;
+}
+
+// x and the weights of a norm, on the device.
+struct product_inputs {
+    std::vector<float> norm; // empty: no norm
+    guarded            dx, dnorm;
+
+    product_inputs(rng & random, const std::vector<float> & x, int64_t cols, const options & o)
+        : norm(static_cast<size_t>(o.norm ? cols : 0)),
+          dx(static_cast<int64_t>(x.size())),
+          dnorm(std::max<int64_t>(1, o.norm ? cols : 1)) {
+        for (float & v : norm) {
+            v = static_cast<float>(random.unit() + 0.5);
+        }
+        std::copy(x.begin(), x.end(), &dx.at(0));
+        std::copy(norm.begin(), norm.end(), &dnorm.at(0));
+        dx.put();
+        dnorm.put();
+    }
+
+    // Parameters without matrices, rows and outputs.
+    cuda_sparse_mul_mat_params params(int64_t ldx, int64_t n, const options & o) {
+        cuda_sparse_mul_mat_params p = {};
+        p.x                          = dx.data();
+        p.ldx                        = ldx;
+        p.n                          = n;
+        p.norm_weight                = o.norm ? dnorm.data() : nullptr;
+        p.norm_eps                   = 1e-5f;
+        p.silu_mul                   = o.silu;
+        return p;
+    }
+};
+
 // Outputs, residuals and biases of the products of matrices with the same x. The constructor fills in the matrices,
 // rows (starting at one of the first three) and outputs of p.
 struct outputs {

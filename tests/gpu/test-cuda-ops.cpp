@@ -315,6 +315,87 @@ TEST(rms_norm_with_sum_and_scale) {
     }
 }
 
+TEST(layer_and_l2_norms_of_rows) {
+    for (int k = 0; k < 40; k++) {
+        const std::vector<int64_t> ne     = { pick({ 1, 6, 64, 100, 1023, 4096, 8192 }), pick({ 1, 3, 9 }),
+                                              pick({ 1, 2 }) };
+        const auto                 kind   = k % 2 ? row_norm::LAYER : row_norm::L2;
+        const double               offset = static_cast<double>(pick({ 0, 30 })), n = static_cast<double>(ne[0]);
+        auto x = make(TYPE_F32, ne, pick({ 0, ne[0] % 4 ? 1 : 4 }), k % 3 == 0), dst = make(TYPE_F32, ne);
+        x->random();
+        x->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t) { x->set(x->get(i0, i1, i2) + offset, i0, i1, i2); });
+        x->upload();
+        CHECK(op_row_norm_supported(kind, x->t, dst->t), "norm");
+        check("norm", op_row_norm(ctx, kind, 1e-5f, x->t, dst->t), *dst,
+              [&](int64_t i0, int64_t i1, int64_t i2, int64_t) {
+                  double mean = 0, size = 0, squares = 0;
+                  for (int64_t i = 0; i < ne[0]; i++) {
+                      mean += kind == row_norm::LAYER ? x->get(i, i1, i2) / n : 0;
+                      size = std::max(size, std::fabs(x->get(i, i1, i2)));
+                  }
+                  for (int64_t i = 0; i < ne[0]; i++) {
+                      squares += std::pow(x->get(i, i1, i2) - mean, 2);
+                  }
+                  const double length =
+                      kind == row_norm::LAYER ? std::sqrt(squares / n + 1e-5) : std::max(std::sqrt(squares), 1e-5);
+                  const double z = (x->get(i0, i1, i2) - mean) / length;
+                  return std::make_pair(z, (std::fabs(z) + size / length * (kind == row_norm::LAYER)) * U32 *
+                                               (16 + std::sqrt(n)));
+              });
+    }
+}
+
+TEST(sums_and_means_of_rows) {
+    for (const int64_t n : { 1, 5, 32, 1000, 5000 }) {
+        auto x = make(TYPE_F32, { n, 3, 2 }, pick({ 0, 3 })), dst = make(TYPE_F32, { 1, 3, 2 });
+        x->random();
+        CHECK(op_sum_rows_supported(x->t, dst->t), "sum");
+        for (const bool mean : { false, true }) {
+            check(mean ? "mean" : "sum", mean ? op_mean_rows(ctx, x->t, dst->t) : op_sum_rows(ctx, x->t, dst->t), *dst,
+                  [&](int64_t, int64_t i1, int64_t i2, int64_t) {
+                      double sum = 0, size = 0;
+                      for (int64_t i = 0; i < n; i++) {
+                          sum += x->get(i, i1, i2), size += std::fabs(x->get(i, i1, i2));
+                      }
+                      const double divisor = mean ? static_cast<double>(n) : 1;
+                      return std::make_pair(sum / divisor, size / divisor * U32 * 16);
+                  });
+        }
+    }
+}
+
+TEST(concatenations_and_copies_of_tensors) {
+    for (int k = 0; k < 40; k++) {
+        const auto           type = static_cast<tensor_type>(pick({ TYPE_F32, TYPE_F16, TYPE_BF16, TYPE_I32 }));
+        const auto           dim  = static_cast<size_t>(k % 4);
+        std::vector<int64_t> ne = { pick({ 1, 3, 64, 300 }), pick({ 1, 5 }), pick({ 1, 4 }), pick({ 1, 2 }) }, nb = ne;
+        nb[dim]                   = pick({ 1, 2, 7 });
+        std::vector<int64_t> both = ne, copies = ne;
+        both[dim] += nb[dim];
+        for (auto & n : copies) {
+            n *= pick({ 1, 2, 3 });
+        }
+        auto a = make(type, ne, pick({ 0, 3 }), k % 3 == 0), b = make(type, nb, pick({ 0, 1 })), dst = make(type, both),
+             repeated = make(type, copies, pick({ 0, 1 }));
+        a->random(50), b->random(50);
+        const int d = static_cast<int>(dim);
+        CHECK(op_concat_supported(d, a->t, b->t, dst->t), "concat");
+        check("concat", op_concat(ctx, d, a->t, b->t, dst->t), *dst,
+              [&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
+                  int64_t    i[4] = { i0, i1, i2, i3 };
+                  const bool in_a = i[dim] < ne[dim];
+                  i[dim] -= in_a ? 0 : ne[dim];
+                  return std::make_pair((in_a ? a : b)->get(i[0], i[1], i[2], i[3]), 0.0);
+              });
+        CHECK(op_repeat_supported(a->t, repeated->t), "repeat");
+        check("repeat", op_repeat(ctx, a->t, repeated->t), *repeated,
+              [&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
+                  return std::make_pair(a->get(i0 % ne[0], i1 % ne[1], i2 % ne[2], i3 % ne[3]), 0.0);
+              });
+        CHECK(!op_repeat_supported(make(type, { ne[0] + 1, 1 })->t, make(type, { ne[0] + 2, 1 })->t), "repeat: parts");
+    }
+}
+
 TEST(soft_max_masked_rows) {
     for (int k = 0; k < 30; k++) {
         const int64_t n = pick({ 1, 31, 256, 1000, 5000 }), tokens = pick({ 1, 4 }), heads = pick({ 1, 6 });
@@ -1601,6 +1682,172 @@ TEST(row_numbers_of_new_keys_stay_inside_the_cache) {
             }
             cudaFree(scratch);
         }
+    }
+}
+
+// ---- recurrent layers ----
+
+TEST(convolutions_along_tokens) {
+    for (int k = 0; k < 24; k++) {
+        const int64_t width = pick({ 1, 2, 4, 32 }), rows = pick({ 1, 31, 32, 100 }), tokens = pick({ 1, 2, 32, 70 }),
+                      sequences = pick({ 1, 3 });
+        auto x                  = make(TYPE_F32, { width - 1 + tokens, rows, sequences }, pick({ 0, 1 })),
+             weights = make(TYPE_F32, { width, rows }), dst = make(TYPE_F32, { rows, tokens, sequences });
+        x->random(), weights->random();
+        CHECK(op_ssm_conv_supported(x->t, weights->t, dst->t), "convolution");
+        check("convolution", op_ssm_conv(ctx, x->t, weights->t, dst->t), *dst,
+              [&](int64_t row, int64_t token, int64_t sequence, int64_t) {
+                  double sum = 0, size = 0;
+                  for (int64_t i = 0; i < width; i++) {
+                      const double term = x->get(token + i, row, sequence) * weights->get(i, row);
+                      sum += term, size += std::fabs(term);
+                  }
+                  return std::make_pair(sum, size * U32 * static_cast<double>(width + 2));
+              });
+    }
+}
+
+// Expected outputs and states of a recurrent op in the order of its result, with magnitudes of their errors.
+struct recurrent_result {
+    std::vector<std::pair<double, double>> all;
+    int64_t                                n_outputs, n_states, slots;
+
+    recurrent_result(int64_t outputs, int64_t states, int64_t n_slots)
+        : all(static_cast<size_t>(outputs + states * n_slots), { UNCHANGED, 0 }),
+          n_outputs(outputs),
+          n_states(states),
+          slots(n_slots) {}
+    std::pair<double, double> & output(int64_t i) { return all[static_cast<size_t>(i)]; }
+    void                        set_states(int64_t tokens_left, int64_t at, const std::vector<double> & values,
+                                           const std::vector<double> & errors) {
+        for (size_t i = 0; i < values.size() && tokens_left < slots; i++) {
+            all[static_cast<size_t>(n_outputs + tokens_left * n_states + at) + i] = { values[i], errors[i] };
+        }
+    }
+    // Runs f, which writes `result`, whose elements are the same number before.
+    template <typename F> void compare(const char * name, const F & f) {
+        auto result = make(TYPE_F32, { static_cast<int64_t>(all.size()) });
+        result->each([&](int64_t i, int64_t, int64_t, int64_t) { result->set(UNCHANGED, i); });
+        result->upload();
+        check(name, f(result->t), *result,
+              [&](int64_t i, int64_t, int64_t, int64_t) { return all[static_cast<size_t>(i)]; });
+    }
+
+    static constexpr double UNCHANGED = 7;
+};
+
+TEST(state_space_scans_and_their_snapshots) {
+    for (int k = 0; k < 30; k++) {
+        const int64_t size = pick({ 8, 16, 64, 128, 256 }), dim = pick({ 1, 5, 16 }), groups = pick({ 1, 2 }),
+                      heads = groups * pick({ 1, 3 }), tokens = pick({ 1, 2, 30 }), sequences = pick({ 1, 2 });
+        const bool scalar = k % 2 == 0;
+        auto state = make(TYPE_F32, { size, dim, heads, 4 }), x = make(TYPE_F32, { dim, heads, tokens, sequences }),
+             dt = make(TYPE_F32, { heads, tokens, sequences }), a = make(TYPE_F32, { scalar ? 1 : size, heads }),
+             b = make(TYPE_F32, { size, groups, tokens, sequences }),
+             c = make(TYPE_F32, { size, groups, tokens, sequences }), ids = make(TYPE_I32, { sequences });
+        state->random(), x->random(), dt->random(), b->random(), c->random();
+        a->each([&](int64_t i, int64_t head, int64_t, int64_t) { a->set(-2 * random_source.unit(), i, head); });
+        ids->each([&](int64_t i, int64_t, int64_t, int64_t) { ids->set(static_cast<double>(3 - i), i); });
+        a->upload(), ids->upload();
+
+        const int64_t    rows = dim * heads;
+        recurrent_result expected(rows * tokens * sequences, size * rows * sequences, pick({ 1, 3 }));
+        for (int64_t sequence = 0; sequence < sequences; sequence++) {
+            for (int64_t row = 0; row < rows; row++) {
+                const int64_t       head = row / dim, group = head / (heads / groups);
+                std::vector<double> s(static_cast<size_t>(size)), errors(s.size());
+                for (int64_t i = 0; i < size; i++) {
+                    s[static_cast<size_t>(i)] = state->get(i, row % dim, head, 3 - sequence);
+                }
+                std::vector<double> magnitude = s;
+                for (int64_t t = 0; t < tokens; t++) {
+                    const double raw = dt->get(head, t, sequence), step = raw > 20 ? raw : std::log1p(std::exp(raw));
+                    double       y = 0, y_size = 0;
+                    for (int64_t i = 0; i < size; i++) {
+                        const auto   at    = static_cast<size_t>(i);
+                        const double decay = std::exp(step * a->get(scalar ? 0 : i, head));
+                        const double term = b->get(i, group, t, sequence) * x->get(row % dim, head, t, sequence) * step;
+                        s[at]             = s[at] * decay + term;
+                        magnitude[at]     = std::fabs(magnitude[at]) * decay + std::fabs(term);
+                        errors[at]        = magnitude[at] * U32 * (16 + 8 * static_cast<double>(t));
+                        y += s[at] * c->get(i, group, t, sequence);
+                        y_size += magnitude[at] * std::fabs(c->get(i, group, t, sequence));
+                    }
+                    expected.output((sequence * tokens + t) * rows + row) = {
+                        y, y_size * U32 * (32 + 8 * static_cast<double>(t) + std::sqrt(static_cast<double>(size)))
+                    };
+                    expected.set_states(tokens - 1 - t, (sequence * rows + row) * size, s, errors);
+                }
+            }
+        }
+        expected.compare("scan", [&](const op_tensor & dst) {
+            CHECK(op_ssm_scan_supported(state->t, x->t, dt->t, a->t, b->t, c->t, ids->t, dst), "scan");
+            return op_ssm_scan(ctx, state->t, x->t, dt->t, a->t, b->t, c->t, ids->t, dst);
+        });
+    }
+}
+
+TEST(gated_delta_networks_and_their_snapshots) {
+    for (int k = 0; k < 30; k++) {
+        const int64_t size = pick({ 16, 32, 64, 128 }), key_heads = pick({ 1, 2 }), heads = key_heads * pick({ 1, 2 }),
+                      tokens = pick({ 1, 2, 30 }), sequences = pick({ 1, 2 });
+        const bool    scalar = k % 2 == 0;
+        const int64_t pad    = pick({ 0, 1, 4 });
+        const auto    qk_ne  = std::vector<int64_t>{ size, key_heads, tokens, sequences };
+        auto          q = make(TYPE_F32, qk_ne, pad), key = make(TYPE_F32, qk_ne, pad, k % 3 == 0),
+             v     = make(TYPE_F32, { size, heads, tokens, sequences }, pad),
+             g     = make(TYPE_F32, { scalar ? 1 : size, heads, tokens, sequences }),
+             beta  = make(TYPE_F32, { 1, heads, tokens, sequences }),
+             state = make(TYPE_F32, { size, size, heads, sequences });
+        q->random(), v->random(), state->random();
+        key->random(0.5 / std::sqrt(static_cast<double>(size)));
+        const auto fill = [&](device_tensor & t, double low, double high) {
+            t.each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
+                t.set(low + (high - low) * random_source.unit(), i0, i1, i2, i3);
+            });
+            t.upload();
+        };
+        fill(*g, -2, 0), fill(*beta, 0, 1);
+
+        const double     scale = 1 / std::sqrt(static_cast<double>(size));
+        recurrent_result expected(size * heads * tokens * sequences, size * size * heads * sequences, pick({ 1, 3 }));
+        for (int64_t sequence = 0; sequence < sequences; sequence++) {
+            for (int64_t row = 0; row < size * heads; row++) {
+                const int64_t       head = row / size, r = row % size, key_head = head % key_heads;
+                std::vector<double> m(static_cast<size_t>(size)), magnitude(m.size()), errors(m.size());
+                for (int64_t i = 0; i < size; i++) {
+                    m[static_cast<size_t>(i)]         = state->get(i, r, head, sequence);
+                    magnitude[static_cast<size_t>(i)] = std::fabs(m[static_cast<size_t>(i)]);
+                }
+                for (int64_t t = 0; t < tokens; t++) {
+                    double mk = 0, mk_size = 0, y = 0, y_size = 0;
+                    for (int64_t i = 0; i < size; i++) {
+                        const auto   at   = static_cast<size_t>(i);
+                        const double gate = std::exp(g->get(scalar ? 0 : i, head, t, sequence));
+                        m[at] *= gate, magnitude[at] *= gate;
+                        mk += m[at] * key->get(i, key_head, t, sequence);
+                        mk_size += magnitude[at] * std::fabs(key->get(i, key_head, t, sequence));
+                    }
+                    const double b = beta->get(0, head, t, sequence), value = v->get(r, head, t, sequence);
+                    for (int64_t i = 0; i < size; i++) {
+                        const auto   at     = static_cast<size_t>(i);
+                        const double of_key = key->get(i, key_head, t, sequence),
+                                     of_q   = q->get(i, key_head, t, sequence);
+                        m[at] += (value - mk) * b * of_key;
+                        magnitude[at] += (std::fabs(value) + mk_size) * b * std::fabs(of_key);
+                        errors[at] = magnitude[at] * U32 * (32 + 16 * static_cast<double>(t));
+                        y += m[at] * of_q, y_size += magnitude[at] * std::fabs(of_q);
+                    }
+                    expected.output(((sequence * tokens + t) * heads + head) * size +
+                                    r) = { y * scale, y_size * scale * U32 * (48 + 16 * static_cast<double>(t)) };
+                    expected.set_states(tokens - 1 - t, (sequence * heads * size + row) * size, m, errors);
+                }
+            }
+        }
+        expected.compare("delta network", [&](const op_tensor & dst) {
+            CHECK(op_gated_delta_net_supported(q->t, key->t, v->t, g->t, beta->t, state->t, dst), "delta network");
+            return op_gated_delta_net(ctx, q->t, key->t, v->t, g->t, beta->t, state->t, dst);
+        });
     }
 }
 

@@ -150,6 +150,18 @@ bool op_soft_max_supported(const op_tensor &, const op_tensor *, const op_tensor
     return fake::supports;
 }
 bool op_sum_rows_supported(const op_tensor &, const op_tensor &) { return fake::supports; }
+bool op_row_norm_supported(row_norm, const op_tensor &, const op_tensor &) { return fake::supports; }
+bool op_concat_supported(int, const op_tensor &, const op_tensor &, const op_tensor &) { return fake::supports; }
+bool op_repeat_supported(const op_tensor &, const op_tensor &) { return fake::supports; }
+bool op_ssm_conv_supported(const op_tensor &, const op_tensor &, const op_tensor &) { return fake::supports; }
+bool op_ssm_scan_supported(const op_tensor &, const op_tensor &, const op_tensor &, const op_tensor &,
+                           const op_tensor &, const op_tensor &, const op_tensor &, const op_tensor &) {
+    return fake::supports;
+}
+bool op_gated_delta_net_supported(const op_tensor &, const op_tensor &, const op_tensor &, const op_tensor &,
+                                  const op_tensor &, const op_tensor &, const op_tensor &) {
+    return fake::supports;
+}
 bool op_argsort_supported(const op_tensor &, const op_tensor &) { return fake::supports; }
 bool op_rope_supported(const rope_params &, const op_tensor &, const op_tensor &, const op_tensor *,
                        const op_tensor &) {
@@ -225,6 +237,29 @@ cudaError_t op_soft_max(const op_context &, float scale, float max_bias, const o
 }
 cudaError_t op_sum_rows(const op_context &, const op_tensor & x, const op_tensor & dst) {
     return add("sum_rows", x, dst);
+}
+cudaError_t op_mean_rows(const op_context &, const op_tensor & x, const op_tensor & dst) { return add("mean", x, dst); }
+cudaError_t op_row_norm(const op_context &, row_norm kind, float eps, const op_tensor & x, const op_tensor & dst) {
+    return add("row_norm", static_cast<int>(kind), eps, x, dst);
+}
+cudaError_t op_concat(const op_context &, int dim, const op_tensor & a, const op_tensor & b, const op_tensor & dst) {
+    return add("concat", dim, a, b, dst);
+}
+cudaError_t op_repeat(const op_context &, const op_tensor & src, const op_tensor & dst) {
+    return add("repeat", src, dst);
+}
+cudaError_t op_ssm_conv(const op_context &, const op_tensor & x, const op_tensor & weights, const op_tensor & dst) {
+    return add("ssm_conv", x, weights, dst);
+}
+cudaError_t op_ssm_scan(const op_context &, const op_tensor & state, const op_tensor & x, const op_tensor & dt,
+                        const op_tensor & a, const op_tensor & b, const op_tensor & c, const op_tensor & ids,
+                        const op_tensor & dst) {
+    return add("ssm_scan", state, x, dt, a, b, c, ids, dst);
+}
+cudaError_t op_gated_delta_net(const op_context &, const op_tensor & q, const op_tensor & k, const op_tensor & v,
+                               const op_tensor & g, const op_tensor & beta, const op_tensor & state,
+                               const op_tensor & dst) {
+    return add("gated_delta_net", q, k, v, g, beta, state, dst);
 }
 cudaError_t op_argsort(const op_context &, bool descending, const op_tensor & x, const op_tensor & dst) {
     return add("argsort", descending, x, dst);

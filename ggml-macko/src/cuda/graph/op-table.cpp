@@ -12,7 +12,7 @@ namespace macko::cuda {
 
 namespace {
 
-// ---- ops without parameters ----
+// ---- ops with few parameters ----
 
 // src[0] ... src[N - 1] and the result
 template <size_t N> std::array<op_tensor, N + 1> operands(const ggml_tensor * op) {
@@ -38,9 +38,26 @@ constexpr auto set_rows_supported   = supports<op_set_rows_supported, 2>;
 constexpr auto enqueue_set_rows     = enqueue<op_set_rows, 2>;
 constexpr auto sum_rows_supported   = supports<op_sum_rows_supported, 1>;
 constexpr auto enqueue_sum_rows     = enqueue<op_sum_rows, 1>;
+constexpr auto enqueue_mean         = enqueue<op_mean_rows, 1>;
+constexpr auto repeat_supported     = supports<op_repeat_supported, 1>;
+constexpr auto enqueue_repeat       = enqueue<op_repeat, 1>;
+constexpr auto ssm_conv_supported   = supports<op_ssm_conv_supported, 2>;
+constexpr auto enqueue_ssm_conv     = enqueue<op_ssm_conv, 2>;
+constexpr auto ssm_scan_supported   = supports<op_ssm_scan_supported, 7>;
+constexpr auto enqueue_ssm_scan     = enqueue<op_ssm_scan, 7>;
+constexpr auto delta_net_supported  = supports<op_gated_delta_net_supported, 6>;
+constexpr auto enqueue_delta_net    = enqueue<op_gated_delta_net, 6>;
 constexpr auto argsort_supported    = supports<op_argsort_supported, 1>;
 constexpr auto mul_mat_supported    = supports<op_mul_mat_supported, 2>;
 constexpr auto mul_mat_id_supported = supports<op_mul_mat_id_supported, 3>;
+
+bool concat_supported(const ggml_tensor * op) {
+    return op_concat_supported(ggml_get_op_params_i32(op, 0), operand(op->src[0]), operand(op->src[1]), operand(op));
+}
+cudaError_t enqueue_concat(panel_pipeline & panels, ggml_tensor * node) {
+    return op_concat(panels.ctx, ggml_get_op_params_i32(node, 0), operand(node->src[0]), operand(node->src[1]),
+                     operand(node));
+}
 
 // ---- elementwise ----
 
@@ -81,6 +98,16 @@ bool        rms_norm_supported(const ggml_tensor * op) { return op_rms_norm_supp
 cudaError_t enqueue_rms_norm(panel_pipeline & panels, ggml_tensor * node) {
     return op_rms_norm(panels.ctx, rms_norm_operands(node).params());
 }
+
+template <row_norm KIND> bool row_norm_supported(const ggml_tensor * op) {
+    return op_row_norm_supported(KIND, operand(op->src[0]), operand(op));
+}
+template <row_norm KIND> cudaError_t enqueue_row_norm(panel_pipeline & panels, ggml_tensor * node) {
+    return op_row_norm(panels.ctx, KIND, ggml_get_op_params_f32(node, 0), operand(node->src[0]), operand(node));
+}
+constexpr auto norm_supported    = row_norm_supported<row_norm::LAYER>,
+               l2_norm_supported = row_norm_supported<row_norm::L2>;
+constexpr auto enqueue_norm = enqueue_row_norm<row_norm::LAYER>, enqueue_l2_norm = enqueue_row_norm<row_norm::L2>;
 
 bool soft_max_supported(const ggml_tensor * op) {
     const optional_operand mask(op->src[1]), sinks(op->src[2]);
@@ -192,11 +219,19 @@ const op_row OP_TABLE[] = {
     { GGML_OP_CPY,            DENSE,  1,  copy_supported,           nullptr,                   enqueue_copy      },
     { GGML_OP_CONT,           DENSE,  1,  copy_supported,           nullptr,                   enqueue_copy      },
     { GGML_OP_DUP,            DENSE,  1,  copy_supported,           nullptr,                   enqueue_copy      },
+    { GGML_OP_CONCAT,         DENSE,  2,  concat_supported,         nullptr,                   enqueue_concat    },
+    { GGML_OP_REPEAT,         DENSE,  1,  repeat_supported,         nullptr,                   enqueue_repeat    },
     { GGML_OP_GET_ROWS,       DENSE,  2,  get_rows_supported,       nullptr,                   enqueue_get_rows  },
     { GGML_OP_SET_ROWS,       DENSE,  2,  set_rows_supported,       nullptr,                   enqueue_set_rows  },
     { GGML_OP_RMS_NORM,       DENSE,  1,  rms_norm_supported,       nullptr,                   enqueue_rms_norm  },
+    { GGML_OP_NORM,           DENSE,  1,  norm_supported,           nullptr,                   enqueue_norm      },
+    { GGML_OP_L2_NORM,        DENSE,  1,  l2_norm_supported,        nullptr,                   enqueue_l2_norm   },
     { GGML_OP_SOFT_MAX,       DENSE,  1,  soft_max_supported,       nullptr,                   enqueue_soft_max  },
     { GGML_OP_SUM_ROWS,       DENSE,  1,  sum_rows_supported,       nullptr,                   enqueue_sum_rows  },
+    { GGML_OP_MEAN,           DENSE,  1,  sum_rows_supported,       nullptr,                   enqueue_mean      },
+    { GGML_OP_SSM_CONV,       DENSE,  2,  ssm_conv_supported,       nullptr,                   enqueue_ssm_conv  },
+    { GGML_OP_SSM_SCAN,       DENSE,  7,  ssm_scan_supported,       nullptr,                   enqueue_ssm_scan  },
+    { GGML_OP_GATED_DELTA_NET, DENSE, 6,  delta_net_supported,      nullptr,                   enqueue_delta_net },
     { GGML_OP_ARGSORT,        DENSE,  1,  argsort_supported,        nullptr,                   enqueue_argsort   },
     { GGML_OP_ROPE,           DENSE,  2,  rope_supported,           nullptr,                   enqueue_rope      },
     { GGML_OP_FLASH_ATTN_EXT, DENSE,  3,  attention_supported,      attention_scratch_nbytes,  enqueue_attention },

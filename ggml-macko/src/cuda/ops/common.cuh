@@ -87,6 +87,16 @@ inline bool is_aligned(const op_tensor & t, int64_t n) {
            t.nb[2] % n == 0 && t.nb[3] % n == 0;
 }
 
+// Whether whole copies of b fill the shape of a.
+inline bool can_repeat(const op_tensor & b, const op_tensor & a) {
+    for (int k = 0; k < 4; k++) {
+        if (b.ne[k] == 0 ? a.ne[k] != 0 : a.ne[k] % b.ne[k] != 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
 inline bool fits_grid(int64_t n) { return n <= INT32_MAX; }
 
 inline bool is_f32_rows(const op_tensor & t) { return t.type == TYPE_F32 && is_contiguous_rows(t); }

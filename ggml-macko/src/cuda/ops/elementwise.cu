@@ -140,15 +140,6 @@ __global__ void add_id_kernel(op_tensor x, op_tensor bias, op_tensor ids, op_ten
 
 bool is_f32_or_f16(tensor_type type) { return type == TYPE_F32 || type == TYPE_F16; }
 
-bool can_repeat(const op_tensor & b, const op_tensor & a) {
-    for (int k = 0; k < 4; k++) {
-        if (b.ne[k] == 0 ? a.ne[k] != 0 : a.ne[k] % b.ne[k] != 0) {
-            return false;
-        }
-    }
-    return true;
-}
-
 } // namespace
 
 bool op_binary_supported(binary_op, const op_tensor & a, const op_tensor & b, const op_tensor & dst) {

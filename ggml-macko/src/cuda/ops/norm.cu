@@ -68,6 +68,45 @@ __global__ void __launch_bounds__(MAX_THREADS) rms_norm_kernel(rms_norm_args p) 
     }
 }
 
+// V as above. The row is read again for each sum: it is in L1.
+template <row_norm KIND, typename V>
+__global__ void __launch_bounds__(MAX_THREADS) row_norm_kernel(op_tensor x, op_tensor dst, float eps) {
+    wait_for_previous();
+    __shared__ float partial[WARP];
+    constexpr int    N    = sizeof(V) / sizeof(float);
+    const row_index  row  = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
+    const int        n    = static_cast<int>(dst.ne[0]) / N;
+    const V *        from = reinterpret_cast<const V *>(row_of(x, row));
+    V *              to   = reinterpret_cast<V *>(row_of(dst, row));
+    const auto       sum  = [&](auto && term) {
+        float all = 0;
+        for (int i = static_cast<int>(threadIdx.x); i < n; i += static_cast<int>(blockDim.x)) {
+            const V v = from[i];
+#pragma unroll
+            for (int k = 0; k < N; k++) {
+                all += term(reinterpret_cast<const float *>(&v)[k]);
+            }
+        }
+        return block_reduce(all, partial, warp_sum<>, 0);
+    };
+    float mean = 0, factor;
+    if constexpr (KIND == row_norm::LAYER) {
+        mean   = sum([](float v) { return v; }) / static_cast<float>(dst.ne[0]);
+        factor = 1 / sqrtf(sum([=](float v) { return (v - mean) * (v - mean); }) / static_cast<float>(dst.ne[0]) + eps);
+    } else {
+        factor = 1 / fmaxf(sqrtf(sum([](float v) { return v * v; })), eps);
+    }
+    for (int i = static_cast<int>(threadIdx.x); i < n; i += static_cast<int>(blockDim.x)) {
+        V v = from[i];
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            float & f = reinterpret_cast<float *>(&v)[k];
+            f         = (f - mean) * factor;
+        }
+        to[i] = v;
+    }
+}
+
 struct soft_max_args {
     op_tensor     x, mask, dst;
     const float * sinks;
@@ -125,7 +164,7 @@ __global__ void __launch_bounds__(MAX_THREADS) soft_max_kernel(soft_max_args p) 
     }
 }
 
-__global__ void __launch_bounds__(MAX_THREADS) sum_rows_kernel(op_tensor x, op_tensor dst) {
+__global__ void __launch_bounds__(MAX_THREADS) sum_rows_kernel(op_tensor x, op_tensor dst, float divisor) {
     wait_for_previous();
     __shared__ float partial[WARP];
     const row_index  row = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
@@ -136,7 +175,7 @@ __global__ void __launch_bounds__(MAX_THREADS) sum_rows_kernel(op_tensor x, op_t
     }
     sum = block_reduce(sum, partial, warp_sum<>, 0);
     if (threadIdx.x == 0) {
-        *reinterpret_cast<float *>(row_of(dst, row)) = sum;
+        *reinterpret_cast<float *>(row_of(dst, row)) = sum / divisor;
     }
 }
 
@@ -191,6 +230,21 @@ cudaError_t launch_rms_norm(const op_context & ctx, const rms_norm_args & args, 
                   args);
 }
 
+template <row_norm KIND>
+cudaError_t launch_row_norm(const op_context & ctx, float eps, const op_tensor & x, const op_tensor & dst) {
+    const dim3 grid(static_cast<unsigned>(dst.n_rows()));
+    if (dst.ne[0] % 4 == 0 && is_aligned(x, 16) && is_aligned(dst, 16)) {
+        return launch(ctx, row_norm_kernel<KIND, float4>, grid, row_threads(dst.ne[0] / 4, MAX_THREADS), 0, x, dst,
+                      eps);
+    }
+    return launch(ctx, row_norm_kernel<KIND, float>, grid, row_threads(dst.ne[0], MAX_THREADS), 0, x, dst, eps);
+}
+
+cudaError_t launch_sum_rows(const op_context & ctx, float divisor, const op_tensor & x, const op_tensor & dst) {
+    return launch(ctx, sum_rows_kernel, static_cast<unsigned>(dst.n_rows()), row_threads(x.ne[0], MAX_THREADS), 0, x,
+                  dst, divisor);
+}
+
 } // namespace
 
 bool op_rms_norm_supported(const rms_norm_params & p) {
@@ -222,6 +276,16 @@ cudaError_t op_rms_norm(const op_context & ctx, const rms_norm_params & p) {
                        : launch_rms_norm<false, true>(ctx, args, vector);
     }
     return p.scale ? launch_rms_norm<true, false>(ctx, args, vector) : launch_rms_norm<false, false>(ctx, args, vector);
+}
+
+bool op_row_norm_supported(row_norm, const op_tensor & x, const op_tensor & dst) {
+    return is_f32_rows(x) && is_f32_rows(dst) && same_shape(x, dst) && fits_grid(dst.n_rows()) &&
+           dst.ne[0] <= INT32_MAX;
+}
+
+cudaError_t op_row_norm(const op_context & ctx, row_norm kind, float eps, const op_tensor & x, const op_tensor & dst) {
+    return kind == row_norm::LAYER ? launch_row_norm<row_norm::LAYER>(ctx, eps, x, dst)
+                                   : launch_row_norm<row_norm::L2>(ctx, eps, x, dst);
 }
 
 bool op_soft_max_supported(const op_tensor & x, const op_tensor * mask, const op_tensor * sinks,
@@ -264,8 +328,10 @@ bool op_sum_rows_supported(const op_tensor & x, const op_tensor & dst) {
 }
 
 cudaError_t op_sum_rows(const op_context & ctx, const op_tensor & x, const op_tensor & dst) {
-    return launch(ctx, sum_rows_kernel, static_cast<unsigned>(dst.n_rows()), row_threads(x.ne[0], MAX_THREADS), 0, x,
-                  dst);
+    return launch_sum_rows(ctx, 1, x, dst);
+}
+cudaError_t op_mean_rows(const op_context & ctx, const op_tensor & x, const op_tensor & dst) {
+    return launch_sum_rows(ctx, static_cast<float>(x.ne[0]), x, dst);
 }
 
 bool op_argsort_supported(const op_tensor & x, const op_tensor & dst) {

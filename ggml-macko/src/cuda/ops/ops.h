@@ -148,6 +148,12 @@ cudaError_t op_add_id(const op_context & ctx, const op_tensor & x, const op_tens
 // Equal number of elements, any strides; one type, or f32 to or from a type that a KV cache can have.
 bool        op_copy_supported(const op_tensor & src, const op_tensor & dst);
 cudaError_t op_copy(const op_context & ctx, const op_tensor & src, const op_tensor & dst);
+// a, then b along dimension dim
+bool        op_concat_supported(int dim, const op_tensor & a, const op_tensor & b, const op_tensor & dst);
+cudaError_t op_concat(const op_context & ctx, int dim, const op_tensor & a, const op_tensor & b, const op_tensor & dst);
+// dst[i] = src[i % src.ne] in each dimension
+bool        op_repeat_supported(const op_tensor & src, const op_tensor & dst);
+cudaError_t op_repeat(const op_context & ctx, const op_tensor & src, const op_tensor & dst);
 bool        op_get_rows_supported(const op_tensor & src, const op_tensor & ids, const op_tensor & dst);
 cudaError_t op_get_rows(const op_context & ctx, const op_tensor & src, const op_tensor & ids, const op_tensor & dst);
 bool        op_set_rows_supported(const op_tensor & src, const op_tensor & ids, const op_tensor & dst);
@@ -167,13 +173,43 @@ struct rms_norm_params {
 };
 bool        op_rms_norm_supported(const rms_norm_params & p);
 cudaError_t op_rms_norm(const op_context & ctx, const rms_norm_params & p);
+// dst = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps), or x / max(|x|, eps)
+enum class row_norm : int { LAYER, L2 };
+bool        op_row_norm_supported(row_norm kind, const op_tensor & x, const op_tensor & dst);
+cudaError_t op_row_norm(const op_context & ctx, row_norm kind, float eps, const op_tensor & x, const op_tensor & dst);
 bool op_soft_max_supported(const op_tensor & x, const op_tensor * mask, const op_tensor * sinks, const op_tensor & dst);
 cudaError_t op_soft_max(const op_context & ctx, float scale, float max_bias, const op_tensor & x,
                         const op_tensor * mask, const op_tensor * sinks, const op_tensor & dst);
 bool        op_sum_rows_supported(const op_tensor & x, const op_tensor & dst);
 cudaError_t op_sum_rows(const op_context & ctx, const op_tensor & x, const op_tensor & dst);
+cudaError_t op_mean_rows(const op_context & ctx, const op_tensor & x, const op_tensor & dst); // like op_sum_rows
 bool        op_argsort_supported(const op_tensor & x, const op_tensor & dst);
 cudaError_t op_argsort(const op_context & ctx, bool descending, const op_tensor & x, const op_tensor & dst);
+
+// ---- recurrent layers (recurrent.cu), f32 ----
+
+// dst[r, t, s] = sum of x[t + k, r, s] weights[k, r] over k
+bool        op_ssm_conv_supported(const op_tensor & x, const op_tensor & weights, const op_tensor & dst);
+cudaError_t op_ssm_conv(const op_context & ctx, const op_tensor & x, const op_tensor & weights, const op_tensor & dst);
+// Mamba. In each row of a head, for each token, with the row of ids[sequence] as the first state:
+//     state = state exp(softplus(dt) a) + b x softplus(dt),  y = state . c
+// state: [size, dim, heads, states]; x: [dim, heads, tokens, sequences]; dt: [heads, tokens, sequences]; a: [1 or size,
+// heads]; b, c: [size, groups, tokens, sequences]. dst has y, like x, and then snapshots of all states: after the last
+// token, after the one before, and so on.
+bool op_ssm_scan_supported(const op_tensor & state, const op_tensor & x, const op_tensor & dt, const op_tensor & a,
+                           const op_tensor & b, const op_tensor & c, const op_tensor & ids, const op_tensor & dst);
+cudaError_t op_ssm_scan(const op_context & ctx, const op_tensor & state, const op_tensor & x, const op_tensor & dt,
+                        const op_tensor & a, const op_tensor & b, const op_tensor & c, const op_tensor & ids,
+                        const op_tensor & dst);
+// A gated delta network. In each head, for each token, with matrices S of size x size, stored transposed:
+//     S = diag(exp(g)) S,  S = S + k ((v - S^T k) beta)^T,  y = S^T q / sqrt(size)
+// q, k: [size, heads or a divisor, tokens, sequences or a divisor]; v: [size, heads, tokens, sequences]; g: [1 or size,
+// heads, tokens, sequences]; beta: [1, heads, tokens, sequences]. dst as in op_ssm_scan.
+bool op_gated_delta_net_supported(const op_tensor & q, const op_tensor & k, const op_tensor & v, const op_tensor & g,
+                                  const op_tensor & beta, const op_tensor & state, const op_tensor & dst);
+cudaError_t op_gated_delta_net(const op_context & ctx, const op_tensor & q, const op_tensor & k, const op_tensor & v,
+                               const op_tensor & g, const op_tensor & beta, const op_tensor & state,
+                               const op_tensor & dst);
 
 // ---- rotary embedding (rope.cu) ----
 

@@ -36,13 +36,17 @@ __device__ __forceinline__ void write_chunk(char * row, int64_t i, int64_t nb0, 
 
 template <typename S, typename D> constexpr int chunk_size() { return D::IS_PLAIN ? S::BLOCK : D::BLOCK / 8; }
 
-// Finds element e of a tensor with rows of ne0: returns the address of its row, and sets its index in the row.
-__device__ __forceinline__ char * find_row(const op_tensor & t, int64_t e, int64_t * i0) {
+// The row of element e of a tensor; sets its index in the row.
+__device__ __forceinline__ row_index row_of_element(const op_tensor & t, int64_t e, int64_t * i0) {
     const int64_t row = e <= INT32_MAX && t.ne[0] <= INT32_MAX
                             ? static_cast<uint32_t>(e) / static_cast<uint32_t>(t.ne[0])
                             : e / t.ne[0];
     *i0               = e - row * t.ne[0];
-    return row_of(t, split_row(row, t.ne[1], t.ne[2]));
+    return split_row(row, t.ne[1], t.ne[2]);
+}
+// The same with the address of the row.
+__device__ __forceinline__ char * find_row(const op_tensor & t, int64_t e, int64_t * i0) {
+    return row_of(t, row_of_element(t, e, i0));
 }
 
 template <typename S, typename D> __global__ void copy_kernel(op_tensor src, op_tensor dst, int64_t n) {
@@ -79,6 +83,36 @@ template <typename U> __global__ void move_kernel(op_tensor src, op_tensor dst, 
             d[k] = s[k];
         }
     }
+}
+
+// dst has a, then b along dimension dim.
+template <typename U> __global__ void concat_kernel(int dim, op_tensor a, op_tensor b, op_tensor dst, int64_t n) {
+    wait_for_previous();
+    const int64_t e = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (e >= n) {
+        return;
+    }
+    int64_t         i0;
+    const row_index row    = row_of_element(dst, e, &i0);
+    char *          d      = row_of(dst, row) + i0 * dst.nb[0];
+    row_index       at     = row;
+    int64_t &       i      = dim == 0 ? i0 : dim == 1 ? at.i1 : dim == 2 ? at.i2 : at.i3;
+    const bool      second = i >= a.ne[dim];
+    i -= second ? a.ne[dim] : 0;
+    const char * s            = second ? row_of(b, at) + i0 * b.nb[0] : row_of(a, at) + i0 * a.nb[0];
+    *reinterpret_cast<U *>(d) = *reinterpret_cast<const U *>(s);
+}
+
+template <typename U> __global__ void repeat_kernel(op_tensor src, op_tensor dst, int64_t n) {
+    wait_for_previous();
+    const int64_t e = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (e >= n) {
+        return;
+    }
+    int64_t         i0;
+    const row_index row = row_of_element(dst, e, &i0);
+    *reinterpret_cast<U *>(row_of(dst, row) + i0 * dst.nb[0]) =
+        *reinterpret_cast<const U *>(broadcast_row(src, row) + i0 % src.ne[0] * src.nb[0]);
 }
 
 __global__ void convert_int_kernel(op_tensor src, op_tensor dst, int64_t n, bool to_int) {
@@ -161,6 +195,19 @@ unsigned blocks_for(int64_t n_chunks) { return static_cast<unsigned>((n_chunks +
 
 bool is_plain(tensor_type type) { return type == TYPE_F32 || type == TYPE_F16 || type == TYPE_BF16; }
 
+// Calls f with an unsigned integer as large as an element, for types without blocks.
+template <typename F> cudaError_t with_unsigned(tensor_type type, const F & f) {
+    switch (type_block_nbytes(type)) {
+        case 8:  return f(uint64_t());
+        case 4:  return f(uint32_t());
+        case 2:  return f(uint16_t());
+        default: return cudaErrorInvalidValue;
+    }
+}
+bool has_unsigned(tensor_type type) { return type == TYPE_I32 || type == TYPE_I64 || is_plain(type); }
+
+constexpr int64_t MAX_ELEMENTS = int64_t(1) << 38; // of an op with a thread for each: fits a grid
+
 } // namespace
 
 bool op_copy_supported(const op_tensor & src, const op_tensor & dst) {
@@ -184,15 +231,14 @@ bool op_copy_supported(const op_tensor & src, const op_tensor & dst) {
 
 cudaError_t op_copy(const op_context & ctx, const op_tensor & src, const op_tensor & dst) {
     const int64_t n = src.n_elements();
+    if (src.type == dst.type && has_unsigned(src.type)) {
+        return with_unsigned(src.type, [&](auto u) {
+            return launch(ctx, move_kernel<decltype(u)>, blocks_for(n), THREADS, 0, src, dst, n, int64_t(1));
+        });
+    }
     if (src.type == dst.type) {
         const int64_t block = type_block_size(src.type);
-        const dim3    grid(blocks_for(n / block));
-        switch (type_block_nbytes(src.type)) {
-            case 8:  return launch(ctx, move_kernel<uint64_t>, grid, THREADS, 0, src, dst, n, block);
-            case 4:  return launch(ctx, move_kernel<uint32_t>, grid, THREADS, 0, src, dst, n, block);
-            case 2:  return launch(ctx, move_kernel<uint16_t>, grid, THREADS, 0, src, dst, n, block);
-            default: return launch(ctx, move_kernel<char>, grid, THREADS, 0, src, dst, n, block);
-        }
+        return launch(ctx, move_kernel<char>, blocks_for(n / block), THREADS, 0, src, dst, n, block);
     }
     if (src.type == TYPE_I32 || dst.type == TYPE_I32) {
         return launch(ctx, convert_int_kernel, blocks_for(n), THREADS, 0, src, dst, n, dst.type == TYPE_I32);
@@ -217,6 +263,39 @@ cudaError_t op_copy(const op_context & ctx, const op_tensor & src, const op_tens
     }
     return with_type(src.type, [&](auto s) {
         return launch(ctx, copy_kernel<decltype(s), f32>, blocks_for(n / decltype(s)::BLOCK), THREADS, 0, src, dst, n);
+    });
+}
+
+bool op_concat_supported(int dim, const op_tensor & a, const op_tensor & b, const op_tensor & dst) {
+    if (dim < 0 || dim > 3 || !has_unsigned(dst.type) || a.type != dst.type || b.type != dst.type ||
+        dst.n_elements() > MAX_ELEMENTS) {
+        return false;
+    }
+    for (int k = 0; k < 4; k++) {
+        const bool fits = k == dim ? a.ne[k] + b.ne[k] == dst.ne[k] : a.ne[k] == dst.ne[k] && b.ne[k] == dst.ne[k];
+        if (!fits) {
+            return false;
+        }
+    }
+    return true;
+}
+
+cudaError_t op_concat(const op_context & ctx, int dim, const op_tensor & a, const op_tensor & b,
+                      const op_tensor & dst) {
+    const int64_t n = dst.n_elements();
+    return with_unsigned(dst.type, [&](auto u) {
+        return launch(ctx, concat_kernel<decltype(u)>, blocks_for(n), THREADS, 0, dim, a, b, dst, n);
+    });
+}
+
+bool op_repeat_supported(const op_tensor & src, const op_tensor & dst) {
+    return has_unsigned(dst.type) && src.type == dst.type && can_repeat(src, dst) && dst.n_elements() <= MAX_ELEMENTS;
+}
+
+cudaError_t op_repeat(const op_context & ctx, const op_tensor & src, const op_tensor & dst) {
+    const int64_t n = dst.n_elements();
+    return with_unsigned(dst.type, [&](auto u) {
+        return launch(ctx, repeat_kernel<decltype(u)>, blocks_for(n), THREADS, 0, src, dst, n);
     });
 }
 

@@ -836,6 +836,15 @@ void check_rope_cache(const rope_case & r) {
     CHECK(ok, "rope_cache: caches");
 }
 
+// llama.cpp asks whether a device supports it, to find a place for the factors of a model.
+TEST(a_rotation_of_no_dimension_copies) {
+    rope_case r(1);
+    r.p = {};
+    CHECK(op_rope_supported(r.p, r.x->t, r.pos->t, r.factors(), r.dst->t), "rope of 0 dimensions");
+    check("rope of 0 dimensions", op_rope(ctx, r.p, r.x->t, r.pos->t, r.factors(), r.dst->t), *r.dst,
+          [&](int64_t i0, int64_t i1, int64_t i2, int64_t) { return std::make_pair(r.x->get(i0, i1, i2), 0.0); });
+}
+
 TEST(rope_modes_offsets_and_cache_write) {
     for (int k = 0; k < 30; k++) {
         const rope_case r(k);

@@ -2,6 +2,8 @@
 // and loops over the heads, so an angle is computed once for several heads.
 #include "cuda/ops/rope.cuh"
 
+#include <algorithm>
+
 namespace macko::cuda {
 
 namespace {
@@ -103,8 +105,8 @@ __global__ void __launch_bounds__(MAX_PAIRS * HEAD_ROWS)
 }
 
 dim3 block_of(const rope_params & p) {
-    return dim3(static_cast<unsigned>(row_threads(p.mode == MODE_VISION ? p.n_dims : p.n_dims / 2, MAX_PAIRS)),
-                HEAD_ROWS);
+    const int pairs = p.mode == MODE_VISION ? p.n_dims : p.n_dims / 2;
+    return dim3(static_cast<unsigned>(row_threads(std::max(pairs, 1), MAX_PAIRS)), HEAD_ROWS);
 }
 
 // Number of blocks along the heads. Many tokens fill the GPU; then the heads of a token share its angles.
@@ -125,7 +127,7 @@ bool op_rope_supported(const rope_params & p, const op_tensor & x, const op_tens
     }
     const bool vision_fits = p.offset == 0 && 2 * p.n_dims == x.ne[0];
     const bool dims_fit    = p.mode == MODE_VISION ? vision_fits : p.offset + p.n_dims <= x.ne[0];
-    if (p.n_dims <= 0 || p.n_dims % 2 != 0 || p.offset < 0 || !dims_fit) {
+    if (p.n_dims < 0 || p.n_dims % 2 != 0 || p.offset < 0 || !dims_fit) {
         return false;
     }
     const bool multi = (p.mode & MODE_MROPE) != 0; // four positions per token

@@ -25,8 +25,13 @@ WITHOUT = {
 }  # fmt: skip
 
 
-def check(*names: str) -> dict[str, dict]:
-    done = subprocess.run([sys.executable, str(TOOL), "--json", *names], capture_output=True, text=True)
+# factors of rotations, layer norms, state spaces with two kinds of decays, short convolutions, gated delta networks
+# with one and with many gates, MLA, means
+ON_THE_GPU = ("llama", "starcoder2", "mamba", "mamba2", "lfm2", "qwen3next", "kimi-linear", "deepseek2", "gemma3n")
+
+
+def check(*arguments: str) -> dict[str, dict]:
+    done = subprocess.run([sys.executable, str(TOOL), "--json", *arguments], capture_output=True, text=True)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert rows, done.stderr[-2000:]
     return {row["arch"]: row for row in rows}
@@ -36,6 +41,13 @@ def check(*names: str) -> dict[str, dict]:
 def test_architecture_runs_sparse_as_dense(name):
     row = check(name)[name]
     assert row["why"] == "" and row["n_sparse"] > 0 and row["nmse"] <= 1e-4 < 1e-3 <= row["effect"], row
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_THE_GPU)
+def test_graph_stays_on_the_gpu(name):
+    row = check("--gpu", name)[name]
+    assert row["gpu_why"] == "" and row["splits"] == [2, 2] and row["cpu_ops"] == [], row
 
 
 @pytest.mark.slow

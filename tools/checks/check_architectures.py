@@ -11,8 +11,10 @@ For each architecture, the tool builds a random model of a few hundred kilobytes
 prunes it to 70 % zeros and converts it. It loads the dense and the sparse file with GGML_MACKO_LOAD=sparse-only and
 compares the logits (or embeddings, if the model has no logits) of a batch and of single tokens after it. With --gpu, it
 also loads both files on the GPU and compares them with dense on the CPU; if both differ, sparse weights are not the
-cause. Each step has a separate process, because a failed assertion of llama.cpp ends the process. The tool prints one
-line per model, and exits with 1 if one differs.
+cause. It also prints the splits of llama.cpp's graph, for a prompt and for one token, and the operations on the CPU: a
+model that stays on the GPU has two splits, because the CPU looks up the embeddings of tokens. Each step has a separate
+process, because a failed assertion of llama.cpp ends the process. The tool prints one line per model, and exits with 1
+if one differs.
 """
 
 from __future__ import annotations
@@ -151,6 +153,18 @@ def compare(folder: pathlib.Path, arch: str) -> dict[str, Any]:
     return {"effect": nmse(raw, dense), "nmse": nmse(sparse, dense)}
 
 
+def graph_splits(log: str) -> dict[str, Any]:
+    """The splits of the graphs of a prompt and of one token, and the operations on the CPU except look-ups of rows.
+
+    llama.cpp's log has only the first ten letters of an operation. Graphs before the last line with splits do not run:
+    llama.cpp tries whether the device has flash attention.
+    """
+    last = list(re.finditer(r"splits = (\d+)(?: / (\d+))?", log))[-1]
+    nodes = re.findall(r"^node +#.*?\( *(\S+)\):.*?\[ *(\S+)", log[last.end() :], re.MULTILINE)
+    on_cpu = sorted({op for op, device in nodes if device == "CPU" and op != "GET_ROWS"})
+    return {"splits": [int(last[1]), int(last[2] or last[1])], "cpu_ops": on_cpu}
+
+
 def compare_on_gpu(folder: pathlib.Path, arch: str) -> dict[str, Any]:
     """Compares the sparse and the dense model on the GPU with the dense one on the CPU."""
     import llama_cpp.llama_cpp as api
@@ -165,11 +179,12 @@ def compare_on_gpu(folder: pathlib.Path, arch: str) -> dict[str, Any]:
     api.llama_log_set(keep, None)
     on_cpu = np.load(folder / "dense.npy")
     sparse = nmse(outputs(folder / "sparse.gguf", arch, gpu=True), on_cpu)
-    sizes = re.findall(r"(\S+) model buffer size = +([\d.]+) MiB", "".join(lines))
+    log = "".join(lines)
+    sizes = re.findall(r"(\S+) model buffer size = +([\d.]+) MiB", log)
     on_gpu = sum(float(size) for device, size in sizes if re.fullmatch(r"MACKO\d+", device))
     if on_gpu == 0:
         raise SystemExit("no weight is on a GPU")
-    found = {"gpu_nmse": sparse, "gpu_share": on_gpu / sum(float(size) for _, size in sizes)}
+    found = {"gpu_nmse": sparse, "gpu_share": on_gpu / sum(float(size) for _, size in sizes), **graph_splits(log)}
     print(json.dumps(found), flush=True)  # the dense model may fail
     return {**found, "gpu_dense_nmse": nmse(outputs(folder / "dense.gguf", arch, gpu=True), on_cpu)}
 
@@ -186,7 +201,9 @@ def run_step(name: str, folder: pathlib.Path, arch: str) -> None:
     """Runs a step in this process, which has been forked for it, with output in files of the folder."""
     for number, stream in (1, "stdout"), (2, "stderr"):
         os.dup2(os.open(folder / stream, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    if name != "gpu":
+    if name == "gpu":
+        os.environ["GGML_SCHED_DEBUG"] = "2"
+    else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     print(json.dumps(STEPS[name](folder, arch)), flush=True)
 
@@ -256,6 +273,7 @@ def table_row(row: dict[str, Any], gpu: bool) -> str:
     if gpu:
         cells += [f"{row[name]:.0e}" if name in row else "" for name in ("gpu_nmse", "gpu_dense_nmse")]
         cells += [f"{100 * row['gpu_share']:.0f} %" if "gpu_share" in row else ""]
+        cells += ["{}, {}".format(*row["splits"]) if "splits" in row else "", ", ".join(row.get("cpu_ops", []))]
         cells[4] = row.get("gpu_why") or cells[4]
     return f"| {' | '.join(cells)} |"
 
@@ -270,7 +288,9 @@ def write_table(page: pathlib.Path, rows: list[dict[str, Any]], gpu: bool) -> No
     columns = ["architecture", "sparse tensors", "of the weights", "CPU: difference of the output, or why not"]
     if gpu:
         title += f"; on the GPU, {sum(row.get('gpu_why') == '' for row in rows)}"
+        title += f", {sum(row.get('splits') == [2, 2] for row in rows)} of them with two splits"
         columns += ["GPU: difference, or why not", "GPU: dense", "weights on the GPU"]
+        columns += ["splits: prompt, token", "operations on the CPU"]
     lines = [
         f"\n{title}:\n",
         f"| {' | '.join(columns)} |",

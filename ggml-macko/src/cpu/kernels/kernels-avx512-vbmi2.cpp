@@ -101,9 +101,25 @@ struct simd : avx512, bundles_avx2 {
             }
         }
     }
-    // Moves levels to the columns of a word of the bitmap, which are one vector.
+    // The levels of 64 codes; bit: the address of the first, times 8, plus the number of its bit.
+    static constexpr bool              has_levels_at = true;
+    template <int BITS> static __m512i levels_at(uint64_t bit, __m512i table) {
+        const __m512i bytes = _mm512_loadu_si512(reinterpret_cast<const void *>(bit / 8));
+        if constexpr (BITS == 8) {
+            return _mm512_xor_si512(bytes, offsets());
+        } else {
+            const __m512i groups = _mm512_permutexvar_epi8(_mm512_load_si512(shuffles_of<BITS>.group), bytes);
+            const __m512i shift  = _mm512_add_epi8(_mm512_load_si512(shuffles_of<BITS>.shift),
+                                                   _mm512_set1_epi8(static_cast<char>(bit % 8)));
+            return _mm512_permutexvar_epi8(_mm512_multishift_epi64_epi8(shift, groups), table);
+        }
+    }
+    // Moves levels to the columns of a word of the bitmap.
+    static __m512i spread_levels(uint64_t bits, __m512i levels) {
+        return _mm512_mask_expand_epi8(in_register(offsets()), bits, in_register(levels));
+    }
     template <typename F> static void for_each_part(uint64_t bits, const uint8_t * levels, F && f) {
-        f(0, _mm512_mask_expand_epi8(in_register(offsets()), bits, in_register(_mm512_loadu_si512(levels))));
+        f(0, spread_levels(bits, _mm512_loadu_si512(levels)));
     }
     // bits from `first` on; at least 57 are valid
     static uint64_t next_bits(const uint8_t * bits, uint64_t first) {

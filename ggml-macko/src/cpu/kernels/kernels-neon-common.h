@@ -99,7 +99,8 @@ struct neon : plain_mask_bits {
     using weight_t = int16_t;
     using x_t      = int16_t;
 
-    static constexpr int COLUMNS = 1, OFFSET = 0, precise_n = 0, x_vecs = 2;
+    static constexpr int  COLUMNS = 1, OFFSET = 0, precise_n = 0, x_vecs = 2;
+    static constexpr bool has_levels_at = false;
 
     static int32x4_t no_sum() { return vdupq_n_s32(0); }
     static int32x4_t load_sum(const int32_t * p) { return vld1q_s32(p); }

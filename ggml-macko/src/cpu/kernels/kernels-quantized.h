@@ -18,9 +18,14 @@
 // The sum of a block is an exact integer. It is multiplied by the scales of the block's window and of x, and added to
 // floats. If x needs more digits than its elements have, they are in several planes: x = 256 * (256 * top + middle) +
 // low. Weights may be stored with an OFFSET, so that they are not negative; then sums begin with -OFFSET * x.
+//
+// One x has no use for dense rows: add_words() multiplies the weights of a word of the bitmap when they are in
+// registers. Sets with levels_at() do not store levels either (add_coded_words()).
 #pragma once
 
 #include "cpu/kernels/kernels-panels.h"
+
+#include <type_traits>
 
 namespace macko::cpu {
 namespace {
@@ -221,14 +226,27 @@ INLINE void spread(uint64_t bits, const uint8_t * levels, weight_t * out) {
     });
 }
 
+// Reads the scales of n_rows rows, n_words * 64 columns from `column` on.
+INLINE void read_scales(const row_source & s, int64_t row, int n_rows, int64_t column, int64_t n_words,
+                        float * scales) {
+    for (int r = 0; r < n_rows; r++) {
+        const float     factor = float_of_bits(static_cast<uint32_t>(s.w.factors[row + r]) << 16);
+        const uint8_t * code   = s.w.scales + (row + r) * s.windows + (column >> s.log_window);
+        for (int64_t k = 0; k < (n_words * 64 + s.w.window - 1) >> s.log_window; k += SCALE_STEP) {
+            for (int i = 0; i < SCALE_STEP; i++) { // those after the last window are multiplied by zeros
+                scales[r * SCALES + k + i] = scale_of_code(code[k + i]) * factor;
+            }
+        }
+    }
+}
+
 // Reads n_rows rows, n_words * 64 columns from `column` on, and their scales. used: the codes of each row before them.
 // Levels are read again only after those of all rows are written: a load that covers several recent stores waits until
 // these have reached the cache.
 template <int BITS>
 void read_rows(const row_source & s, int64_t row, int n_rows, int64_t column, int64_t n_words, int64_t * used,
                packed_rows & rows, float * scales) {
-    const int64_t left  = s.w.cols - column - (n_words - 1) * 64; // columns of the last word
-    const int64_t first = column >> s.log_window;
+    const int64_t left = s.w.cols - column - (n_words - 1) * 64; // columns of the last word
     for (int r = 0; r < n_rows; r++) {
         const uint8_t * bitmap = s.w.bitmap + (row + r) * s.bitmap_nbytes + column / 8;
         int64_t         n      = 0;
@@ -249,26 +267,24 @@ void read_rows(const row_source & s, int64_t row, int n_rows, int64_t column, in
         simd::template to_levels<BITS>(codes, (used[r] % 8 + n + 63) / 64, s.table.levels, rows.levels[r]);
         rows.at[r] = rows.levels[r] + used[r] % 8;
         used[r] += n;
+    }
+    read_scales(s, row, n_rows, column, n_words, scales);
+}
 
-        const float     factor = float_of_bits(static_cast<uint32_t>(s.w.factors[row + r]) << 16);
-        const uint8_t * code   = s.w.scales + (row + r) * s.windows + first;
-        for (int64_t k = 0; k < (n_words * 64 + s.w.window - 1) >> s.log_window; k += SCALE_STEP) {
-            for (int i = 0; i < SCALE_STEP; i++) { // those after the last window are multiplied by zeros
-                scales[r * SCALES + k + i] = scale_of_code(code[k + i]) * factor;
-            }
-        }
+// Calls f with the bits of a code.
+template <typename F> INLINE auto with_bits(int32_t bits, const F & f) {
+    switch (bits) {
+        case 3:  return f(std::integral_constant<int, 3>{});
+        case 4:  return f(std::integral_constant<int, 4>{});
+        case 5:  return f(std::integral_constant<int, 5>{});
+        default: return f(std::integral_constant<int, 8>{});
     }
 }
 
 using read_fn = void (*)(const row_source &, int64_t, int, int64_t, int64_t, int64_t *, packed_rows &, float *);
 
 INLINE read_fn reader_of(int32_t bits) {
-    switch (bits) {
-        case 3:  return read_rows<3>;
-        case 4:  return read_rows<4>;
-        case 5:  return read_rows<5>;
-        default: return read_rows<8>;
-    }
+    return with_bits(bits, [](auto b) { return static_cast<read_fn>(read_rows<b.value>); });
 }
 
 // ---- products ----
@@ -290,27 +306,93 @@ template <typename X> INLINE auto first_sum(uint8_t * x, int plane, int v) {
     return OFFSET ? simd::load_sum(X::sums(x) + (plane * X::VECS + v) * LANES) : simd::no_sum();
 }
 
-// sums[LANES] += a row of levels * one x, without storing the weights. A block is a word of the bitmap.
-template <typename X>
-void add_words(const uint64_t * mask, const uint8_t * levels, const float * scales, int shift, uint8_t * x,
-               int64_t n_words, float * sums) {
+// sums[R][LANES] += R rows of levels * one x, without storing the weights. A block is a word of the bitmap.
+template <typename X, int R>
+void add_words(const uint64_t (*mask)[CHUNK / 64], const uint8_t * const * levels, const float * scales, int shift,
+               uint8_t * x, int64_t n_words, float * sums) {
     static_assert(X::BLOCK == 64 && X::T == 1 && X::VECS == 1, "one x");
-    vec total = simd::load(sums);
-    for (int64_t word = 0; word < n_words; word++, x += X::NBYTES) {
-        decltype(simd::no_sum()) sum[X::PLANES];
-        for (int plane = 0; plane < X::PLANES; plane++) {
-            sum[plane] = first_sum<X>(x, plane, 0);
-        }
-        simd::for_each_part(mask[word], levels, [&](int step, auto weights) __attribute__((always_inline)) {
-            for (int plane = 0; plane < X::PLANES; plane++) {
-                sum[plane] = simd::dot(sum[plane], weights, simd::load_ints(X::x(x, step, plane, 0)));
-            }
-        });
-        levels += __builtin_popcountll(mask[word]);
-        const vec scale = simd::mul(simd::set1(scales[word >> shift]), simd::load(X::scales(x)));
-        total           = simd::fma(value_of<X>(sum), scale, total);
+    vec             total[R];
+    const uint8_t * at[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+        total[r] = simd::load(sums + r * LANES);
+        at[r]    = levels[r];
     }
-    simd::store(sums, total);
+    for (int64_t word = 0; word < n_words; word++, x += X::NBYTES) {
+        const vec x_scale = simd::load(X::scales(x));
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            decltype(simd::no_sum()) sum[X::PLANES];
+            for (int plane = 0; plane < X::PLANES; plane++) {
+                sum[plane] = first_sum<X>(x, plane, 0);
+            }
+            simd::for_each_part(mask[r][word], at[r], [&](int step, auto weights) __attribute__((always_inline)) {
+                for (int plane = 0; plane < X::PLANES; plane++) {
+                    sum[plane] = simd::dot(sum[plane], weights, simd::load_ints(X::x(x, step, plane, 0)));
+                }
+            });
+            at[r] += __builtin_popcountll(mask[r][word]);
+            const vec scale = simd::mul(simd::set1(scales[r * SCALES + (word >> shift)]), x_scale);
+            total[r]        = simd::fma(value_of<X>(sum), scale, total[r]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+        simd::store(sums + r * LANES, total[r]);
+    }
+}
+
+// The same from the file's bitmaps and codes: levels stay in a register. used: the codes of each row before `column`.
+// Prefetches as many bytes of the following R rows.
+template <int BITS, typename X, int R, typename S = simd>
+void add_coded_words(const row_source & s, int64_t row, int64_t column, int64_t n_words, const float * scales,
+                     int shift, uint8_t * x, int64_t * used, float * sums) {
+    static_assert(X::BLOCK == 64 && X::T == 1 && X::VECS == 1, "one x");
+    const auto      table        = S::load_ints(s.table.levels);
+    const int64_t   stride       = s.bitmap_nbytes;
+    const uint8_t * bitmap       = s.w.bitmap + row * stride + column / 8;
+    const int64_t   left         = s.w.cols - column - (n_words - 1) * 64; // columns of the last word
+    const uint64_t  last         = left < 64 ? (uint64_t(1) << left) - 1 : ~uint64_t(0);
+    const auto      codes        = [&](int64_t r) { return s.w.codes + static_cast<int64_t>(s.w.row_off[r]) * BITS; };
+    const int64_t   step         = (codes(row + R) - codes(row)) / words_of(s.w.cols) + 1;
+    const uint8_t * codes_ahead  = codes(row + R) + step * (column / 64);
+    const uint8_t * bitmap_ahead = s.w.bitmap + (row + R) * stride + column / 8 * R;
+    vec             total[R];
+    uint64_t        at[R]; // addresses of bits
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+        total[r] = simd::load(sums + r * LANES);
+        at[r]    = reinterpret_cast<uintptr_t>(codes(row + r)) * 8 + static_cast<uint64_t>(used[r]) * BITS;
+    }
+    const auto add_word = [&](int64_t word, uint64_t exist) __attribute__((always_inline)) {
+        const vec     x_scale  = simd::load(X::scales(x));
+        const float * scale_at = scales + (word >> shift);
+        __builtin_prefetch(codes_ahead + word * step);
+        __builtin_prefetch(bitmap_ahead + word * 8 * R);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            uint64_t bits;
+            __builtin_memcpy(&bits, bitmap + r * stride + word * 8, sizeof(bits));
+            bits &= exist;
+            const auto weights = S::spread_levels(bits, S::template levels_at<BITS>(at[r], table));
+            at[r] += static_cast<uint64_t>(__builtin_popcountll(bits) * BITS);
+            decltype(simd::no_sum()) sum[X::PLANES];
+            for (int plane = 0; plane < X::PLANES; plane++) {
+                sum[plane] = simd::dot(first_sum<X>(x, plane, 0), weights, simd::load_ints(X::x(x, 0, plane, 0)));
+            }
+            total[r] = simd::fma(value_of<X>(sum), simd::mul(simd::set1(scale_at[r * SCALES]), x_scale), total[r]);
+        }
+        x += X::NBYTES;
+    };
+    for (int64_t word = 0; word < n_words - 1; word++) {
+        add_word(word, ~uint64_t(0));
+    }
+    add_word(n_words - 1, last);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+        simd::store(sums + r * LANES, total[r]);
+        used[r] = static_cast<int64_t>(at[r] - reinterpret_cast<uintptr_t>(codes(row + r)) * 8) / BITS;
+    }
 }
 
 // sums[R][VECS * LANES] += R rows of weights * x, over n_blocks blocks. shift: log2 of the blocks of a window.
@@ -418,6 +500,27 @@ template <int N_ROWS, int N_TILES> struct quantized_rows {
         }
     }
 
+    void multiply_one(int64_t row, int64_t n_rows, int64_t column, int64_t n_words, int64_t * used) {
+        read_scales(source, row, static_cast<int>(n_rows), column, n_words, scales);
+        for_each_tile(0, 1, [&](auto form, int64_t, uint8_t * x, int64_t, int64_t) {
+            using X = decltype(form);
+            if constexpr (X::T == 1 && X::BLOCK == 64) {
+                x += column / X::BLOCK * X::NBYTES;
+                with_bits(w.bits, [&](auto bits) {
+                    if (n_rows == ROWS_PER_PASS) {
+                        add_coded_words<bits.value, X, ROWS_PER_PASS>(source, row, column, n_words, scales, shift, x,
+                                                                      used, sums[0]);
+                        return;
+                    }
+                    for (int64_t r = 0; r < n_rows; r++) {
+                        add_coded_words<bits.value, X, 1>(source, row + r, column, n_words, scales + r * SCALES, shift,
+                                                          x, used + r, sums[0] + r * LANES);
+                    }
+                });
+            }
+        });
+    }
+
     void multiply(int64_t row, int64_t n_rows, int64_t first, int64_t last) {
         int64_t used[N_ROWS] = {};
         for (auto & of_tile : sums) {
@@ -426,6 +529,12 @@ template <int N_ROWS, int N_TILES> struct quantized_rows {
         for (int64_t column = 0; column < w.cols; column += CHUNK) {
             const int64_t n_columns = smaller(CHUNK, words_of(w.cols - column) * 64);
             const int64_t n_words   = n_columns / 64;
+            if constexpr (simd::has_levels_at && N_TILES == 1) {
+                if (one_x) {
+                    multiply_one(row, n_rows, column, n_words, used);
+                    continue;
+                }
+            }
             for (int64_t r = 0; r < n_rows; r += ROWS_PER_PASS) {
                 const auto n = static_cast<int>(smaller(ROWS_PER_PASS, n_rows - r));
                 read(source, row + r, n, column, n_words, used + r, packed, scales + r * SCALES);
@@ -441,10 +550,14 @@ template <int N_ROWS, int N_TILES> struct quantized_rows {
                 using X                = decltype(form);
                 constexpr int64_t PART = (N_TILES == 1 ? CHUNK : SUB_CHUNK) / X::BLOCK;
                 x += column / X::BLOCK * X::NBYTES;
-                if constexpr (N_TILES == 1 && X::T == 1 && X::BLOCK == 64) {
+                if constexpr (!simd::has_levels_at && N_TILES == 1 && X::T == 1 && X::BLOCK == 64) {
+                    if (n_rows == ROWS_PER_PASS) {
+                        add_words<X, ROWS_PER_PASS>(packed.mask, packed.at, scales, shift, x, n_words, sums[t]);
+                        return;
+                    }
                     for (int64_t r = 0; r < n_rows; r++) {
-                        add_words<X>(packed.mask[r], packed.at[r], scales + r * SCALES, shift, x, n_words,
-                                     sums[t] + r * LANES);
+                        add_words<X, 1>(packed.mask + r, packed.at + r, scales + r * SCALES, shift, x, n_words,
+                                        sums[t] + r * LANES);
                     }
                     return;
                 }

@@ -88,6 +88,12 @@ const char * first_different_parameter() {
     if (!has(ggml_soft_max_ext(c, x, nullptr, 2, 0), 0, { 2.0f, 0.0f })) {
         return "the parameters of SOFT_MAX";
     }
+    if (!has(ggml_norm(c, x, 2), 0, { 2.0f }) || !has(ggml_l2_norm(c, x, 2), 0, { 2.0f })) {
+        return "the parameter of NORM or L2_NORM";
+    }
+    if (!has(ggml_concat(c, x, x, 2), 0, { 2 })) {
+        return "the parameter of CONCAT";
+    }
     if (!has(ggml_scale_bias(c, x, 2, 3), 0, { 2.0f, 3.0f })) {
         return "the parameters of SCALE";
     }

@@ -272,7 +272,9 @@ def test_measured_error_is_that_of_float64(data):
     lost, power = (generators.to_float64(c_codecs.decode(m), type_id) - x) ** 2, x**2
     w = 1 if weights is None else np.repeat(weights, rows // 3, axis=0).astype(np.float64)
     of_rows = np.sqrt(lost.sum(axis=1)[x.any(axis=1)] / power.sum(axis=1)[x.any(axis=1)])
-    competes = (np.count_nonzero(dense, axis=1) >= 64) & (power.sum(axis=1) >= 2.0**-48 * power.sum(axis=1).max(initial=0))
+    competes = (np.count_nonzero(dense, axis=1) >= 64) & (
+        power.sum(axis=1) >= 2.0**-48 * power.sum(axis=1).max(initial=0)
+    )
     of_competing = of_rows[competes[x.any(axis=1)]]
     assert got.is_equal == np.array_equal(c_codecs.decode(m), dense) and got.fault == native_codec.NO_FAULT
     assert got.n_nonzero == m.nnz and got.max_error == np.sqrt(lost.max())

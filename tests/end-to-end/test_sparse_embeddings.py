@@ -16,6 +16,7 @@ import pytest
 import ggml_macko
 from ggml_macko.codecs.packed import TYPE_CODED
 from ggml_macko.native import library
+from ggml_macko.native.cpu import cpu_kernels
 from ggml_macko.native.file import File
 from support import generators
 from support.llama_logits import greedy, logits, logits_one_by_one, nmse, open_model
@@ -27,6 +28,10 @@ LOSSLESS = ("macko", "packed", "sparse-lossless", "ec-csr")
 QUANTIZED = (
     "sparse-q8", "sparse-q5", "sparse-q4", "sparse-q3", "sparse-q8_0", "sparse-q5_0", "sparse-q4_nl", "sparse-q4_0",
 )  # fmt: skip
+MAX_NMSE = 5e-4 if cpu_kernels() == "avx512-vbmi2" else 1e-4
+"""Of quantized values: batches of more than four tokens have x in 8 bits with VBMI2, as in llama.cpp, else in 16."""
+PROMPT = "A list of"
+"""The first choice for each of the next eight tokens of the bundled model leads by .3 and more."""
 
 
 def prune_embeddings(macko, path, folder, sparsity="0.5"):
@@ -73,7 +78,7 @@ def test_sparse_embeddings_agree_with_dense(pruned, kind, macko, tmp_path):
     want = all_logits(restored, tokens)
     found = [all_logits(sparse, tokens, sparse_only=True, n_threads_batch=n, n_threads=n) for n in (1, 3)]
     assert np.array_equal(found[0], found[1])
-    assert nmse(found[0], want) < (1e-6 if kind in LOSSLESS else 1e-4)
+    assert nmse(found[0], want) < (1e-6 if kind in LOSSLESS else MAX_NMSE)
 
 
 @pytest.mark.gpu
@@ -130,13 +135,13 @@ def test_link_has_the_sparse_embeddings(macko, tmp_path):
 import sys, llama_cpp
 llama_cpp.llama_cpp._lib.ggml_backend_load_all()
 llama = llama_cpp.Llama(sys.argv[1], n_ctx=64, verbose=False)
-print(llama("The function", max_tokens=8, temperature=0)["choices"][0]["text"])
+print(llama(sys.argv[-1], max_tokens=8, temperature=0)["choices"][0]["text"])
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "sparse.link.gguf"], capture_output=True, text=True,
+        [sys.executable, "-c", code, tmp_path / "sparse.link.gguf", PROMPT], capture_output=True, text=True,
         env={**os.environ, "GGML_BACKEND_PATH": str(library.LIBRARY_PATH)},
     )  # fmt: skip
-    assert done.stdout == greedy(open_model(pruned), 8, "The function") + "\n", done.stderr
+    assert done.stdout == greedy(open_model(pruned), 8, PROMPT) + "\n", done.stderr
 
 
 BESIDE_A_GPU = """
@@ -161,7 +166,7 @@ def params():
     return p
 api.llama_model_default_params = params
 llama = Llama(sys.argv[1], n_ctx=64, verbose=True)
-print(llama("The function", max_tokens=8, temperature=0)["choices"][0]["text"])
+print(llama(sys.argv[-1], max_tokens=8, temperature=0)["choices"][0]["text"])
 """
 
 
@@ -171,7 +176,7 @@ def test_tied_embeddings_are_dense_beside_a_gpu_of_another_backend(macko, tmp_pa
     pruned, sparse = prune_embeddings(macko, generators.DEMO, tmp_path), tmp_path / "sparse.gguf"
     assert macko("convert", pruned, sparse).code == 0
     done = subprocess.run(
-        [sys.executable, "-c", BESIDE_A_GPU, sparse, beside], capture_output=True, text=True, errors="replace"
+        [sys.executable, "-c", BESIDE_A_GPU, sparse, beside, PROMPT], capture_output=True, text=True, errors="replace"
     )
-    assert done.stdout == greedy(open_model(pruned), 8, "The function") + "\n", done.stderr[-3000:]
+    assert done.stdout == greedy(open_model(pruned), 8, PROMPT) + "\n", done.stderr[-3000:]
     assert ("1 of 29 sparse tensors became dense" in done.stderr) == (beside == "gpu"), done.stderr[-3000:]

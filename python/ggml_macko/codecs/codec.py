@@ -169,8 +169,8 @@ class Codec(ABC):
     note: ClassVar[str | None] = None
     """A message to log before encoding, if encoding takes seconds."""
 
-    mixed_types: ClassVar[tuple[str, ...]] = ()
-    """The TYPEs that `--target-bpw` chooses from."""
+    mixed_types: ClassVar[Mapping[str, float]] = {}
+    """TYPE that `--target-bpw` chooses from -> largest density of a tensor that may get it."""
 
     # ---- types ----
 

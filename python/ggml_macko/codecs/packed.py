@@ -121,8 +121,8 @@ class PackedCodec(Codec):
 
     name: ClassVar[str] = "packed"
     components: ClassVar[tuple[str, ...]] = ("values", "index", "row_ptr")
-    # without sparse-q4_0: sparse-q4_nl uses Q4_0 if its error is smaller
-    mixed_types: ClassVar[tuple[str, ...]] = (LOSSLESS, "sparse-q8_0", "sparse-q5_0", "sparse-q4_nl")
+    # with fewer non-zeros, an index of gap codes makes sparse-q4_nl smaller than the types of the format `quantized`
+    mixed_types: ClassVar[Mapping[str, float]] = {LOSSLESS: 1.0, "sparse-q4_nl": 0.25}
 
     def types(self) -> Mapping[str, tuple[Choice, ...]]:
         lossy = {f"sparse-{name}": (Choice(self, None, value_type),) for value_type, name in QUANT_NAMES.items()}

@@ -48,9 +48,9 @@ def type_named(name: str) -> str | None:
     return name.lower() if name.lower() in types() else None
 
 
-def mixed_types() -> tuple[str, ...]:
-    """The TYPEs that `--target-bpw` chooses from."""
-    return tuple(name for c in CODECS for name in c.mixed_types)
+def mixed_types(density: float = 0) -> tuple[str, ...]:
+    """The TYPEs that `--target-bpw` chooses from for a tensor of this density; for 0, all of them."""
+    return tuple(name for c in CODECS for name, largest in c.mixed_types.items() if density <= largest)
 
 
 def longest_suffix() -> int:

@@ -31,7 +31,7 @@ from ..values import Array
 
 MIXED_DENSE_FROM = 0.65
 """Lowest density for which `--target-bpw` tries dense quantized types. Below it, each takes more bytes than the sparse
-type with as many bits; the limit of the widest type is 0.654.
+type with as many bits.
 """
 
 DENSE = "dense"

@@ -13,6 +13,7 @@ import pytest
 
 from ggml_macko import Llama, PruneOptions, calibrate, convert, errors, prune
 from ggml_macko.gguf import tensor_rules
+from ggml_macko.native import library
 from support import generators
 
 TOOL = generators.ROOT / "tools" / "checks" / "check_architectures.py"
@@ -44,6 +45,7 @@ def test_architecture_runs_sparse_as_dense(name):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(library.gpus().startswith("none"), reason=f"GPUs: {library.gpus()}")
 @pytest.mark.parametrize("name", ON_THE_GPU)
 def test_graph_stays_on_the_gpu(name):
     row = check("--gpu", name)[name]

@@ -151,15 +151,19 @@ def test_links_lead_somewhere(page):
 
 
 FIGURES = {  # README.md -> page of the guide, start of a row of its tables
-    "pruned to 50 % and recovered: 10.8 MiB, perplexity 10.81": (
+    "pruned to 50 % and recovered: 10.7 MiB, perplexity 10.62": (
         "pruning",
-        "... sparse-q4_nl | 10.8 MiB | 3.93 | 10.81",
+        "50 % zeros, sparse-q4 | 19.9 | 10.7 MiB | 3.88 | 10.62",
+    ),
+    "dense Q3_K with the same training: 11.1 MiB, 10.63": (
+        "pruning",
+        "Q3_K in all blocks | 19.9 | 11.1 MiB | 4.05 | 10.63",
     ),
     "Dense Q4_K_M: 13.5 MiB, 11.00": ("pruning", "dense Q4_K_M | 13.5 MiB | 4.89 | 11.00"),
     "50 % of them zero, generate 1.6 times": ("performance", "sparse F16, 50 % zeros | 28.1 (1.63x) | 22.6 (1.60x)"),
-    "439 tokens/s with 4-bit values": ("performance", "sparse-q4_nl, 50 % zeros | 2.8 | 439 /"),
-    "llama.cpp's Q4_K_M 269": ("performance", "llama.cpp Q4_K_M | 4.1 | 269 /"),
-    "F16 174": ("performance", "llama.cpp F16 | 12.9 | 174 /"),
+    "4-bit values): 378 tokens/s": ("performance", "sparse-q4, 50 % zeros | 2.8 | 378 /"),
+    "llama.cpp's Q4_K_M 263": ("performance", "llama.cpp Q4_K_M | 4.1 | 263 /"),
+    "F16 171": ("performance", "llama.cpp F16 | 13.5 | 171 /"),
 }
 
 

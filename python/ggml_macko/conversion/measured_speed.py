@@ -19,6 +19,7 @@ F16, Q8_0, Q4_K_M = "F16", "Q8_0", "Q4_K_M"  # dense
 BITS = {F16: 16.0, Q8_0: 8.5, Q4_K_M: 4.85}  # of a block weight
 SPARSE_F16 = "sparse F16"
 SPARSE_Q8_0, SPARSE_Q5_0, SPARSE_Q4_NL, SPARSE_Q4_0 = "sparse-q8_0", "sparse-q5_0", "sparse-q4_nl", "sparse-q4_0"
+SPARSE_Q5, SPARSE_Q4, SPARSE_Q3 = "sparse-q5", "sparse-q4", "sparse-q3"
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,10 @@ AVX512_VBMI2_QUANTIZED = Machine(
     {Q8_0: 14.8, Q4_K_M: 22.4},
     {SPARSE_Q8_0: {0.3: 42.5}, SPARSE_Q5_0: {0.3: 43.9}, SPARSE_Q4_0: {0.3: 44.6}},
 )
-AVX512_VBMI2_Q4_NL = Machine(
-    "AVX-512 VBMI2 (another Intel Xeon), 2 threads", {F16: 8.0, Q4_K_M: 18.5}, {SPARSE_Q4_NL: {0.5: 26.4}}
+AVX512_VBMI2_4_BITS = Machine(
+    "AVX-512 VBMI2 (AMD EPYC, Zen 5, later), 2 threads",
+    {F16: 17.6, Q4_K_M: 54.6},
+    {SPARSE_Q5: {0.5: 47.7}, SPARSE_Q4: {0.5: 48.3}, SPARSE_Q4_NL: {0.5: 47.4}},
 )
 AVX2 = Machine(
     "AVX2 (AMD EPYC, Zen 4), 2 threads",
@@ -97,12 +100,12 @@ H200 = Machine(
 )
 H100 = Machine(
     "NVIDIA H100, one sequence (dense: llama.cpp's own CUDA backend)",
-    {F16: 174, Q4_K_M: 269},
-    {SPARSE_Q4_NL: {0.5: 439, 0.3: 615}},
+    {F16: 171, Q4_K_M: 263},
+    {SPARSE_Q5: {0.5: 360}, SPARSE_Q4: {0.5: 378}, SPARSE_Q3: {0.5: 378}, SPARSE_Q4_NL: {0.5: 429}},
 )
 
 BY_KERNELS: Mapping[str, tuple[Machine, ...]] = {
-    "avx512-vbmi2": (AVX512_VBMI2, AVX512_VBMI2_QUANTIZED, AVX512_VBMI2_Q4_NL),
+    "avx512-vbmi2": (AVX512_VBMI2, AVX512_VBMI2_QUANTIZED, AVX512_VBMI2_4_BITS),
     "avx2": (AVX2,),
 }
 """CPU kernels, as `macko --version` prints them -> machines that use them."""

@@ -90,29 +90,26 @@ struct simd : avx512, bundles_avx2 {
     static void to_levels(const uint8_t * codes, int64_t steps, const uint8_t * levels, uint8_t * out) {
         const __m512i table = _mm512_load_si512(levels);
         for (int64_t i = 0; i < steps; i++, codes += 8 * BITS, out += 64) {
-            const __m512i bytes = _mm512_loadu_si512(codes);
             __builtin_prefetch(codes + 4096);
-            if constexpr (BITS == 8) {
-                _mm512_store_si512(out, _mm512_xor_si512(bytes, offsets()));
-            } else { // permutations ignore the bits after a code
-                const __m512i groups = _mm512_permutexvar_epi8(_mm512_load_si512(shuffles_of<BITS>.group), bytes);
-                const __m512i each   = _mm512_multishift_epi64_epi8(_mm512_load_si512(shuffles_of<BITS>.shift), groups);
-                _mm512_store_si512(out, _mm512_permutexvar_epi8(each, table));
-            }
+            _mm512_store_si512(out, levels_of<BITS>(_mm512_loadu_si512(codes), 0, table));
+        }
+    }
+    // The levels of 64 codes from a bit (0 ... 7) of `bytes` on.
+    template <int BITS> static __m512i levels_of(__m512i bytes, int bit, __m512i table) {
+        if constexpr (BITS == 8) {
+            return _mm512_xor_si512(bytes, offsets());
+        } else { // permutations ignore the bits after a code
+            const __m512i groups = _mm512_permutexvar_epi8(_mm512_load_si512(shuffles_of<BITS>.group), bytes);
+            const __m512i shift =
+                _mm512_add_epi8(_mm512_load_si512(shuffles_of<BITS>.shift), _mm512_set1_epi8(static_cast<char>(bit)));
+            return _mm512_permutexvar_epi8(_mm512_multishift_epi64_epi8(shift, groups), table);
         }
     }
     // The levels of 64 codes; bit: the address of the first, times 8, plus the number of its bit.
     static constexpr bool              has_levels_at = true;
     template <int BITS> static __m512i levels_at(uint64_t bit, __m512i table) {
         const __m512i bytes = _mm512_loadu_si512(reinterpret_cast<const void *>(bit / 8));
-        if constexpr (BITS == 8) {
-            return _mm512_xor_si512(bytes, offsets());
-        } else {
-            const __m512i groups = _mm512_permutexvar_epi8(_mm512_load_si512(shuffles_of<BITS>.group), bytes);
-            const __m512i shift  = _mm512_add_epi8(_mm512_load_si512(shuffles_of<BITS>.shift),
-                                                   _mm512_set1_epi8(static_cast<char>(bit % 8)));
-            return _mm512_permutexvar_epi8(_mm512_multishift_epi64_epi8(shift, groups), table);
-        }
+        return levels_of<BITS>(bytes, static_cast<int>(bit % 8), table);
     }
     // Moves levels to the columns of a word of the bitmap.
     static __m512i spread_levels(uint64_t bits, __m512i levels) {

@@ -306,11 +306,26 @@ template <typename X> INLINE auto first_sum(uint8_t * x, int plane, int v) {
     return OFFSET ? simd::load_sum(X::sums(x) + (plane * X::VECS + v) * LANES) : simd::no_sum();
 }
 
-// sums[R][LANES] += R rows of levels * one x, without storing the weights. A block is a word of the bitmap.
+// total + a word of a row * one x. for_each_part: calls its argument with each vector of weights. A block is a word.
+template <typename X, typename F>
+INLINE vec add_word(vec total, float scale, vec x_scale, uint8_t * x, F && for_each_part) {
+    static_assert(X::BLOCK == 64 && X::T == 1 && X::VECS == 1, "one x");
+    decltype(simd::no_sum()) sum[X::PLANES];
+    for (int plane = 0; plane < X::PLANES; plane++) {
+        sum[plane] = first_sum<X>(x, plane, 0);
+    }
+    for_each_part([&](int step, auto weights) __attribute__((always_inline)) {
+        for (int plane = 0; plane < X::PLANES; plane++) {
+            sum[plane] = simd::dot(sum[plane], weights, simd::load_ints(X::x(x, step, plane, 0)));
+        }
+    });
+    return simd::fma(value_of<X>(sum), simd::mul(simd::set1(scale), x_scale), total);
+}
+
+// sums[R][LANES] += R rows of levels * one x, without storing the weights.
 template <typename X, int R>
 void add_words(const uint64_t (*mask)[CHUNK / 64], const uint8_t * const * levels, const float * scales, int shift,
                uint8_t * x, int64_t n_words, float * sums) {
-    static_assert(X::BLOCK == 64 && X::T == 1 && X::VECS == 1, "one x");
     vec             total[R];
     const uint8_t * at[R];
 #pragma GCC unroll 4
@@ -322,18 +337,10 @@ void add_words(const uint64_t (*mask)[CHUNK / 64], const uint8_t * const * level
         const vec x_scale = simd::load(X::scales(x));
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
-            decltype(simd::no_sum()) sum[X::PLANES];
-            for (int plane = 0; plane < X::PLANES; plane++) {
-                sum[plane] = first_sum<X>(x, plane, 0);
-            }
-            simd::for_each_part(mask[r][word], at[r], [&](int step, auto weights) __attribute__((always_inline)) {
-                for (int plane = 0; plane < X::PLANES; plane++) {
-                    sum[plane] = simd::dot(sum[plane], weights, simd::load_ints(X::x(x, step, plane, 0)));
-                }
-            });
+            total[r] = add_word<X>(
+                total[r], scales[r * SCALES + (word >> shift)], x_scale, x,
+                [&](auto && f) __attribute__((always_inline)) { simd::for_each_part(mask[r][word], at[r], f); });
             at[r] += __builtin_popcountll(mask[r][word]);
-            const vec scale = simd::mul(simd::set1(scales[r * SCALES + (word >> shift)]), x_scale);
-            total[r]        = simd::fma(value_of<X>(sum), scale, total[r]);
         }
     }
 #pragma GCC unroll 4
@@ -347,7 +354,6 @@ void add_words(const uint64_t (*mask)[CHUNK / 64], const uint8_t * const * level
 template <int BITS, typename X, int R, typename S = simd>
 void add_coded_words(const row_source & s, int64_t row, int64_t column, int64_t n_words, const float * scales,
                      int shift, uint8_t * x, int64_t * used, float * sums) {
-    static_assert(X::BLOCK == 64 && X::T == 1 && X::VECS == 1, "one x");
     const auto      table        = S::load_ints(s.table.levels);
     const int64_t   stride       = s.bitmap_nbytes;
     const uint8_t * bitmap       = s.w.bitmap + row * stride + column / 8;
@@ -364,7 +370,7 @@ void add_coded_words(const row_source & s, int64_t row, int64_t column, int64_t 
         total[r] = simd::load(sums + r * LANES);
         at[r]    = reinterpret_cast<uintptr_t>(codes(row + r)) * 8 + static_cast<uint64_t>(used[r]) * BITS;
     }
-    const auto add_word = [&](int64_t word, uint64_t exist) __attribute__((always_inline)) {
+    const auto add_rows = [&](int64_t word, uint64_t exist) __attribute__((always_inline)) {
         const vec     x_scale  = simd::load(X::scales(x));
         const float * scale_at = scales + (word >> shift);
         __builtin_prefetch(codes_ahead + word * step);
@@ -376,18 +382,15 @@ void add_coded_words(const row_source & s, int64_t row, int64_t column, int64_t 
             bits &= exist;
             const auto weights = S::spread_levels(bits, S::template levels_at<BITS>(at[r], table));
             at[r] += static_cast<uint64_t>(__builtin_popcountll(bits) * BITS);
-            decltype(simd::no_sum()) sum[X::PLANES];
-            for (int plane = 0; plane < X::PLANES; plane++) {
-                sum[plane] = simd::dot(first_sum<X>(x, plane, 0), weights, simd::load_ints(X::x(x, 0, plane, 0)));
-            }
-            total[r] = simd::fma(value_of<X>(sum), simd::mul(simd::set1(scale_at[r * SCALES]), x_scale), total[r]);
+            total[r] = add_word<X>(total[r], scale_at[r * SCALES], x_scale, x,
+                                   [&](auto && f) __attribute__((always_inline)) { f(0, weights); });
         }
         x += X::NBYTES;
     };
     for (int64_t word = 0; word < n_words - 1; word++) {
-        add_word(word, ~uint64_t(0));
+        add_rows(word, ~uint64_t(0));
     }
-    add_word(n_words - 1, last);
+    add_rows(n_words - 1, last);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
         simd::store(sums + r * LANES, total[r]);

@@ -45,6 +45,9 @@ static __device__ __forceinline__ float block_reduce(float x, float * partial, F
     return warp_reduce(threadIdx.x % WARP < blockDim.x / WARP ? partial[threadIdx.x % WARP] : neutral);
 }
 
+// log(1 + exp(x)), without overflow
+static __device__ __forceinline__ float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
+
 struct row_index {
     int64_t i1, i2, i3;
 };

@@ -55,7 +55,7 @@ __device__ float apply(unary_op op, float p0, float p1, float x) {
         case unary_op::HARDSIGMOID: return fminf(1.0f, fmaxf(0.0f, (x + 3) / 6));
         case unary_op::EXP:         return expf(x);
         case unary_op::EXPM1:       return expm1f(x);
-        case unary_op::SOFTPLUS:    return x > 20 ? x : log1pf(expf(x));
+        case unary_op::SOFTPLUS:    return softplus(x);
         case unary_op::GELU_ERF:    return gelu_erf(x);
         case unary_op::FLOOR:       return floorf(x);
         case unary_op::CEIL:        return ceilf(x);

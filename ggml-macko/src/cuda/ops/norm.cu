@@ -252,15 +252,8 @@ bool op_rms_norm_supported(const rms_norm_params & p) {
         p.dst.ne[0] > INT32_MAX) {
         return false;
     }
-    if (p.scale) {
-        if (!is_f32_rows(*p.scale) || p.scale->ne[0] != p.dst.ne[0]) {
-            return false;
-        }
-        for (int k = 1; k < 4; k++) {
-            if (p.scale->ne[k] == 0 || p.dst.ne[k] % p.scale->ne[k] != 0) {
-                return false;
-            }
-        }
+    if (p.scale && (!is_f32_rows(*p.scale) || p.scale->ne[0] != p.dst.ne[0] || !can_repeat(*p.scale, p.dst))) {
+        return false;
     }
     return !p.add || (is_f32_rows(*p.add) && is_f32_rows(*p.sum) && same_shape(*p.add, p.x) && same_shape(*p.sum, p.x));
 }

@@ -150,7 +150,7 @@ template <int PER, bool SCALAR_A> __global__ void __launch_bounds__(THREADS) ssm
     for (int64_t t = 0; t < tokens; t++) {
         const scan_inputs<PER> in = next;
         next                      = load(min(t + 1, tokens - 1));
-        const float dt            = in.dt > 20 ? in.dt : log1pf(expf(in.dt));
+        const float dt            = softplus(in.dt);
         const float step          = in.x * dt;
         const float decay         = SCALAR_A ? expf(dt * a[0]) : 0;
 #pragma unroll

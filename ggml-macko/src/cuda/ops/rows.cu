@@ -85,19 +85,28 @@ template <typename U> __global__ void move_kernel(op_tensor src, op_tensor dst, 
     }
 }
 
+// The element of the thread, if there is one: a thread for each of the n elements of t.
+__device__ __forceinline__ bool find_element(const op_tensor & t, int64_t n, row_index * row, int64_t * i0) {
+    const int64_t e = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (e >= n) {
+        return false;
+    }
+    *row = row_of_element(t, e, i0);
+    return true;
+}
+
 // dst has a, then b along dimension dim.
 template <typename U> __global__ void concat_kernel(int dim, op_tensor a, op_tensor b, op_tensor dst, int64_t n) {
     wait_for_previous();
-    const int64_t e = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (e >= n) {
+    row_index row;
+    int64_t   i0;
+    if (!find_element(dst, n, &row, &i0)) {
         return;
     }
-    int64_t         i0;
-    const row_index row    = row_of_element(dst, e, &i0);
-    char *          d      = row_of(dst, row) + i0 * dst.nb[0];
-    row_index       at     = row;
-    int64_t &       i      = dim == 0 ? i0 : dim == 1 ? at.i1 : dim == 2 ? at.i2 : at.i3;
-    const bool      second = i >= a.ne[dim];
+    char *     d      = row_of(dst, row) + i0 * dst.nb[0];
+    row_index  at     = row;
+    int64_t &  i      = dim == 0 ? i0 : dim == 1 ? at.i1 : dim == 2 ? at.i2 : at.i3;
+    const bool second = i >= a.ne[dim];
     i -= second ? a.ne[dim] : 0;
     const char * s            = second ? row_of(b, at) + i0 * b.nb[0] : row_of(a, at) + i0 * a.nb[0];
     *reinterpret_cast<U *>(d) = *reinterpret_cast<const U *>(s);
@@ -105,12 +114,11 @@ template <typename U> __global__ void concat_kernel(int dim, op_tensor a, op_ten
 
 template <typename U> __global__ void repeat_kernel(op_tensor src, op_tensor dst, int64_t n) {
     wait_for_previous();
-    const int64_t e = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (e >= n) {
+    row_index row;
+    int64_t   i0;
+    if (!find_element(dst, n, &row, &i0)) {
         return;
     }
-    int64_t         i0;
-    const row_index row = row_of_element(dst, e, &i0);
     *reinterpret_cast<U *>(row_of(dst, row) + i0 * dst.nb[0]) =
         *reinterpret_cast<const U *>(broadcast_row(src, row) + i0 % src.ne[0] * src.nb[0]);
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from .. import errors
 from ..native.codec import EncodedMatrix
 from .codec import Choice, Codec
@@ -48,9 +50,9 @@ def type_named(name: str) -> str | None:
     return name.lower() if name.lower() in types() else None
 
 
-def mixed_types(density: float = 0) -> tuple[str, ...]:
-    """The TYPEs that `--target-bpw` chooses from for a tensor of this density; for 0, all of them."""
-    return tuple(name for c in CODECS for name, largest in c.mixed_types.items() if density <= largest)
+def mixed_types(density: float = 0) -> Mapping[str, float]:
+    """The TYPEs that `--target-bpw` chooses from for a tensor of this density (0: all), and their largest densities."""
+    return {name: largest for c in CODECS for name, largest in c.mixed_types.items() if density <= largest}
 
 
 def longest_suffix() -> int:

@@ -109,6 +109,10 @@ def add_block_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_quantization_arguments(parser: argparse.ArgumentParser) -> None:
+    mixed = [
+        name if largest == 1 else f"{name} (from {100 - 100 * largest:.0f} %% zeros on)"
+        for name, largest in registry.mixed_types().items()
+    ]
     parser.add_argument(
         "--imatrix",
         metavar="FNAME",
@@ -118,9 +122,8 @@ def add_quantization_arguments(parser: argparse.ArgumentParser) -> None:
         "--target-bpw",
         type=Number(0, 64, float),
         metavar="X",
-        help=f"with auto: use {', '.join(registry.mixed_types())} (sparse-q4_nl: for more than 75 %% zeros) for "
-        "sparse tensors and ggml's types for dense or nearly dense ones, with at most X bits per weight in the whole "
-        "file and the least sum of relative squared errors",
+        help=f"with auto: use {', '.join(mixed)} for sparse tensors and ggml's types for dense or nearly dense ones, "
+        "with at most X bits per weight in the whole file and the least sum of relative squared errors",
     )
     dense_types = ", ".join((*ggml_quants.DENSE_TYPES, "dense (as it is)"))
     parser.add_argument(

@@ -80,7 +80,7 @@ AVX512_VBMI2_QUANTIZED = Machine(
     {SPARSE_Q8_0: {0.3: 42.5}, SPARSE_Q5_0: {0.3: 43.9}, SPARSE_Q4_0: {0.3: 44.6}},
 )
 AVX512_VBMI2_4_BITS = Machine(
-    "AVX-512 VBMI2 (AMD EPYC, Zen 5, later), 2 threads",
+    "AVX-512 VBMI2 (another AMD EPYC, Zen 5), 2 threads",
     {F16: 17.6, Q4_K_M: 54.6},
     {SPARSE_Q5: {0.5: 47.7}, SPARSE_Q4: {0.5: 48.3}, SPARSE_Q4_NL: {0.5: 47.4}},
 )

@@ -413,12 +413,12 @@ def plan_for_target(model: Model, options: Options, target_bpw: float, spool: Sp
     tried: list[list[tuple[Options, TensorPlan]]] = []
     for t in _tracked(model.tensors, "trying types"):
         is_free = tensor_rules.may_be_sparse(t.name, len(t.ne)) and not options.is_fixed(t)
-        first, *others = registry.mixed_types() if is_free else (options.type,)
+        first = next(iter(registry.mixed_types())) if is_free else options.type
         measured = replace(options, type=first, measure=True)
         plans = [(measured, plan_tensor(t, measured, model.alignment, Spool(None)))]
         if is_free:
-            fits = registry.mixed_types(plans[0][1].density or 0)
-            more = [replace(measured, type=name) for name in others if name in fits]
+            names = registry.mixed_types(plans[0][1].density or 0)
+            more = [replace(measured, type=name) for name in names if name != first]
             more += [
                 replace(measured, dense_types={t.name: name}) for name in mixed_dense_types(t, plans[0][1].contents)
             ]

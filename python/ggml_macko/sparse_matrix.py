@@ -65,10 +65,8 @@ class SparseMatrix:
         n_threads: 0 uses all cores.
         format: a TYPE of `macko convert`: "macko" (MACKO paper, section 4), "packed", "sparse-lossless" (packed, its
         values coded bit for bit where that is smaller), "auto" for the smallest of these, "ec-csr" (EC-SpMV paper,
-        section 6; slow for large matrices), with quantized values "sparse-q8", "sparse-q5", "sparse-q4" or
-        "sparse-q3", or in blocks of ggml "sparse-q8_0", "sparse-q5_0",
-        "sparse-q4_nl" or "sparse-q4_0" (the scale of a block follows from its largest value; that of "sparse-q4_nl"
-        is searched).
+        section 6; slow for large matrices), or with quantized values "sparse-q8", "sparse-q5", "sparse-q4" or
+        "sparse-q3".
         options: of the codecs, by the names of the C API, for example {"max_granularity": 1}.
         keep_negative_zeros: store -0.0 as a value. By default, and always for quantized types, it counts as zero, and
         n_negative_zeros is the number of them.

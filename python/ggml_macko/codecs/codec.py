@@ -16,7 +16,7 @@ from ..native import codec as native_codec
 from ..native.codec import EncodedMatrix, MatrixError, MatrixHeader
 from ..values import Array, component_dtype
 from . import quantize
-from .value_types import quant_bits
+from .value_types import code_bits
 
 _BLOCK = 32  # elements of any type that fill whole bytes
 
@@ -130,7 +130,7 @@ class Settings:
 
     n_threads: int = 0
     options: Mapping[str, int] = field(default_factory=dict)
-    search: bool = True  # search the scales with the least error (otherwise, the largest value gives the scale)
+    search: bool = True  # of quantized values, the scales with the least error; otherwise, only sizes are planned
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,8 @@ class Codec(ABC):
     note: ClassVar[str | None] = None
     """A message to log before encoding, if encoding takes seconds."""
 
-    mixed_types: ClassVar[Mapping[str, float]] = {}
-    """TYPE that `--target-bpw` chooses from -> largest density of a tensor that may get it."""
+    mixed_types: ClassVar[tuple[str, ...]] = ()
+    """TYPEs that `--target-bpw` chooses from."""
 
     # ---- types ----
 
@@ -196,7 +196,7 @@ class Codec(ABC):
 
     def dense_name(self, value_type: int) -> str | None:
         """ggml's type of a dense matrix in which a quantized type of values has as many bits; None if lossless."""
-        return self.value_name(value_type)
+        return None
 
     def is_lossy(self, value_type: int) -> bool:
         """Whether values of the type may differ from the encoded values."""
@@ -258,11 +258,7 @@ class Codec(ABC):
         return tuple(part(c) for c in candidate.components)
 
     def components_of(self, m: EncodedMatrix) -> tuple[Component, ...]:
-        return tuple(Component(t, self.n_elements(m, i), m.arrays[i].nbytes) for i, t in enumerate(m.types))
-
-    def n_elements(self, m: EncodedMatrix, i: int) -> int:
-        """Elements of component i by ggml's count for its type."""
-        return len(m.arrays[i])
+        return tuple(Component(t, len(array), array.nbytes) for t, array in zip(m.types, m.arrays))
 
     # ---- reading ----
 
@@ -309,7 +305,7 @@ class Codec(ABC):
             is_zero = found.fault == native_codec.FAULT_NOT_ZERO
             what = "a zero did not stay one" if is_zero else "the error is too large"
             return f"row {found.row}, column {found.col}: {what}"
-        return quantize.excess(quant_bits(value_type), found.rms_total, found.rms_relative_max, found.row)
+        return quantize.excess(code_bits(value_type), found.rms_total, found.rms_relative_max, found.row)
 
 
 class DeltaCodec(Codec):

@@ -13,7 +13,6 @@ import numpy as np
 
 from .. import errors
 from ..values import Array
-from .value_types import TYPE_Q4_0, pack_blocks
 
 
 class Layout(NamedTuple):
@@ -28,7 +27,7 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = {
-    "q4_0": Layout(TYPE_Q4_0, 32, 32, (-8, 7), (1, 1), False),
+    "q4_0": Layout(2, 32, 32, (-8, 7), (1, 1), False),
     "q4_k": Layout(12, 256, 32, (0, 15), (0, 63), True),
     "q3_k": Layout(11, 256, 16, (-4, 3), (-32, 31), False),
     "q2_k": Layout(10, 256, 16, (0, 3), (0, 15), True),
@@ -56,9 +55,9 @@ def pack(layout: Layout, numbers: Array, factors: Array, multiples: Array) -> Ar
     values. multiples: int32 (blocks, parts of a block, as many).
     """
     halves = np.ascontiguousarray(factors).view(np.uint8).reshape(len(factors), -1)
-    if layout.type == TYPE_Q4_0:
-        return pack_blocks(factors, numbers, TYPE_Q4_0)
     u = (numbers - layout.numbers[0]).astype(np.uint8)
+    if layout == LAYOUTS["q4_0"]:
+        return np.concatenate([halves, u[:, :16] | u[:, 16:] << 4], axis=1)
     scales = (multiples - layout.multiples[0]).astype(np.uint8)
     if layout == LAYOUTS["q4_k"]:
         low, high = (u.reshape(-1, 4, 2, 32)[:, :, i].reshape(len(u), -1) for i in (0, 1))

@@ -67,7 +67,7 @@ class MackoCodec(DeltaCodec):
 
     name: ClassVar[str] = "macko"
     components: ClassVar[tuple[str, ...]] = ("values", "deltas", "row_ptr")
-    mixed_types: ClassVar[Mapping[str, float]] = {"macko": 1.0}
+    mixed_types: ClassVar[tuple[str, ...]] = ("macko",)
     widths: ClassVar[tuple[int, ...]] = DELTA_BITS
     width_mark: ClassVar[str] = "d"
 

@@ -30,7 +30,7 @@ class QuantizedCodec(Codec):
 
     name: ClassVar[str] = "quantized"
     components: ClassVar[tuple[str, ...]] = ("codes", "bitmap", "wscales", "factors", "row_ptr", "levels")
-    mixed_types: ClassVar[Mapping[str, float]] = {f"sparse-{name}": 1.0 for name in ("q8", "q5", "q4", "q3")}
+    mixed_types: ClassVar[tuple[str, ...]] = ("sparse-q8", "sparse-q5", "sparse-q4", "sparse-q3")
 
     def types(self) -> Mapping[str, tuple[Choice, ...]]:
         return {self.type_name(code_type(bits)): (Choice(self, None, code_type(bits)),) for bits in CODE_BITS}

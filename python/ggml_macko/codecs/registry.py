@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from .. import errors
 from ..native.codec import EncodedMatrix
 from .codec import Choice, Codec
@@ -50,9 +48,9 @@ def type_named(name: str) -> str | None:
     return name.lower() if name.lower() in types() else None
 
 
-def mixed_types(density: float = 0) -> Mapping[str, float]:
-    """The TYPEs that `--target-bpw` chooses from for a tensor of this density (0: all), and their largest densities."""
-    return {name: largest for c in CODECS for name, largest in c.mixed_types.items() if density <= largest}
+def mixed_types() -> tuple[str, ...]:
+    """The TYPEs that `--target-bpw` chooses from."""
+    return tuple(name for c in CODECS for name in c.mixed_types)
 
 
 def longest_suffix() -> int:

@@ -44,10 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "packed, with non-zeros coded in 10 to 14 bits, bit for bit, if that is smaller. ec-csr, ec-csr-4, ec-csr-8: "
         "blocks of rows that share columns, with delta bits as in macko; lossless, but not part of auto, because "
         "encoding takes seconds per tensor. sparse-q8, sparse-q5, sparse-q4, sparse-q3: non-zeros in so many bits "
-        "(lossy), with scales for windows of columns and levels that fit the tensor. sparse-q8_0, sparse-q5_0, "
-        "sparse-q4_nl, sparse-q4_0: packed, with "
-        "quantized non-zeros (lossy), or dense in this type if there are almost no zeros. q4_nl has the size of "
-        "q4_0 and loses less for pruned matrices; for others it is q4_0",
+        "(lossy), with scales for windows of columns and levels that fit the tensor, or dense in a type of as many "
+        "bits (q8_0, q5_0, q4_0, q3_k) if there are almost no zeros",
     )
     add_threads(parser, "nthreads", nargs="?")
     add_hub(parser, "replaces IN: a GGUF or a checkpoint from a repository on the Hugging Face hub")
@@ -109,10 +107,6 @@ def add_block_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_quantization_arguments(parser: argparse.ArgumentParser) -> None:
-    mixed = [
-        name if largest == 1 else f"{name} (from {100 - 100 * largest:.0f} %% zeros on)"
-        for name, largest in registry.mixed_types().items()
-    ]
     parser.add_argument(
         "--imatrix",
         metavar="FNAME",
@@ -122,15 +116,16 @@ def add_quantization_arguments(parser: argparse.ArgumentParser) -> None:
         "--target-bpw",
         type=Number(0, 64, float),
         metavar="X",
-        help=f"with auto: use {', '.join(mixed)} for sparse tensors and ggml's types for dense or nearly dense ones, "
-        "with at most X bits per weight in the whole file and the least sum of relative squared errors",
+        help=f"with auto: use {', '.join(registry.mixed_types())} for sparse tensors and ggml's types for dense or "
+        "nearly dense ones, with at most X bits per weight in the whole file and the least sum of relative squared "
+        "errors",
     )
     dense_types = ", ".join((*ggml_quants.DENSE_TYPES, "dense (as it is)"))
     parser.add_argument(
         "--output-tensor-type",
         metavar="TYPE",
         help="type of output.weight (or of the embedding that replaces it), which stays dense: "
-        f"{dense_types} (default with a quantized TYPE: q8_0 for sparse-q8, sparse-q8_0 or if the columns are no "
+        f"{dense_types} (default with a quantized TYPE: q8_0 for sparse-q8 or if the columns are no "
         "multiple of 256, otherwise q6_k; a pruned tensor becomes sparse)",
     )
     parser.add_argument("--token-embedding-type", metavar="TYPE", help="the same for token_embd.weight")

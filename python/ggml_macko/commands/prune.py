@@ -93,7 +93,7 @@ def _add_which(group: argparse._ArgumentGroup) -> None:
         "--quant-values",
         choices=options.VALUES,
         help="after pruning, fit the remaining weights to values of this quantized type, so that they compensate for "
-        "each other's errors; `macko convert ... sparse-q4_nl` (and so on) finds the same values (needs -f); without "
+        "each other's errors; `macko convert ... sparse-q4` (and so on) finds the same values (needs -f); without "
         "--sparsity, only existing zeros stay zero",
     )
     group.add_argument(

@@ -117,7 +117,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--quant-values",
         choices=options.ALL_VALUES,
-        help="train and write matrices with values of this quantized type; `macko convert ... sparse-q4_nl` (and so "
+        help="train and write matrices with values of this quantized type; `macko convert ... sparse-q4` (and so "
         "on) finds the same values; dense-...: IN is a dense model (usually DENSE), all weights are trained, and OUT "
         "has its matrices in this type of llama.cpp",
     )

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ARGUMENTS",
-        help="arguments of `macko convert` for dense files with zeros, for example 'sparse-q4_0 --imatrix "
+        help="arguments of `macko convert` for dense files with zeros, for example 'sparse-q4 --imatrix "
         f"imatrix.gguf --output-tensor-type q6_k'; repeatable (default: {DEFAULT_CONVERSION})",
     )
     parser.add_argument("-o", "--output", metavar="STEM", help="write STEM.png, STEM.svg and STEM.html")

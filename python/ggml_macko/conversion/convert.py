@@ -127,8 +127,7 @@ def convert(
     source: a GGUF model, dense or sparse; the first file of a split one. output: the file to write; None is a dry run.
     type: a TYPE of `macko convert`: macko (MACKO paper, section 4), packed, sparse-lossless (packed, its values coded
     bit for bit where that is smaller), auto for the smallest of these for each tensor, ec-csr (EC-SpMV paper, section
-    6; takes seconds per tensor), or sparse-q8, sparse-q5, sparse-q4, sparse-q3, sparse-q8_0, sparse-q5_0, sparse-q4_nl,
-    sparse-q4_0 with quantized values.
+    6; takes seconds per tensor), or sparse-q8, sparse-q5, sparse-q4, sparse-q3 with quantized values.
     force: replaces an output that exists.
 
     Raises MackoError for options that do not fit together or the model, an invalid source, or an output that exists,

@@ -18,7 +18,6 @@ NEAR = 0.05
 F16, Q8_0, Q4_K_M = "F16", "Q8_0", "Q4_K_M"  # dense
 BITS = {F16: 16.0, Q8_0: 8.5, Q4_K_M: 4.85}  # of a block weight
 SPARSE_F16 = "sparse F16"
-SPARSE_Q8_0, SPARSE_Q5_0, SPARSE_Q4_NL, SPARSE_Q4_0 = "sparse-q8_0", "sparse-q5_0", "sparse-q4_nl", "sparse-q4_0"
 SPARSE_Q5, SPARSE_Q4, SPARSE_Q3 = "sparse-q5", "sparse-q4", "sparse-q3"
 
 
@@ -74,38 +73,29 @@ AVX512_VBMI2 = Machine(
     {F16: 17.2, Q8_0: 30.6, Q4_K_M: 47.0},
     {SPARSE_F16: {0.5: 28.1, 0.3: 37.3, 0.1: 53.1}},
 )
-AVX512_VBMI2_QUANTIZED = Machine(
-    "AVX-512 VBMI2 (Intel Xeon), 2 threads",
-    {Q8_0: 14.8, Q4_K_M: 22.4},
-    {SPARSE_Q8_0: {0.3: 42.5}, SPARSE_Q5_0: {0.3: 43.9}, SPARSE_Q4_0: {0.3: 44.6}},
-)
 AVX512_VBMI2_4_BITS = Machine(
     "AVX-512 VBMI2 (another AMD EPYC, Zen 5), 2 threads",
     {F16: 17.6, Q4_K_M: 54.6},
-    {SPARSE_Q5: {0.5: 47.7}, SPARSE_Q4: {0.5: 48.3}, SPARSE_Q4_NL: {0.5: 47.4}},
+    {SPARSE_Q5: {0.5: 47.7}, SPARSE_Q4: {0.5: 48.3}},
 )
 AVX2 = Machine(
     "AVX2 (AMD EPYC, Zen 4), 2 threads",
     {F16: 13.7, Q8_0: 17.7, Q4_K_M: 34.3},
-    {SPARSE_F16: {0.5: 22.6, 0.3: 26.5, 0.1: 47.1}, SPARSE_Q8_0: {0.3: 35.4}, SPARSE_Q4_0: {0.3: 42.9}},
+    {SPARSE_F16: {0.5: 22.6, 0.3: 26.5, 0.1: 47.1}},
 )
 H200 = Machine(
     "NVIDIA H200, one sequence (Q8_0 and Q4_K_M: llama.cpp's own CUDA backend)",
     {F16: 219, Q8_0: 273, Q4_K_M: 297},
-    {
-        SPARSE_F16: {0.5: 423, 0.3: 585, 0.1: 934},
-        SPARSE_Q8_0: {0.5: 506, 0.3: 689},
-        SPARSE_Q4_0: {0.5: 609, 0.3: 761},
-    },
+    {SPARSE_F16: {0.5: 423, 0.3: 585, 0.1: 934}},
 )
 H100 = Machine(
     "NVIDIA H100, one sequence (dense: llama.cpp's own CUDA backend)",
     {F16: 171, Q4_K_M: 263},
-    {SPARSE_Q5: {0.5: 360}, SPARSE_Q4: {0.5: 378}, SPARSE_Q3: {0.5: 378}, SPARSE_Q4_NL: {0.5: 429}},
+    {SPARSE_Q5: {0.5: 360}, SPARSE_Q4: {0.5: 378}, SPARSE_Q3: {0.5: 378}},
 )
 
 BY_KERNELS: Mapping[str, tuple[Machine, ...]] = {
-    "avx512-vbmi2": (AVX512_VBMI2, AVX512_VBMI2_QUANTIZED, AVX512_VBMI2_4_BITS),
+    "avx512-vbmi2": (AVX512_VBMI2, AVX512_VBMI2_4_BITS),
     "avx2": (AVX2,),
 }
 """CPU kernels, as `macko --version` prints them -> machines that use them."""

@@ -413,12 +413,11 @@ def plan_for_target(model: Model, options: Options, target_bpw: float, spool: Sp
     tried: list[list[tuple[Options, TensorPlan]]] = []
     for t in _tracked(model.tensors, "trying types"):
         is_free = tensor_rules.may_be_sparse(t.name, len(t.ne)) and not options.is_fixed(t)
-        first = next(iter(registry.mixed_types())) if is_free else options.type
+        first, *names = registry.mixed_types() if is_free else (options.type,)
         measured = replace(options, type=first, measure=True)
         plans = [(measured, plan_tensor(t, measured, model.alignment, Spool(None)))]
         if is_free:
-            names = registry.mixed_types(plans[0][1].density or 0)
-            more = [replace(measured, type=name) for name in names if name != first]
+            more = [replace(measured, type=name) for name in names]
             more += [
                 replace(measured, dense_types={t.name: name}) for name in mixed_dense_types(t, plans[0][1].contents)
             ]
@@ -470,8 +469,7 @@ def _smallest_plan(t: Tensor, options: Options, alignment: int) -> TensorPlan:
         return dense
     if count.n_nonfinite:
         return dense
-    names = registry.mixed_types(count.nnz / t.n_elements)
-    choices = [choice for name in names for choice in registry.types()[name] if choice.is_lossy]
+    choices = [choice for name in registry.mixed_types() for choice in registry.types()[name] if choice.is_lossy]
     found, _ = try_choices(t, Source(bits, t.type, count), choices, fast)
     contents = Contents(count, n_negative_zeros)
     plans = [

@@ -18,7 +18,6 @@ from ..values import TYPE_BF16, TYPE_I8, TYPE_I32, TYPE_NAMES, Array, bits_dtype
 from .library import check, ffi, from_struct, lib, new_struct, text
 
 _DELTA_BITS = (1, 2, 4, 8)  # of Count.n_stored
-_Q4_NL_BLOCK, _Q4_NL_NBYTES = 32, 18  # values and bytes of a block
 
 
 @dataclass(frozen=True)
@@ -337,39 +336,3 @@ def _floats(values: Array | None) -> Any:
     if values is None:
         return ffi().NULL
     return ffi().from_buffer("const float *", np.ascontiguousarray(values, dtype=np.float32))
-
-
-# ---- quantizing ----
-
-
-def quantize_q4_nl(
-    values: Array, type_id: int, weights: Array | None = None, n_threads: int = 0
-) -> npt.NDArray[np.uint8]:
-    """The bytes of the Q4_NL blocks of n bit patterns of type F32, F16 or BF16. weights: float32 (n,), weights of
-    squared errors. Raises MackoError if a value is too large for a scale in F16.
-    """
-    n = len(values)
-    if weights is not None and weights.shape != values.shape:
-        raise errors.bad_argument(f"{len(weights)} weights of {n} values")
-    out = np.empty(max(1, -(-n // _Q4_NL_BLOCK)) * _Q4_NL_NBYTES, dtype=np.uint8)
-    c_out = ffi().from_buffer("void *", out, require_writable=True)
-    c_values = ffi().from_buffer("const void *", _contiguous(values, type_id))
-    check(lib().ggml_macko_quantize_q4_nl(c_values, type_id, _floats(weights), n, n_threads, c_out))
-    return out
-
-
-def round_to_scales(values: Array, type_id: int, value_type: int, blocks: Array, n_threads: int = 0) -> None:
-    """Replaces each number in blocks (uint8) of ggml's type value_type by the number nearest to its value. The scales
-    stay. values: bit patterns (n,) of type F32, F16 or BF16; n is the number of values in the blocks.
-
-    Raises MackoError (NOT_FINITE) if a scale is infinite.
-    """
-    c_values = ffi().from_buffer("const void *", _contiguous(values, type_id))
-    c_blocks = ffi().from_buffer("void *", blocks, require_writable=True)
-    check(lib().ggml_macko_round_to_scales(c_values, type_id, len(values), value_type, n_threads, c_blocks))
-
-
-def _contiguous(values: Array, type_id: int) -> Array:
-    if values.ndim != 1 or type_id not in TYPE_NAMES or values.dtype != bits_dtype(type_id):
-        raise errors.bad_argument(f"expected bit patterns (n,) of type {type_id}, got {values.dtype} {values.shape}")
-    return np.ascontiguousarray(values)

@@ -85,14 +85,14 @@ class PruneOptions:
     imatrix: statistics for wanda, a file of calibrate() or llama-imatrix. text: calibration text, of which n_chunks
     (-1: all) evenly spread chunks of n_ctx tokens are evaluated. sequential: repeat this after each pruned block.
     asymmetric: for alps and refit, repeat this for each input of a block, and fit outputs to those of the dense model;
-    the value is the share (0 to 1) of the change of the inputs that is corrected. quant_values: "q8", "q5", "q4", "q3",
-    "q8_0", "q5_0", "q4_nl" or "q4_0": after pruning, fit the remaining weights to values of this type, which `convert`
-    to its sparse type finds; without a sparsity, only existing zeros stay zero. keep_mantissa: give weights that
-    sparsegpt, alps and refit change all bits of their type (default: round them to the 8 or 11 significant bits of 99 %
-    of the tensor's weights, if they have so few, for a small sparse-lossless file). damping: addition to the diagonal
-    of the Hessians of sparsegpt, alps and refit, as a multiple of its mean. hessian_memory: bytes for Hessians
-    (default: half of the free memory); less memory means more passes over the text and the same result. device: "auto"
-    uses a GPU if CuPy finds one, "none" the CPU. n_threads: 0: all cores.
+    the value is the share (0 to 1) of the change of the inputs that is corrected. quant_values: "q8", "q5", "q4" or
+    "q3": after pruning, fit the remaining weights to values of this type, which `convert` to its sparse type finds;
+    without a sparsity, only existing zeros stay zero. keep_mantissa: give weights that sparsegpt, alps and refit change
+    all bits of their type (default: round them to the 8 or 11 significant bits of 99 % of the tensor's weights, if they
+    have so few, for a small sparse-lossless file). damping: addition to the diagonal of the Hessians of sparsegpt, alps
+    and refit, as a multiple of its mean. hessian_memory: bytes for Hessians (default: half of the free memory); less
+    memory means more passes over the text and the same result. device: "auto" uses a GPU if CuPy finds one, "none" the
+    CPU. n_threads: 0: all cores.
     """
 
     sparsity: Sparsity | None = None

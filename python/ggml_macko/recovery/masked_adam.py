@@ -14,7 +14,7 @@ import torch
 
 from ..codecs.dense_blocks import NAMES, layout_of
 from ..recovery.dense_weights import DenseBlocks
-from ..recovery.quantized_weights import Blocks, Windows, of_tensor
+from ..recovery.quantized_weights import Windows
 from ..recovery.ranks import Ranks, local
 from ..values import Array
 
@@ -45,7 +45,7 @@ class MaskedAdam:
         self._second = {name: torch.zeros_like(m) for name, m in self._first.items()}
         self._unit = {name: _root_mean_square(self._select(name, w), ranks) for name, w in self._weights.items()}
         self._trained: dict[str, torch.Tensor] = {}  # trained elements of weights with quantized values
-        self._blocks: dict[str, Blocks | Windows | DenseBlocks] = {}
+        self._blocks: dict[str, Windows | DenseBlocks] = {}
         for name, w in self._weights.items():
             if quant_values is not None and len(self._first[name]) and w.dim() > 1:
                 self._trained[name] = self._select(name, w).clone()
@@ -53,7 +53,7 @@ class MaskedAdam:
                     layout = layout_of(dense_type, name, w.shape[-1])
                     self._blocks[name] = DenseBlocks(self._trained[name], layout)
                 else:
-                    self._blocks[name] = of_tensor(self._trained[name], self._kept[name], w.shape, quant_values)
+                    self._blocks[name] = Windows(self._trained[name], self._kept[name], w.shape, quant_values)
                 self._quantize(name)
         self._hooks = []
         for name, w in self._whole.items():
@@ -78,7 +78,8 @@ class MaskedAdam:
             yield f"weight.{name}", self._trained.get(name, self._select(name, w))
             if name in self._blocks:
                 yield f"scale.{name}", self._blocks[name].scale
-                yield f"table.{name}", self._blocks[name].table
+            if isinstance(blocks := self._blocks.get(name), DenseBlocks):
+                yield f"table.{name}", blocks.table
             yield f"first.{name}", self._first[name]
             yield f"second.{name}", self._second[name]
 
@@ -89,7 +90,8 @@ class MaskedAdam:
             if name in self._blocks:
                 self._trained[name].copy_(arrays[f"weight.{name}"])
                 self._blocks[name].scale.copy_(arrays[f"scale.{name}"])
-                self._blocks[name].table.copy_(arrays[f"table.{name}"])
+                if isinstance(blocks := self._blocks[name], DenseBlocks):
+                    blocks.table.copy_(arrays[f"table.{name}"])
                 self._quantize(name)
             else:
                 self._assign(name, w, arrays[f"weight.{name}"].to(w.device))

@@ -66,12 +66,12 @@ class RecoverOptions:
     starting with a few tokens of the text. n_epochs: passes over the text; 0: EPOCHS of the method. batch_size: chunks
     per step. learning_rate: the highest one, relative to the root mean square of each tensor; 0: a trial chooses it.
     n_evaluations: on the held-out text during a run; patience: in the second half of the run, the number without
-    improvement that ends it. gradient_checkpointing: less memory for a third more time. quant_values: "q8", "q5", "q4",
-    "q3", "q8_0", "q5_0", "q4_nl" or "q4_0": train matrices with values of this type, which `convert` to its sparse type
-    finds; "dense-q4_0", "dense-q4_k", "dense-q3_k" or "dense-q2_k": train all weights of a dense model with values of
-    this type of ggml, and write the matrices in it (q4_0 if their columns are no multiple of 256). keep_mantissa: give
-    weights all bits of their type (default: round them to their former significant bits). seed: of the order of the
-    text. device: "auto" for a GPU if PyTorch finds one, or "cpu". n_threads: of the CPU; 0: all cores.
+    improvement that ends it. gradient_checkpointing: less memory for a third more time. quant_values: "q8", "q5", "q4"
+    or "q3": train matrices with values of this type, which `convert` to its sparse type finds; "dense-q4_0",
+    "dense-q4_k", "dense-q3_k" or "dense-q2_k": train all weights of a dense model with values of this type of ggml, and
+    write the matrices in it (q4_0 if their columns are no multiple of 256). keep_mantissa: give weights all bits of
+    their type (default: round them to their former significant bits). seed: of the order of the text. device: "auto"
+    for a GPU if PyTorch finds one, or "cpu". n_threads: of the CPU; 0: all cores.
     """
 
     text: str | os.PathLike[str]

@@ -126,7 +126,7 @@ def test_provenance_says_what_the_thresholds_were_taken_from(tmp_path):
     assert [part.down for part in rule.parts] == DOWNS
 
 
-@pytest.mark.parametrize("kind", ["macko", "ec-csr", "sparse-q8_0", "sparse-lossless", "split", "old rule"])
+@pytest.mark.parametrize("kind", ["macko", "ec-csr", "sparse-q8", "sparse-lossless", "split", "old rule"])
 def test_copy_is_the_same_model(tmp_path, macko, calibrated, kind):
     """The copy has the same storage and additional keys only. A rule in the model is replaced."""
     source = tmp_path / "source.gguf"

@@ -129,7 +129,7 @@ def no_work(monkeypatch):
         (["--prune", "--sparsity 0.5 --tensor-sparsity ffn_dwon=0.6"], 1, "ffn_dwon=0.6: no tensor has such a name"),
         (["--prune", "--sparsity 0.5 --method sparsegpt -f missing.txt"], 1, "missing.txt: No such file"),
         (["--prune", "--sparsity 0.5 --method wanda --imatrix missing.gguf"], 1, "missing.gguf: No such file"),
-        (["--convert", "sparse-q8_0 --imatrix missing.gguf"], 1, "missing.gguf: No such file"),
+        (["--convert", "sparse-q8 --imatrix missing.gguf"], 1, "missing.gguf: No such file"),
         (["--convert", "macko --tensor-type atn_q=dense"], 1, "--tensor-type atn_q=dense: no tensor has such a name"),
         (["--prune", "--sparsity 0.5", "--prune", "--sparsity 0.5"], 1, "two models would be called 'magnitude 50%'"),
         (["--file", "missing.txt"], 1, "missing.txt: No such file"),

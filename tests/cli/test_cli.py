@@ -66,7 +66,7 @@ def test_version_names_what_is_installed(macko):
         (["convert", "a", "b", "macko", "100000"], "'100000' is not an integer from -1 to 512"),
         (["plan", "x.gguf", "-c", "-5"], "'-5' is not an integer from 0 to"),
         (["prune", "a", "b", "--sparsity", "1e-999999999"], "--sparsity 1e-999999999: expected a number from 0 to 1"),
-        (["report", "a", "-f", "b", "--convert", "sparse-q4_0 --seed -1"], "'-1' is not an integer from 0 to"),
+        (["report", "a", "-f", "b", "--convert", "sparse-q4 --seed -1"], "'-1' is not an integer from 0 to"),
     ],
 )
 def test_usage_error_is_one_line_and_exit_2(macko, args, message):

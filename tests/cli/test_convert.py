@@ -250,9 +250,9 @@ def test_first_matching_override_wins(tmp_path, tiny, macko):
     "args, message",
     [
         (["macko-d3"], "unknown type 'macko-d3'; did you mean macko-d8?; known: macko, macko-d1"),
-        (["q4_0"], "unknown type 'q4_0'; did you mean sparse-q4_0?"),
+        (["q4"], "unknown type 'q4'; did you mean sparse-q4?"),
         (["Q4_K_M"], "unknown type 'Q4_K_M' (a dense type, of llama-quantize)"),
-        (["sparse-q5_k"], "unknown type 'sparse-q5_k'; did you mean sparse-q5_0?"),
+        (["sparse-q5_k"], "unknown type 'sparse-q5_k'; did you mean sparse-q5?"),
         (["dense"], "unknown type 'dense'; known"),
         (["macko", "--tensor-type", "attn"], "expected REGEX=TYPE"),
         (["macko", "--tensor-type", "attn=q8_0"], "unknown type"),

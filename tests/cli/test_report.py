@@ -43,11 +43,11 @@ def test_each_conversion_gives_a_row(made, macko, tmp_path):
     _, model, _ = made
     pruned = tmp_path / "pruned.gguf"
     assert macko("prune", model, pruned, "--sparsity", "0.6").code == 0
-    conversions = ("macko", "sparse-q8_0 --token-embedding-type q8_0", "sparse-q4_0", "auto --target-bpw 5")
+    conversions = ("macko", "sparse-q8 --token-embedding-type q8_0", "sparse-q4", "auto --target-bpw 5")
     done = run(macko, made, pruned, "--types", "", "--json", *(x for c in conversions for x in ("--convert", c)))
     assert done.code == 0, done.err
     results = json.loads(done.out)["models"]
-    names = ["model", "pruned macko", "pruned sparse-q8_0", "pruned sparse-q4_0", "pruned auto 5 bpw"]
+    names = ["model", "pruned macko", "pruned sparse-q8", "pruned sparse-q4", "pruned auto 5 bpw"]
     assert [r["model"] for r in results] == names
     kinds = ["dense", "sparse", "sparse quantized", "sparse quantized", "sparse quantized"]
     assert [r["kind"] for r in results] == kinds

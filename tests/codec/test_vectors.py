@@ -103,7 +103,7 @@ def test_refused_file_breaks_the_section_in_the_table(name, section, what):
 
 
 TYPES = ["macko-d1", "macko-d2", "macko-d4", "macko-d8", "ec-csr-4", "ec-csr-8", "packed", "sparse-lossless"]
-TYPES += [f"sparse-{name}" for name in ("q8_0", "q5_0", "q4_0", "q4_nl", "q8", "q5", "q4", "q3")]
+TYPES += [f"sparse-{name}" for name in ("q8", "q5", "q4", "q3")]
 
 
 @pytest.mark.parametrize("kind", TYPES)

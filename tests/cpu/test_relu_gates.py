@@ -35,7 +35,7 @@ class ZeroCounter(Tap):
 
 
 @pytest.mark.parametrize("arch", RELU)
-@pytest.mark.parametrize("kind", ["macko", "sparse-q8_0"])
+@pytest.mark.parametrize("kind", ["macko", "sparse-q8"])
 @pytest.mark.parametrize("shift, least, most", [(0.0, 0.4, 0.6), (0.01, 0.65, 0.999), (0.3, 1.0, 1.0)])
 def test_skipping_changes_no_bit(tmp_path, monkeypatch, arch, kind, shift, least, most):
     path = tmp_path / "sparse.gguf"

@@ -265,7 +265,7 @@ def test_thresholds_of_zero_skip_nothing(calibrated, tmp_path, monkeypatch):
     ],
 )
 def test_one_line_says_why_nothing_is_skipped(calibrated, tmp_path, monkeypatch, capfd, what, message):
-    kind = "sparse-q8_0" if what == "quantized" else "macko"
+    kind = "sparse-q8" if what == "quantized" else "macko"
     path = calibrated("docs-4m", "cats" if what == "cats" else "product", kind=kind)
     if what == "no keys":
         path = without_keys(path, tmp_path / "plain.gguf")

@@ -81,7 +81,7 @@ def test_first_minutes_show_what_there_is(sh):
         # numbers, types and names
         ("macko prune pruned.gguf half.gguf --sparsity 50", 2, "from 0 to 1; did you mean 0.5?"),
         ("macko prune pruned.gguf half.gguf --sparsity 0.5 --exclude-weights ffn_dwon", 1, "did you mean ffn_down"),
-        ("macko convert pruned.gguf sparse.gguf q8_0", 2, "unknown type 'q8_0'; did you mean sparse-q8_0?"),
+        ("macko convert pruned.gguf sparse.gguf q8", 2, "unknown type 'q8'; did you mean sparse-q8?"),
         ("macko convert pruned.gguf sparse.gguf macko --tensor-type attn_qq=dense", 1, "did you mean attn_q"),
         ("macko convert pruned.gguf sparse.gguf auto --target-bpw 1", 1, "cannot be reached; the least is "),
         # files
@@ -147,10 +147,10 @@ def test_every_bit_comes_back_for_those_who_ask(sh, folder):
 
 
 def test_size_quantized_and_quality_measured(sh):
-    done = sh("macko convert pruned.gguf small.gguf sparse-q8_0")
+    done = sh("macko convert pruned.gguf small.gguf sparse-q8")
     assert done.code == 0 and "lossy: " in done.err
     verified = sh("macko verify pruned.gguf small.gguf")
-    assert verified.code == 0 and "not identical: 29 tensors with q8_0 values" in verified.out
+    assert verified.code == 0 and "not identical: 29 tensors with q8 values" in verified.out
     found = [sh(f"macko perplexity -m {m} -f text.txt -c 256 --chunks 4") for m in ("pruned.gguf", "small.gguf")]
     ppl = [float(re.search(r"PPL = ([\d.]+)", done.out)[1]) for done in found]
     assert all(done.code == 0 for done in found) and abs(ppl[1] / ppl[0] - 1) < 0.05

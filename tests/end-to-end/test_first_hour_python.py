@@ -96,7 +96,7 @@ def test_verify_says_identical_or_where_it_differs(folder):
     with console.quiet():
         found = ggml_macko.verify(folder / "dense.gguf", folder / "sparse.gguf")
         assert found.is_equal and found.difference is None and found.n_sparse == (0, 28)
-        ggml_macko.convert(folder / "dense.gguf", folder / "q8.gguf", "sparse-q8_0")
+        ggml_macko.convert(folder / "dense.gguf", folder / "q8.gguf", "sparse-q8")
         lossy = ggml_macko.verify(folder / "dense.gguf", folder / "q8.gguf")
         assert lossy.is_equal and not lossy.is_identical and 0 < lossy.quantized[0].rms_relative < 0.02
         ggml_macko.prune(folder / "dense.gguf", folder / "other.gguf", ggml_macko.PruneOptions(sparsity=0.9))

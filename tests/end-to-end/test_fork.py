@@ -40,7 +40,7 @@ def generate():
     assert state["llama"]("The", max_tokens=3, temperature=0)["choices"][0]["text"]
 
 def multiply():
-    for name in ("macko", "packed", "ec-csr", "sparse-q8_0"):
+    for name in ("macko", "packed", "ec-csr", "sparse-q8"):
         s = SparseMatrix.from_dense(dense, format=name, n_threads=2)
         s.to_dense(n_threads=2)
         np.testing.assert_allclose(s @ x, dense.astype(np.float64) @ x, atol=1)
@@ -70,7 +70,7 @@ def sparse(tmp_path_factory):
         "convert",
         str(generators.DEMO),
         str(path),
-        "sparse-q8_0",
+        "sparse-q8",
     ]
     subprocess.run(command, check=True, capture_output=True)
     return path

@@ -225,7 +225,7 @@ def test_chat_stream_grammar_and_embedding_work(pair):
     np.testing.assert_allclose(vectors[1], vectors[0], atol=0.02 * np.abs(vectors[0]).max())
 
 
-@pytest.mark.parametrize("kind", ["macko", "sparse-q8_0"])
+@pytest.mark.parametrize("kind", ["macko", "sparse-q8"])
 def test_embeddings_of_a_list_are_as_close_as_the_limits_page_states(tmp_path, kind):
     import llama_cpp
 

@@ -45,7 +45,7 @@ def test_logits_are_those_of_the_dense_file(sparse, host):
     assert np.array_equal(got, want)
 
 
-@pytest.mark.parametrize("kind", ["macko", "packed", "sparse-lossless", "ec-csr", "sparse-q8_0"])
+@pytest.mark.parametrize("kind", ["macko", "packed", "sparse-lossless", "ec-csr", "sparse-q8"])
 def test_every_format_becomes_dense(kind, macko, tmp_path):
     path, restored = tmp_path / "sparse.gguf", tmp_path / "restored.gguf"
     assert macko("convert", generators.DEMO, path, kind).code == 0
@@ -82,7 +82,7 @@ EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # of llama.cpp's common.h
 @pytest.mark.parametrize(
     "patterns", [[EXPERTS], [rf"blk\.0{EXPERTS}"], ["exps"]], ids=["--cpu-moe", "--n-cpu-moe 1", "-ot exps=CPU"]
 )
-@pytest.mark.parametrize("kind", ["macko", "sparse-q8_0"])
+@pytest.mark.parametrize("kind", ["macko", "sparse-q8"])
 def test_experts_in_host_memory_stay_sparse(macko, tmp_path, arch, patterns, kind):
     """sparse_only refuses weights that become dense."""
     dense, path = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"

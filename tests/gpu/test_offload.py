@@ -25,8 +25,9 @@ OFF = "GGML_MACKO_DISABLE"
 MIN_BATCH = "GGML_OP_OFFLOAD_MIN_BATCH"
 N_EXPERTS = 4
 TOKENS = [(7919 * i + 300) % 600 for i in range(300)]
-# for logits compared with the CPU, which rounds activations to F16 or Q8
-NMSE = 1e-4
+NMSE = 1e-4  # for logits compared with those of plain weights on the CPU, which rounds activations to F16
+NMSE_8_BITS = 2e-3
+"""For quantized layers on the CPU, which rounds their activations to 8 bits. Measured: 3e-4, with experts 7e-4."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,18 +59,31 @@ def make_models(folder, *options, types=("f16",), kinds=()):
     for kind in kinds:
         models[kind] = folder / f"{kind}.gguf"
         run_macko("convert", models["f16 dense"], models[kind], kind)
+        if kind.startswith("sparse-q"):
+            models[f"{kind} restored"] = folder / f"{kind}-restored.gguf"
+            run_macko("restore", models[kind], models[f"{kind} restored"])
     return models
+
+
+def reference(models, kind):
+    """The model whose logits on the CPU are expected: for quantized values, one with the same values in F16."""
+    return models.get(f"{kind} restored", models[kind])
+
+
+def limit(kind, is_on_cpu):
+    """The largest NMSE if the CPU may compute layers of the model."""
+    return NMSE_8_BITS if is_on_cpu and kind.startswith("sparse-q") else NMSE
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    kinds = ("sparse-q8_0", "sparse-q4_0", "ec-csr-8")
+    kinds = ("sparse-q8", "sparse-q4", "ec-csr-8")
     return make_models(tmp_path_factory.mktemp("models"), types=("f16", "bf16", "f32"), kinds=kinds)
 
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory):
-    return make_models(tmp_path_factory.mktemp("experts"), "--experts", str(N_EXPERTS), kinds=("sparse-q8_0",))
+    return make_models(tmp_path_factory.mktemp("experts"), "--experts", str(N_EXPERTS), kinds=("sparse-q8",))
 
 
 def logits_of_cpu(monkeypatch, path, tokens, evaluate=logits, **kwargs):
@@ -81,31 +95,32 @@ def logits_of_cpu(monkeypatch, path, tokens, evaluate=logits, **kwargs):
     return out
 
 
-KINDS = ["f16 dense", "f16 sparse", "bf16 dense", "bf16 sparse", "f32 sparse", "sparse-q8_0", "sparse-q4_0", "ec-csr-8"]
+KINDS = ["f16 dense", "f16 sparse", "bf16 dense", "bf16 sparse", "f32 sparse", "sparse-q8", "sparse-q4", "ec-csr-8"]
 
 
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_have_the_logits_of_the_cpu(models, monkeypatch, kind, flash):
-    want = {n: logits_of_cpu(monkeypatch, models[kind], TOKENS[:n], flash_attn=flash) for n in (300, 33, 31)}
+    path = reference(models, kind)
+    want = {n: logits_of_cpu(monkeypatch, path, TOKENS[:n], flash_attn=flash) for n in (300, 33, 31)}
     for layers in (0, 1, 2):
         llama = open_model(models[kind], n_gpu_layers=layers, logits_all=True, flash_attn=flash)
         for n in want:
-            assert nmse(logits(llama, TOKENS[:n]), want[n]) < NMSE, (layers, n)
+            assert nmse(logits(llama, TOKENS[:n]), want[n]) < limit(kind, n < 32), (layers, n)
         llama.close()
 
 
-@pytest.mark.parametrize("kind", ["f16 dense", "f16 sparse", "sparse-q8_0"])
+@pytest.mark.parametrize("kind", ["f16 dense", "f16 sparse", "sparse-q8"])
 def test_experts_have_the_logits_of_the_cpu(experts, monkeypatch, kind):
     # with two experts per token: 40 columns for each, and too few columns
-    want = {n: logits_of_cpu(monkeypatch, experts[kind], TOKENS[:n]) for n in (80, 40)}
+    want = {n: logits_of_cpu(monkeypatch, reference(experts, kind), TOKENS[:n]) for n in (80, 40)}
     for layers in (0, 2):
         llama = open_model(experts[kind], n_gpu_layers=layers, logits_all=True)
         for n in want:
             got = logits(llama, TOKENS[:n])
             # rounding may choose another of two equally good experts; this affects few tokens
             errors = [nmse(*rows) for rows in zip(got, want[n], strict=True)]
-            assert np.quantile(errors, 0.9) < NMSE, (layers, n)
+            assert np.quantile(errors, 0.9) < limit(kind, n == 40), (layers, n)
         llama.close()
 
 
@@ -126,7 +141,7 @@ def test_single_tokens_are_not_replayed_with_old_weights(models, monkeypatch, ki
     assert nmse(logits_one_by_one(llama, TOKENS[:24]), want) < NMSE
 
 
-@pytest.mark.parametrize("kind", ["f16 dense", "f16 sparse", "sparse-q8_0"])
+@pytest.mark.parametrize("kind", ["f16 dense", "f16 sparse", "sparse-q8"])
 def test_threads_do_not_change_a_bit(models, kind):
     out = []
     for n_threads in (1, 2, 5, 1):
@@ -148,8 +163,8 @@ def test_lora_adapter_has_the_logits_of_the_cpu(tmp_path, monkeypatch):
 
 
 def test_two_contexts_share_the_memory(models, monkeypatch):
-    kinds = ("f16 sparse", "sparse-q8_0")
-    want = [logits_of_cpu(monkeypatch, models[kind], TOKENS) for kind in kinds]
+    kinds = ("f16 sparse", "sparse-q8")
+    want = [logits_of_cpu(monkeypatch, reference(models, kind), TOKENS) for kind in kinds]
     llamas = [open_model(models[kind], n_gpu_layers=1, logits_all=True) for kind in kinds]
     for _ in range(3):
         for llama, rows in zip(llamas, want, strict=True):
@@ -212,7 +227,7 @@ def places(path, n, **environment):
     return nodes, copies
 
 
-@pytest.mark.parametrize("kind", ["f16 sparse", "sparse-q8_0"])
+@pytest.mark.parametrize("kind", ["f16 sparse", "sparse-q8"])
 def test_large_batches_with_sparse_weights_of_the_host_are_on_the_gpu(models, kind):
     near = ("attn_norm-0", "Qcur-0", "ffn_norm-0", "ffn_up-0", "ffn_out-0", "l_out-0")
     nodes, copies = places(models[kind], 32)

@@ -19,7 +19,7 @@ from support.llama_functions import compress_log
 from support.llama_logits import logits, logits_one_by_one
 
 LOSSLESS = ("macko", "packed", "ec-csr", "auto")
-QUANTIZED = ("sparse-q8_0", "sparse-q5_0", "sparse-q4_nl", "sparse-q4_0")
+QUANTIZED = ("sparse-q8", "sparse-q5", "sparse-q4", "sparse-q3")
 open_model = functools.partial(llama_logits.open_model, n_ctx=256, logits_all=True)
 
 

@@ -37,7 +37,7 @@ def special(request, tmp_path):
     "args",
     [
         ["convert", "SPECIAL", "OUT"],
-        ["convert", MODEL, "OUT", "sparse-q8_0", "--imatrix", "SPECIAL"],
+        ["convert", MODEL, "OUT", "sparse-q8", "--imatrix", "SPECIAL"],
         ["restore", "SPECIAL", "OUT"],
         ["verify", MODEL, "SPECIAL"],
         ["inspect", "SPECIAL"],
@@ -77,7 +77,7 @@ def test_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "args",
     [
-        ["convert", MODEL, "INPUT", "sparse-q8_0", "--imatrix", "INPUT"],
+        ["convert", MODEL, "INPUT", "sparse-q8", "--imatrix", "INPUT"],
         ["calibrate", "-m", MODEL, "-f", "INPUT", "-o", "INPUT"],
         ["calibrate", "-m", "SPLIT", "-f", SAMPLE, "-o", "PART"],
         ["perplexity", "-m", "SPLIT", "-f", SAMPLE, "--kl-divergence-base", "PART"],

@@ -26,7 +26,7 @@ N_WEIGHTS = 28  # of the bundled model
 OLD_ENOUGH = 3.1  # seconds; a younger model gets no cache file
 
 
-TYPES = ("macko", "packed", "sparse-lossless", "ec-csr", "sparse-q8_0", "sparse-q4_0", "sparse-q4_nl")
+TYPES = ("macko", "packed", "sparse-lossless", "ec-csr", "sparse-q8", "sparse-q4")
 
 
 @pytest.fixture(scope="module")

@@ -9,22 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ggml_macko import values
-from ggml_macko.codecs import exact_blocks
-from ggml_macko.codecs.value_types import BLOCK, LEVELS, QUANT_NAMES, TYPE_Q4_NL, pack_blocks, pack_nibbles
 from ggml_macko.native import codec as native_codec
 from ggml_macko.pruning import array_backend, quantized
 from ggml_macko.pruning.options import VALUES
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
-from reference import packed
 from support import generators
 from support.pruning import damped64, interrupted, moments, problem_of, pruned_tensors, tiny_model
 
-BLOCK_VALUES = tuple(QUANT_NAMES.values())  # the types with a scale per block of non-zeros
-NUMBERS = {  # FORMAT.md sections 7 and 9, 0 left out
-    "q8_0": [[q for q in range(-127, 128) if q]],
-    "q5_0": [[q for q in range(-16, 16) if q]],
-    "q4_0": [[q for q in range(-8, 8) if q]],
-    "q4_nl": LEVELS.tolist(),
+NUMBERS = {  # FORMAT.md section 9, 0 left out
     "q8": [[q for q in range(-127, 128) if q]],
     **{f"q{b}": [native_codec.standard_levels(1010 + b, table).tolist() for table in (0, 1)] for b in (3, 4, 5)},
 }
@@ -48,7 +40,7 @@ def slow_fit(w, dense, h, lattice, numbers, n_passes):
 
     def nearest(wanted, r, c):
         d = float(lattice.scale[r, c])
-        return min((d * q for q in numbers[int(lattice.table[r, c])]), key=lambda value: abs(value - wanted))
+        return min((d * q for q in numbers[lattice.table]), key=lambda value: abs(value - wanted))
 
     for r in range(len(w)):
         kept = np.flatnonzero(w[r])
@@ -74,7 +66,7 @@ def test_error_is_that_of_a_float64_implementation(xp, rows, cols, name):
     [lattice] = quantized.lattices([xp.asarray(w)], [problem.hessian.diagonal()], grid)
     start = array_backend.to_host(quantized.nearest_weights(xp.asarray(w), lattice, grid))
     found = array_backend.to_host(quantized.fit(problem, xp.asarray(w), lattice, grid))
-    on_host = quantized.Lattice(*map(array_backend.to_host, lattice))
+    on_host = lattice._replace(scale=array_backend.to_host(lattice.scale))
     want = slow_fit(w, dense, damped64(h), on_host, NUMBERS[name], quantized.PASSES)
     assert np.array_equal(found == 0, w == 0)
     ours, theirs = error(found, dense, damped64(h)), error(want, dense, damped64(h))
@@ -94,123 +86,18 @@ def test_no_weight_can_be_moved_alone(name):
     h = damped64(h)
     best = error(found, w, h)
     for r, c in zip(*np.nonzero(found)):
-        for q in NUMBERS[name][lattice.table[r, c]]:
+        for q in NUMBERS[name][lattice.table]:
             moved = found.copy()
             moved[r, c] = lattice.scale[r, c] * q
             assert error(moved[r : r + 1], w[r : r + 1], h) > error(found[r : r + 1], w[r : r + 1], h) - 1e-6 * best
 
 
-@pytest.mark.parametrize("name", BLOCK_VALUES)
-def test_scales_are_next_to_the_best(name):
-    """Against many scales tried in float64, for each block of its own."""
-    rng = np.random.default_rng(1)
-    x = pruned_matrix(rng, 200, BLOCK * 3, 0.4)
-    x = x[x != 0][: 40 * BLOCK].reshape(40, BLOCK)
-    counts = rng.uniform(0.2, 3, x.shape).astype(np.float32)
-    found = quantized.search_scales(x, counts, quantized.Grid(name))
-    assert np.array_equal(found.scale.astype(np.float16), found.scale) and np.all(found.scale != 0)
-    if name == "q4_nl":
-        assert np.array_equal(found.scale.astype(np.float16).view(np.uint16) & 1, found.table)
-
-    def lost(row, d, table):
-        numbers = np.array(NUMBERS[name][table])
-        nearest = d * numbers[np.abs(x[row] / d - numbers[:, None]).argmin(axis=0)]
-        return float((counts[row] * (x[row] - nearest) ** 2).sum())
-
-    ours, best = 0.0, 0.0
-    for row in range(len(x)):
-        largest = float(np.abs(x[row]).max()) / max(abs(q) for q in NUMBERS[name][0])
-        tried = [sign * largest * f for f in np.linspace(0.7, 1.4, 141) for sign in (1, -1)]
-        best += min(lost(row, d, table) for d in tried for table in range(len(NUMBERS[name])))
-        ours += lost(row, float(found.scale[row]), int(found.table[row]))
-    assert ours < {"q8_0": 1.2, "q5_0": 1.1}.get(name, 1.05) * best  # the more numbers, the more local minima
-
-
-def test_blocks_run_through_rows_and_matrices(xp):
-    rng = np.random.default_rng(2)
-    matrices = [pruned_matrix(rng, 5, 40) for _ in range(3)]
-    importance = [rng.uniform(0.5, 2, 40).astype(np.float32) for _ in matrices]
-    grid = quantized.Grid("q4_nl", xp)
-    found = quantized.lattices([xp.asarray(m) for m in matrices], [xp.asarray(i) for i in importance], grid)
-    kept = np.concatenate([m[m != 0] for m in matrices])
-    scales = np.concatenate([array_backend.to_host(of.scale)[m != 0] for of, m in zip(found, matrices)])
-    counts = np.concatenate([np.broadcast_to(i, m.shape)[m != 0] for i, m in zip(importance, matrices)])
-    assert len(kept) % BLOCK
-    for begin in range(0, len(kept), BLOCK):
-        block = slice(begin, min(begin + BLOCK, len(kept)))
-        x, c = np.zeros((2, 1, BLOCK), dtype=np.float32)
-        x[0, : len(kept[block])], c[0, : len(kept[block])] = kept[block], counts[block]
-        want = quantized.search_scales(xp.asarray(x), xp.asarray(c), grid).scale
-        assert np.array_equal(scales[block], np.repeat(array_backend.to_host(want), len(kept[block])))
-
-
-@pytest.mark.parametrize("name", BLOCK_VALUES)
-def test_tiny_weights_do_not_become_zero(name):
-    w = np.full((1, 64), 1e-12, dtype=np.float32)
-    [lattice] = quantized.lattices([w], [np.ones(64, dtype=np.float32)], quantized.Grid(name))
-    found = quantized.nearest_weights(w, lattice, quantized.Grid(name))
-    assert np.all(found.astype(np.float16) != 0)
-
-
-# ---- finding blocks again ----
-
-
-def random_blocks(rng, name, n):
-    """(bytes of the blocks, d * q of all values, float32); the last block has 5 zeros of padding."""
-    value_type = quantized.VALUE_TYPES[name]
-    scale = (rng.standard_normal((n, 1)) * rng.choice([1e-4, 0.01, 3])).astype(np.float16)
-    scale[scale == 0] = 1
-    table = scale.view(np.uint16)[:, 0] & 1 if name == "q4_nl" else np.zeros(n, dtype=np.uint16)
-    number = rng.integers(0, len(NUMBERS[name][0]), (n, BLOCK))
-    q = np.array(NUMBERS[name])[table[:, None], number].astype(np.int8)
-    q[-1, -5:] = number[-1, -5:] = 0
-    data = (
-        pack_nibbles(scale, [], number.astype(np.uint8))
-        if value_type == TYPE_Q4_NL
-        else pack_blocks(scale, q, value_type)
-    )
-    return data.reshape(-1), (scale.astype(np.float32) * q).reshape(-1) + np.float32(0)  # no -0.0
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from(BLOCK_VALUES),
-    st.sampled_from([TYPE_F16, TYPE_BF16, TYPE_F32]),
-    st.integers(1, 70),
-    st.integers(0, 2**32),
-)
-def test_blocks_are_found_again(name, type_id, n, seed):
-    data, wanted = random_blocks(np.random.default_rng(seed), name, n)
-    bits = values.from_float(wanted, type_id)
-    value_type = quantized.VALUE_TYPES[name]
-    found = exact_blocks.find(bits, type_id, value_type)
-    assert found is not None and found.shape == data.shape
-    d, q = packed.dequantize(found, value_type)
-    assert np.array_equal(values.from_float((d * q).astype(np.float32), type_id)[:-5], bits[:-5])
-    assert name == "q4_nl" or not q[-5:].any()  # padding; the number 0 is a value there
-
-
-def test_padding_of_found_blocks_is_that_of_the_format():
-    data, wanted = random_blocks(np.random.default_rng(5), "q4_nl", 3)
-    found = exact_blocks.find(values.from_float(wanted, TYPE_F32), TYPE_F32, TYPE_Q4_NL)
-    assert np.array_equal(found, data)  # F32 holds d * q, so that there is one scale
-
-
-@pytest.mark.parametrize("name", BLOCK_VALUES)
-def test_other_values_are_no_blocks(name):
-    rng = np.random.default_rng(0)
-    value_type = quantized.VALUE_TYPES[name]
-    bits = values.from_float(rng.standard_normal(BLOCK * 40).astype(np.float32), TYPE_F16)
-    assert exact_blocks.find(bits, TYPE_F16, value_type) is None
-    _, wanted = random_blocks(rng, name, 40)
-    bits = values.from_float(wanted, TYPE_F32)
-    bits[BLOCK * 35 + 7] += 1  # behind the blocks that are looked at first
-    assert exact_blocks.find(bits, TYPE_F32, value_type) is None
+# ---- finding values again ----
 
 
 @settings(max_examples=30, deadline=None)
 @given(
-    name=st.sampled_from(("q8", "q5", "q4", "q3")),
+    name=st.sampled_from(VALUES),
     type_id=st.sampled_from([TYPE_F16, TYPE_BF16, TYPE_F32]),
     table=st.integers(0, 1),
     shape=st.tuples(st.integers(1, 9), st.integers(1, 400)),
@@ -255,7 +142,7 @@ def test_only_values_keep_every_zero(tmp_path, text, macko):
     model = tiny_model(tmp_path)
     pruned, out = tmp_path / "pruned.gguf", tmp_path / "out.gguf"
     assert macko("prune", model, pruned, "--sparsity", "0.6").code == 0
-    done = macko("prune", pruned, out, "--quant-values", "q4_nl", "-f", text, *TEXT)
+    done = macko("prune", pruned, out, "--quant-values", "q4", "-f", text, *TEXT)
     assert done.code == 0, done.err
     before, after = pruned_tensors(pruned), pruned_tensors(out)
     assert all(np.array_equal(b == 0, after[name] == 0) for name, b in before.items())
@@ -264,7 +151,7 @@ def test_only_values_keep_every_zero(tmp_path, text, macko):
 
 def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, text, macko):
     model = tiny_model(tmp_path)
-    args = ["--method", "alps", "--sparsity", "0.6", "--quant-values", "q4_nl", "-f", text, *TEXT]
+    args = ["--method", "alps", "--sparsity", "0.6", "--quant-values", "q4", "-f", text, *TEXT]
     whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
     assert macko("prune", model, whole, *args).code == 0
     checkpoint = tmp_path / "out.gguf.checkpoint"
@@ -285,16 +172,16 @@ def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, text, macko):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--quant-values", "q4_nl"], "--quant-values q4_nl needs a calibration text"),
+        (["--quant-values", "q4"], "--quant-values q4 needs a calibration text"),
         (
-            ["--quant-values", "q4_nl", "-f", "x", "--keep-mantissa"],
+            ["--quant-values", "q4", "-f", "x", "--keep-mantissa"],
             "--keep-mantissa does not go with --quant-values",
         ),
         (
-            ["--quant-values", "q4_nl", "-f", "x", "--sparsity", ".5", "--compare-within", "model"],
+            ["--quant-values", "q4", "-f", "x", "--sparsity", ".5", "--compare-within", "model"],
             "--compare-within model goes with none of",
         ),
-        (["--quant-values", "q4_nl", "-f", "x", "--allocation", "loss"], "--sparsity is missing"),
+        (["--quant-values", "q4", "-f", "x", "--allocation", "loss"], "--sparsity is missing"),
         (["--quant-values", "q6_k", "-f", "x"], "invalid choice: 'q6_k'"),
     ],
 )

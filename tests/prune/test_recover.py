@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from ggml_macko import errors
-from ggml_macko.codecs.value_types import LEVELS
 from ggml_macko.gguf.files import Model
+from ggml_macko.native import codec as native_codec
 from ggml_macko.pruning.options import VALUES
 from ggml_macko.recovery.checkpoint import Checkpoint
 from ggml_macko.recovery.options import RecoverOptions
@@ -192,7 +192,7 @@ def test_gradient_of_quantized_values_changes_the_weights_behind_them():
     kept = torch.from_numpy(start != 0)
     x = torch.from_numpy(rng.normal(size=(30, 19)).astype(np.float32))
     ours = {"w": torch.from_numpy(start.copy()), "b": torch.zeros(11)}
-    adam = masked_adam.MaskedAdam(ours, "q4_nl")
+    adam = masked_adam.MaskedAdam(ours, "q4")
     theirs = torch.from_numpy(start[start != 0]).requires_grad_()
     reference = torch.optim.Adam([theirs], betas=(masked_adam.BETA1, masked_adam.BETA2), eps=masked_adam.EPSILON)
     unit = float(theirs.detach().square().mean().sqrt())
@@ -207,41 +207,16 @@ def test_gradient_of_quantized_values_changes_the_weights_behind_them():
         state = dict(adam.arrays())
         assert torch.allclose(state["weight.w"], theirs.detach(), rtol=1e-4, atol=1e-6)
         assert torch.all(ours["w"][~kept] == 0) and torch.all(ours["w"][kept] != 0)
-        assert_nearest_values(ours["w"].detach()[kept].numpy(), theirs.detach().numpy(), state)
+        scales = state["scale.w"].numpy()[np.nonzero(start)[0]]  # a window has a row
+        assert_nearest_values(ours["w"].detach()[kept].numpy(), theirs.detach().numpy(), scales)
 
 
-def assert_nearest_values(found, weights, state):
-    """Each is the value of Q4_NL nearest to its weight, with the scale of its block: a number of F16 whose last bit
-    says in which table.
-    """
-    for i, (value, weight) in enumerate(zip(found, weights.astype(np.float64))):
-        scale, table = float(state["scale.w"][i // 32]), int(state["table.w"][i // 32])
-        assert np.float16(scale) == scale and np.float16(scale).view(np.uint16) & 1 == table
-        nearest = min(abs(scale * int(q) - weight) for q in LEVELS[table])
-        assert abs(value - weight) <= nearest + 1e-6 and value / scale in LEVELS[table]
-
-
-@needs_torch
-@pytest.mark.parametrize("name", ["q8_0", "q5_0", "q4_nl", "q4_0"])
-def test_scales_follow_the_weights(name):
-    """The scale is that with the least error for the numbers that the weights had, rounded to F16."""
-    import torch
-
-    from ggml_macko.recovery.quantized_weights import Blocks
-
-    rng = np.random.default_rng(6)
-    w = rng.normal(size=32 * 9 + 5).astype(np.float32)
-    blocks = Blocks(torch.from_numpy(w), name)
-    scale, table = blocks.scale.numpy().astype(np.float64), blocks.table.numpy().copy()
-    moved = w + rng.normal(size=w.shape).astype(np.float32) * 0.05
-    values = blocks.values(torch.from_numpy(moved)).numpy().astype(np.float64)
-    blocks.follow(torch.from_numpy(moved))
-    for i in range(10):
-        q = values[32 * i : 32 * i + 32] / scale[i]
-        want = float(moved[32 * i : 32 * i + 32].astype(np.float64) @ q / (q @ q))
-        steps = 1.01 if name == "q4_nl" else 0.51  # of F16; there every second number has the table's bit
-        assert abs(float(blocks.scale[i]) - want) <= steps * float(np.spacing(np.float16(abs(want))))
-    assert np.array_equal(blocks.table.numpy(), table)
+def assert_nearest_values(found, weights, scales):
+    """Each is the value of q4 nearest to its weight, with the scale of its window."""
+    levels = native_codec.standard_levels(1014, 0).astype(np.float64)
+    for value, weight, scale in zip(found, weights.astype(np.float64), scales.astype(np.float64)):
+        nearest = min(abs(scale * q - weight) for q in levels)
+        assert abs(value - weight) <= nearest + 1e-6 and np.abs(value / scale - levels).min() < 1e-4
 
 
 @needs_torch
@@ -415,9 +390,9 @@ def test_trained_values_are_better_than_rounded_ones(tmp_path, macko, pair, text
     base, rounded, trained, out = (tmp_path / name for name in ("base.kld", "rounded.gguf", "trained.gguf", "out.gguf"))
     assert macko("perplexity", "-m", pair[1], "-f", text, "-c", 32, "--kl-divergence-base", base).code == 0
     found = []
-    for path, more in ((rounded, []), (trained, ["--quant-values", "q4_0"])):
+    for path, more in ((rounded, []), (trained, ["--quant-values", "q4"])):
         assert run(macko, pair, text, path, "--epochs", 4, *more).code == 0
-        how = ["sparse-q4_0", "--tensor-type", "^(output|token_embd)=dense", "--force"]
+        how = ["sparse-q4", "--tensor-type", "^(output|token_embd)=dense", "--force"]
         assert macko("convert", path, out, *how).code == 0
         done = macko("perplexity", "-m", out, "--kl-divergence-base", base, "--kl-divergence", "--json")
         found.append(json.loads(done.out)["kld"])
@@ -425,7 +400,7 @@ def test_trained_values_are_better_than_rounded_ones(tmp_path, macko, pair, text
 
 
 @needs_torch
-@pytest.mark.parametrize("more", [[], ["--quant-values", "q4_nl"]], ids=["f16", "q4_nl"])
+@pytest.mark.parametrize("more", [[], ["--quant-values", "q4"]], ids=["f16", "q4"])
 def test_trials_choose_a_rate_and_leave_no_trace(tmp_path, macko, pair, text, more):
     """The run is that with the chosen rate, which is better in its trial than the rates beside it."""
     chosen, given = tmp_path / "chosen.gguf", tmp_path / "given.gguf"
@@ -451,7 +426,7 @@ def test_sparse_file_is_recovered_like_the_dense_one(tmp_path, macko, pair, text
     assert {n: w.tobytes() for n, (_, w) in weights(a).items()} == {n: w.tobytes() for n, (_, w) in weights(b).items()}
 
 
-KILLED = [["distill"], ["blocks"], ["distill", "--quant-values", "q4_nl"], ["distill", "--quant-values", "dense-q4_0"]]
+KILLED = [["distill"], ["blocks"], ["distill", "--quant-values", "q4"], ["distill", "--quant-values", "dense-q4_0"]]
 
 
 @needs_torch
@@ -531,7 +506,7 @@ def test_several_processes_give_the_result_of_one(tmp_path, macko, pair, text, n
     [
         (["--batch-size", "3"], "--batch-size 3: expected a multiple of the 2 processes"),
         (["--method", "blocks"], "--method blocks runs in one process"),
-        (["--quant-values", "q4_0"], "--quant-values runs in one process"),
+        (["--quant-values", "q4"], "--quant-values runs in one process"),
     ],
 )
 def test_runs_that_processes_cannot_share_are_refused(tmp_path, macko, pair, text, monkeypatch, args, message):
@@ -626,7 +601,7 @@ def test_plot_shows_each_evaluation(tmp_path, macko, pair, text):
         (["--chunks", "0"], "--chunks 0"),
         (["--patience", "0"], "--patience 0: at least 1"),
         (
-            ["--quant-values", "q4_nl", "--keep-mantissa"],
+            ["--quant-values", "q4", "--keep-mantissa"],
             "--keep-mantissa does not go with --quant-values",
         ),
         (["-c", "2"], "-c 2: at least"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ggml_macko.native.codec import EncodedMatrix
-from ggml_macko.values import TYPE_BF16, TYPE_I8, TYPE_I32, Array, from_float, to_float
+from ggml_macko.values import SIGNIFICAND_BITS, TYPE_BF16, TYPE_F16, TYPE_I8, TYPE_I32, Array, from_float, to_float
 
 TYPES = {3: 1013, 4: 1014, 5: 1015, 8: 1018}  # value type of codes with so many bits
 ARRAYS = ("codes", "bitmap", "scales", "factors", "row_ptr", "levels")  # the order of the components in a file
@@ -148,3 +148,16 @@ def nearest_numbers(dense: Array, m: QuantizedMatrix) -> Array:
         return np.rint(np.clip(np.nan_to_num(y), -127, 127)).astype(np.int64) + 128
     ascending = np.sort(m.levels.view(np.int8)).astype(np.float32)
     return np.searchsorted((ascending[1:] + ascending[:-1]) / 2, y, side="right")
+
+
+def error_bound(m: QuantizedMatrix, source: Array) -> Array:
+    """The maximum distance (rows, cols) of each decoded non-zero from `source`, its bit pattern before quantization.
+
+    It is the distance to the nearest product of scale and level, plus the rounding of the product to the dense type. A
+    value beyond twice the largest level cannot belong to its scale.
+    """
+    x, d = to_float(source, m.type).astype(np.float64), window_scales(m)
+    levels = m.levels.view(np.int8).astype(np.float64)
+    nearest = np.min([np.abs(x - d * level) for level in levels[levels > -128]], axis=0)
+    rounding = (np.abs(x) + nearest) * 2.0 ** -SIGNIFICAND_BITS[m.type] + (2.0**-24 if m.type == TYPE_F16 else 0)
+    return rounding + np.where(np.abs(x) <= 2 * 127 * np.abs(d), nearest + 1e-4 * np.abs(d), 0)

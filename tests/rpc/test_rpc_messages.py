@@ -17,7 +17,7 @@ from support import rpc_messages as rpc
 
 NAME = "blk.0.ffn_up.weight"
 ROWS, COLS = 96, 160
-KINDS = ["macko", "packed", "ec-csr", "sparse-lossless", "sparse-q8_0"]
+KINDS = ["macko", "packed", "ec-csr", "sparse-lossless", "sparse-q8"]
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_matrix_is_kept_and_multiplied(device, dense, kind, tmp_path):
     assert device.get(device.at(0, (COLS, ROWS), rpc.F16), 77, offset=333) == dense_bytes[333:410]
     for n in (1, 3, 17):
         # quantized formats: x has 8 bits, as for ggml's Q8_0
-        error = 1e-2 if kind == "sparse-q8_0" else 1e-3
+        error = 1e-2 if kind == "sparse-q8" else 1e-3
         assert_close(product(device, 0, columns(n)), dense_bytes, columns(n), error)
 
 

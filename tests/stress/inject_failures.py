@@ -82,7 +82,7 @@ KINDS = {
     "short write": Kind(10, False, False, must_succeed=True),
 }
 
-CONVERSIONS = ("macko", "ec-csr", "packed", "auto", "sparse-q8_0", "sparse-q5_0", "sparse-q4_nl", "sparse-q4_0")
+CONVERSIONS = ("macko", "ec-csr", "packed", "auto", "sparse-q8", "sparse-q5", "sparse-q4", "sparse-q3")
 
 # operation -> arguments of macko; {t} is the number of threads, {out} the output. Inputs: make_inputs
 OPERATIONS = {
@@ -157,7 +157,7 @@ def make_inputs(folder: pathlib.Path) -> None:
     (folder / "text.txt").write_text("".join(random.Random(3).choice("abab cdefgh") for _ in range(200)))
     commands = (
         ["convert", dense, folder / "sparse.gguf"],
-        ["convert", dense, folder / "q4.gguf", "sparse-q4_0"],
+        ["convert", dense, folder / "q4.gguf", "sparse-q4"],
         ["calibrate", "-m", dense, "-f", folder / "text.txt", "-o", folder / "imatrix.gguf", "-c", "32"],
     )
     for command in commands:

@@ -31,7 +31,7 @@ from ggml_macko.native import devices
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SHAPE = ["--layers", "2", "--embd", "128", "--ff", "256", "--heads", "4", "--kv-heads", "2", "--vocab", "400"]
-FORMATS = ("macko", "packed", "ec-csr", "sparse-q4_0")
+FORMATS = ("macko", "packed", "ec-csr", "sparse-q4")
 TOKENS = [5, 17, 42, 99]
 N_GENERATED = 6
 MAX_GPU_NBYTES = 2 << 20

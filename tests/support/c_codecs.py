@@ -7,7 +7,6 @@ from typing import Any, Union
 
 import numpy as np
 
-from ggml_macko.codecs import packed as packed_codec
 from ggml_macko.native import codec as native_codec
 from ggml_macko.native.cpu import CpuMatrix
 from reference.ec_csr import EcCsrMatrix
@@ -34,13 +33,6 @@ def ec_csr(
 def packed(dense: np.ndarray, type_id: int, value_type: int, index_bits: int = -1, n_threads: int = 0) -> PackedMatrix:
     options = {"value_type": value_type, "index_bits": index_bits}
     return PackedMatrix.from_encoded(native_codec.encode("packed", dense, type_id, options, n_threads))
-
-
-def quantized(
-    dense: np.ndarray, type_id: int, value_type: int, weights: np.ndarray | None, n_threads: int = 0
-) -> PackedMatrix:
-    """Encodes a matrix with the scales that `convert` finds."""
-    return PackedMatrix.from_encoded(packed_codec.quantize_non_zeros(dense, type_id, value_type, weights, n_threads))
 
 
 def validate(m: Matrix, n_threads: int = 0) -> None:

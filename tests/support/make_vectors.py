@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ggml_macko.codecs import packed
-from ggml_macko.codecs.value_types import TYPE_Q4_0, TYPE_Q4_NL, TYPE_Q5_0, TYPE_Q8_0, code_type
+from ggml_macko.codecs.value_types import code_type
 from ggml_macko.native import codec
 from ggml_macko.native.codec import EncodedMatrix
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32, bits_dtype
@@ -160,17 +160,6 @@ def encoder(format: str, **options: int) -> Encoder:
         if type_id == TYPE_BF16 and own.get("mantissa_bits") == 10:
             own["mantissa_bits"] = 7
         return codec.encode(format, bits, type_id, own, 1)
-
-    return encode
-
-
-def in_blocks(value_type: int) -> Encoder:
-    """Quantized values of `packed`, with the scales of the reference quantizer."""
-
-    def encode(bits: np.ndarray, type_id: int) -> EncodedMatrix:
-        if value_type != TYPE_Q4_NL:
-            return codec.encode("packed", bits, type_id, {"value_type": value_type, "index_bits": 0}, 1)
-        return packed.quantize_non_zeros(bits, type_id, value_type, None, 1)
 
     return encode
 
@@ -461,9 +450,6 @@ def refused() -> dict[str, tuple[int, str, gb.GGUF]]:
     add("value-after-last", 7, "a plain value behind the last", bitmap, data("values", "<u2", (-1, 1)))
     add("row-ptr-bitmap", 7, "row_ptr does not match the bitmap", bitmap, data("row_ptr", "<i4", (1, 2)))
     add("code-after-last", 7, "a gap code behind the last non-zero", gaps, data("index", "u1", (-1, 0xF0)))
-    add("scale-inf", 7, "a scale of Q4_0 is Inf", in_blocks(TYPE_Q4_0), data("values", "u1", (0, 0), (1, 0x7C)))
-    add("q-padding", 7, "padding of Q8_0 is not 0", in_blocks(TYPE_Q8_0), data("values", "u1", (-1, 1)))
-    add("beyond-f16", 7, "a product of 65,536 or more in F16", in_blocks(TYPE_Q8_0), data("values", "<u2", (0, 0x7BFF)))
     values = at_columns(TYPE_F16, 40, [[3, 4, 5], [], [7]])
     add(
         "base",
@@ -525,9 +511,6 @@ def accepted() -> dict[str, tuple[str, str, Dense, Encoder]]:
         wide_model(),
         encoder("ec-csr", index_bits=8),
     )
-    for value_type, name in ((TYPE_Q8_0, "q8_0"), (TYPE_Q5_0, "q5_0"), (TYPE_Q4_0, "q4_0"), (TYPE_Q4_NL, "q4_nl")):
-        rule = "section 7: blocks that continue in the next row"
-        add(f"packed-{name}", f"packed-{name}", rule, quantized_model(), in_blocks(value_type))
     for b in (3, 4, 5, 8):
         rule = f"section 9, b = {b}: W = 32, 64 and 512; 65,520 and more becomes 65,504; -0 in F16"
         add(f"quantized-{b}", f"quantized-{b}", rule, quantized_model(), in_windows(b))

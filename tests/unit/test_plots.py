@@ -24,10 +24,10 @@ POINTS = [
     plot.Point("Q3_K_M", QUANTIZED, 4.1, 11.06),
     plot.Point("Q2_K", QUANTIZED, 3.3, 16.34),
     plot.Point("docs-23m-s70-f16 macko", SPARSE, 7.9, 10.18),
-    plot.Point("docs-23m-s70-f16 sparse-q8_0", SPARSE_QUANTIZED, 4.1, 10.20),
-    plot.Point("docs-23m-s70-f16 sparse-q5_0", SPARSE_QUANTIZED, 3.4, 10.23),
-    plot.Point("docs-23m-s70-f16 sparse-q4_nl", SPARSE_QUANTIZED, 3.13, 10.32),
-    plot.Point("docs-23m-s70-f16 sparse-q4_0", SPARSE_QUANTIZED, 3.12, 10.55),
+    plot.Point("docs-23m-s70-f16 sparse-q8", SPARSE_QUANTIZED, 4.1, 10.20),
+    plot.Point("docs-23m-s70-f16 sparse-q5", SPARSE_QUANTIZED, 3.4, 10.23),
+    plot.Point("docs-23m-s70-f16 sparse-q4", SPARSE_QUANTIZED, 3.13, 10.32),
+    plot.Point("docs-23m-s70-f16 sparse-q3", SPARSE_QUANTIZED, 3.12, 10.55),
 ]
 
 

@@ -109,9 +109,9 @@ def test_report_has_no_line_for_each_tensor(files, tmp_path, macko):
 def test_json_of_verify_and_perplexity(files, tmp_path, macko):
     model, text = files
     sparse, base = tmp_path / "sparse.gguf", tmp_path / "base.kld"
-    assert macko("convert", model, sparse, "sparse-q8_0").code == 0
+    assert macko("convert", model, sparse, "sparse-q8").code == 0
     found = json.loads(macko("verify", model, sparse, "--json").out)
-    assert found["equal"] and not found["identical"] and found["quantized"][0]["value_type"] == "q8_0"
+    assert found["equal"] and not found["identical"] and found["quantized"][0]["value_type"] == "q8"
     other = tmp_path / "pruned.gguf"
     assert macko("prune", model, other, "--sparsity", "0.9").code == 0
     done = macko("verify", model, other, "--json", "--no-metadata")

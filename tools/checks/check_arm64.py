@@ -29,7 +29,7 @@ import build_llama_cpp  # noqa: E402
 OUT = ROOT / "build" / "arm64-text"
 MODEL = ROOT / "models" / "docs-4m-s70-f16.gguf"
 LOSSLESS = ("macko", "ec-csr", "packed", "sparse-lossless")
-QUANTIZED = ("sparse-q8_0", "sparse-q5_0", "sparse-q4_nl", "sparse-q4_0")
+QUANTIZED = ("sparse-q8", "sparse-q5", "sparse-q4", "sparse-q3")
 CPUS = ("cortex-a72", "cortex-a76", "max")
 MACKO = (sys.executable, "-m", "ggml_macko.commands.cli")
 

@@ -161,7 +161,7 @@ def main() -> None:
     for name, default in (
         ("prune", "--method alps --asymmetric 0.5 --allocation loss --sparsity 0.5"),
         ("recover", None),
-        ("convert", "sparse-q4_nl --token-embedding-type q8_0"),
+        ("convert", "sparse-q4 --token-embedding-type q8_0"),
         ("report", ""),
     ):
         default_text = f"{RECOVER_ON_GPU} with a GPU" if default is None else default or "none"

@@ -21,11 +21,6 @@ from torch import Tensor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOP = 127  # largest level
 GRID = (0.72, 0.8, 0.87, 0.93, 1.0, 1.08)  # first scales of the search, relative to the largest value
-# FORMAT.md, section 7
-Q4_NL = (
-    (-127, -100, -81, -67, -54, -42, -31, -17, 10, 25, 38, 50, 63, 77, 94, 121),
-    (-127, -107, -89, -74, -61, -50, -39, -28, 23, 36, 47, 58, 70, 84, 101, 124),
-)
 
 
 def matrices(path: pathlib.Path, n_blocks: int) -> list[Tensor]:
@@ -100,15 +95,6 @@ def rounded_scales(d: Tensor, kind: str, per_row: int) -> Tensor:
     return torch.round(d.abs() / row).clamp_min(1) * row * d.sign()
 
 
-def q4_nl_error(w: Tensor) -> float:
-    """The squared error of sparse-q4_nl: F16 scales for 32 consecutive non-zeros, the better of two tables for each."""
-    values = w[w != 0]
-    x = torch.nn.functional.pad(values, (0, -len(values) % 32)).reshape(-1, 32)
-    tables = [torch.tensor(table, dtype=torch.float32, device=DEVICE) for table in Q4_NL]
-    errors = torch.stack([squared_error(x, search(x, table).half().float(), table) for table in tables])
-    return errors.amin(0).double().sum().item()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=pathlib.Path)
@@ -119,7 +105,6 @@ def main() -> None:
     ws = [prune(w, args.density) if args.magnitude else w for w in matrices(args.model, args.blocks)]
     kinds = ("F16", "8-bit integer", "8-bit float")
     energy = sum((w.double() ** 2).sum().item() for w in ws)
-    print(f"sparse-q4_nl: {100 * (sum(map(q4_nl_error, ws)) / energy) ** 0.5:.2f} %")
     print(f"| bits | non-zeros per window | {' | '.join(kinds)} |\n|---|---|---|---|---|")
     for bits in (3, 4, 5):
         for n in (16, 32, 64):

@@ -145,7 +145,7 @@ def main() -> int:
         "-o", "--output", default="contest", metavar="DIR", help="folder to write (default: %(default)s)"
     )
     parser.add_argument("--dense", type=words, default="q4_0,q4_k,q3_k,q2_k", help="dense types (default: %(default)s)")
-    parser.add_argument("--sparse", type=words, default="q5,q4,q4_nl,q3", help="sparse types (default: %(default)s)")
+    parser.add_argument("--sparse", type=words, default="q5,q4,q3", help="sparse types (default: %(default)s)")
     parser.add_argument("--sparsities", type=words, default="0.5,0.7", help="shares of zeros (default: %(default)s)")
     parser.add_argument("--target-bpw", type=words, default="", metavar="X,...", help="also convert with --target-bpw")
     parser.add_argument("--head-type", default="q6_k", help="type of embeddings and head (default: %(default)s)")

@@ -125,7 +125,7 @@ def tied(tmp_path_factory):
     """A small model like Gemma 3 270M: most weights are in an embedding of 640 columns, which is also the head."""
     rng = np.random.default_rng(0)
     blocks = [(f"blk.0.{name}.weight", rows) for name, rows in (("attn_q", 1024), ("ffn_up", 2048))]
-    tensors = {name: (generators.random_bits(rng, rows, 640, 0.3), 1) for name, rows in blocks}
+    tensors = {name: (generators.random_bits(rng, rows, 640, 0.5), 1) for name, rows in blocks}
     tensors["token_embd.weight"] = (generators.safe_bits(rng, 8192, 640, 1.0, 1), 1)
     return generators.write_gguf(tmp_path_factory.mktemp("tied") / "m.gguf", tensors)
 
@@ -142,13 +142,13 @@ def test_large_tied_embedding_counts(tied):
 
 
 def test_speed_counts_the_head(tied):
-    """The blocks alone are twice as fast as in Q4_K_M, but the head takes most of the time."""
-    machine = measured_speed.H200
+    """The blocks alone are 1.4 times as fast as in Q4_K_M, but the head takes most of the time."""
+    machine = measured_speed.H100
     (speed,) = (t.speed[machine.name] for t in ggml_macko.plan(tied, types=["sparse-q4"]).types if t.is_sparse)
     block, head = machine.seconds(4.85) * 3072, machine.seconds(8.5) * 8192
-    ratio = machine.ratio("sparse-q4", 0.3, "Q4_K_M")
-    assert ratio > 2 and speed["Q4_K_M"] == pytest.approx((block + head) / (block / ratio + head), abs=0.01)
-    assert 1 < speed["Q4_K_M"] < 1.3
+    ratio = machine.ratio("sparse-q4", 0.5, "Q4_K_M")
+    assert ratio > 1.4 and speed["Q4_K_M"] == pytest.approx((block + head) / (block / ratio + head), abs=0.01)
+    assert 1 < speed["Q4_K_M"] < 1.1
 
 
 # ---- memory ----

@@ -603,7 +603,7 @@ def _(p):
 
 @row("stays dense: <type> cannot represent it")
 def _(p):
-    tiny = generators.from_float32(1e-9 * np.random.default_rng(1).standard_normal((32, 64), np.float32), TYPE_F32)
+    tiny = generators.from_float32(1e-30 * np.random.default_rng(1).standard_normal((32, 64), np.float32), TYPE_F32)
     return p.convert({"blk.0.attn_q.weight": (tiny, TYPE_F32), "blk.0.attn_k.weight": matrix(0.3)}, "sparse-q8")
 
 

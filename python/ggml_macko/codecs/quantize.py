@@ -30,7 +30,7 @@ def excess(value_bits: float, total: float, worst: float, row: int) -> str | Non
 
     total: RMS of all errors over RMS of the matrix; worst: the same of the worst row. The limit of n bits is 2^(2-n)
     for the total, 2 to 4 times the error for normally distributed weights, and three times that for a row. Tiny weights
-    exceed it, because scales are F16.
+    exceed it: they are below the range of scales.
     """
     limit = 2.0 ** (2 - value_bits)
     for error, most, where in ((total, limit, "the weights"), (worst, min(3 * limit, 0.9), f"row {row}")):

@@ -10,7 +10,6 @@ import pytest
 
 from ggml_macko import ConvertOptions, PruneOptions, convert, errors, prune
 from ggml_macko.benchmark import forms
-from ggml_macko.codecs import packed
 from ggml_macko.evaluation import text_model
 from ggml_macko.gguf.files import Model
 from ggml_macko.native import codec as native_codec
@@ -90,7 +89,6 @@ def test_unreachable_target_is_refused_before_the_search(tmp_path, macko, monkey
         raise AssertionError("types were tried")
 
     with monkeypatch.context() as m:
-        m.setattr(packed, "quantize_non_zeros", searched)
         m.setattr(native_codec, "measure_error", searched)
         done = macko("convert", DEMO, tmp_path / "x.gguf", "auto", "--target-bpw", "2")
     found = re.fullmatch(r"error: --target-bpw 2 cannot be reached; the least is (\d+\.\d+)\n", done.err)

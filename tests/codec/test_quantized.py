@@ -417,6 +417,15 @@ def test_file_meets_the_target(tmp_path, macko, imatrix_of_demo):
     assert not (tmp_path / "x.gguf").exists()
 
 
+def test_few_non_zeros_meet_the_target_without_loss(tmp_path, macko):
+    """With 98 % zeros, gap codes are smaller than the bitmap of any quantized type."""
+    tensors = {"blk.0.attn_q.weight": (pruned(np.random.default_rng(16), 64, 2048, 0.02), TYPE_F16)}
+    model, out = generators.write_gguf(tmp_path / "model.gguf", tensors), tmp_path / "out.gguf"
+    done = macko("convert", model, out, "auto", "--target-bpw", "0.6")
+    assert done.code == 0, done.err
+    assert out.stat().st_size * 8 / (64 * 2048) <= 0.6 and macko("verify", model, out).out.startswith("identical")
+
+
 def test_dense_tensor_gets_a_dense_type_to_meet_the_target(tmp_path, macko):
     """Where a tensor is dense, ggml's types of 4 to 6 bits lose less than a type with an index in as many bytes; the
     error that decides is that of the values in the file.

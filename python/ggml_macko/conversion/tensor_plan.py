@@ -450,7 +450,7 @@ def _unreachable(target_bpw: float, least: int, n_elements: int) -> errors.Macko
 
 
 def _smallest_plan(t: Tensor, options: Options, alignment: int) -> TensorPlan:
-    """The smallest form of a tensor. Its size depends only on the positions of the non-zeros, not on scales."""
+    """The smallest form of a tensor. The search for scales changes no size."""
     if options.dense_types.get(t.name, DENSE) != DENSE:
         type_id = ggml_quants.DENSE_TYPES[options.dense_types[t.name]]
         if t.cols % ggml_quants.block_size(type_id) == 0:  # otherwise plan_dense reports the reason
@@ -469,7 +469,7 @@ def _smallest_plan(t: Tensor, options: Options, alignment: int) -> TensorPlan:
         return dense
     if count.n_nonfinite:
         return dense
-    choices = [choice for name in registry.mixed_types() for choice in registry.types()[name] if choice.is_lossy]
+    choices = [choice for name in registry.mixed_types() for choice in registry.types()[name]]
     found, _ = try_choices(t, Source(bits, t.type, count), choices, fast)
     contents = Contents(count, n_negative_zeros)
     plans = [

@@ -14,14 +14,15 @@ from matplotlib.figure import Figure
 
 DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
 
-# legend -> the start of a row that begins the series, its color, and the label of each type in it
+ABOVE, BELOW = ((5, 5), "left"), ((-5, -10), "right")  # offset of a label from its point, and alignment
+
+# legend -> the start of a row that begins the series, its color, and the place of its labels
 SERIES = {
-    "dense, quantized after training": ("dense F16", "#d9822b"),
-    "trained with 70 % zeros": ("trained with 70 % zeros", "#8a63d2"),
-    "pruned to 50 %, recovered": ("pruned to 50 %", "#2f81c7"),
-    "pruned to 70 %, recovered": ("pruned to 70 %", "#2da44e"),
+    "dense, quantized after training": ("dense F16", "#d9822b", ABOVE),
+    "trained with 70 % zeros": ("trained with 70 % zeros", "#8a63d2", ABOVE),
+    "pruned to 50 %, recovered": ("pruned to 50 %", "#2f81c7", BELOW),
 }
-LEFT_OUT = {"F16", "Q2_K", "Q4_0", "sparse-q4_0"}  # far from the others, or covered by one of them
+LEFT_OUT = {"F16", "Q2_K", "Q4_0"}  # far from the others, or covered by one of them
 
 
 def rows() -> list[tuple[str, str, float, float]]:
@@ -31,7 +32,7 @@ def rows() -> list[tuple[str, str, float, float]]:
         cells = [cell.strip(" *") for cell in row.strip("|").split("|")]
         if len(cells) != 5 or not re.fullmatch(r"[\d.]+ MiB", cells[1]):
             continue
-        started = [name for name, (start, _) in SERIES.items() if cells[0].startswith(start)]
+        started = [name for name, (start, *_) in SERIES.items() if cells[0].startswith(start)]
         if started or not cells[0].startswith(("...", "dense")):
             legend = started[0] if started else ""
         kind = re.split(r"[ ,]+", cells[0].replace("**", "").removesuffix(" as `macko`"))[-1]
@@ -46,11 +47,11 @@ def draw(ink: str) -> Figure:
     figure.patch.set_alpha(0)
     axes = figure.subplots()
     axes.patch.set_alpha(0)
-    for legend, (_, color) in SERIES.items():
+    for legend, (_, color, (offset, side)) in SERIES.items():
         points = sorted((x, y, kind) for name, kind, x, y in rows() if name == legend)
         axes.plot([p[0] for p in points], [p[1] for p in points], "o-", color=color, markersize=5, label=legend)
         for x, y, kind in points:
-            axes.annotate(kind, (x, y), (5, 5), textcoords="offset points", fontsize=8, color=color)
+            axes.annotate(kind, (x, y), offset, textcoords="offset points", ha=side, fontsize=8, color=color)
     axes.set_xlabel("file, MiB", color=ink)
     axes.set_ylabel("perplexity, lower is better", color=ink)
     axes.tick_params(colors=ink)

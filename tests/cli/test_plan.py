@@ -111,11 +111,13 @@ def test_break_even_is_where_sizes_are_equal(pruned):
     blocks = [g for g in found.groups if g.value_bits is not None]
     n = sum(g.n_parameters for g in blocks)
     rng = np.random.default_rng(0)
+    with Model(pruned) as model:
+        cols = max((t for t in model.tensors if t.name.startswith("blk.")), key=lambda t: t.n_elements).cols
     for dense_type, name in (("Q8_0", "packed"), ("Q4_K_M", "sparse-q4")):
         other = sum(g.nbytes_as[name] for g in found.groups if g not in blocks)
         bits = (by_type(found)[dense_type].nbytes - other) * 8 / n
         for shift in (-0.02, 0.02):
-            w = np.where(rng.random((256, 1024)) < by_type(found)[name].below[dense_type] + shift, 1, 0)
+            w = np.where(rng.random((1024, cols)) < by_type(found)[name].below[dense_type] + shift, 1, 0)
             m = ggml_macko.SparseMatrix.from_dense(w.astype(np.float16), format=name)
             assert (m.nbytes * 8 / w.size < bits) == (shift < 0), (dense_type, bits)
 

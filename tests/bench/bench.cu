@@ -137,8 +137,8 @@ microseconds, the median over replays of a CUDA graph; weights and caches come f
   attention  attention over caches, of one token also with what stands between the projections and the output's product
 
 Values V: f16 (normal numbers at random places), pruned (the largest normal numbers), f16-8 and pruned-8 (the same with
-8 significant bits, as models have that were trained in BF16), f32, ec-csr (f32 values, stored so), q8_0, q4_0, and
-quantized ones of the largest normal numbers: q4_nl, q3, q4, q5, q8.
+8 significant bits, as models have that were trained in BF16), f32, ec-csr (f32 values, stored so), and quantized ones
+of the largest normal numbers: q3, q4, q5, q8.
 )";
 
 const char * const PAPER = // MACKO paper, appendix H
@@ -154,8 +154,8 @@ struct bench_mode {
 };
 const bench_mode MODES[] = {
     { "products", bench_products, "36864x12288,8192x28672,11008x4096,4096x11008,4096x4096", ".5,.3,.1", "1", "f16" },
-    { "densify", bench_densify, "11008x4096,4096x11008,4096x4096", ".5,.3,.1", "1", "f16,pruned-8,q8_0" },
-    { "layer", bench_layer, "", ".5,.3,.1", "1", "f16,pruned-8,q8_0,q4_0" },
+    { "densify", bench_densify, "11008x4096,4096x11008,4096x4096", ".5,.3,.1", "1", "f16,pruned-8,q4" },
+    { "layer", bench_layer, "", ".5,.3,.1", "1", "f16,pruned-8,q4" },
     { "tune", bench_tune, "4096x4096,11008x4096,4096x11008,4096x14336,32000x4096", ".5,.3", "4,8,16,32,64",
       "f16,pruned-8" },
     { "attention", bench_attention, "", "", "", "" },

@@ -48,7 +48,7 @@ struct value_kind {
     const char * name;
     const char * format;
     int32_t      type;       // of the dense matrix
-    int32_t      value_type; // value_type of packed; 0: not packed
+    int32_t      value_type; // of format quantized; 0: another format
     bool         pruned;     // pruned by magnitude
     int          significant_bits;
 };
@@ -59,9 +59,6 @@ const value_kind VALUE_KINDS[] = {
     { "pruned-8", "macko", GGML_MACKO_TYPE_F16, 0, true, 8 },
     { "f32", "macko", GGML_MACKO_TYPE_F32, 0, false, 11 },
     { "ec-csr", "ec-csr", GGML_MACKO_TYPE_F32, 0, false, 11 },
-    { "q8_0", "packed", GGML_MACKO_TYPE_F32, GGML_MACKO_TYPE_Q8_0, false, 11 },
-    { "q4_0", "packed", GGML_MACKO_TYPE_F32, GGML_MACKO_TYPE_Q4_0, false, 11 },
-    { "q4_nl", "packed", GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q4_NL, true, 11 },
     { "q3", "quantized", GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q3, true, 11 },
     { "q4", "quantized", GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q4, true, 11 },
     { "q5", "quantized", GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q5, true, 11 },
@@ -430,8 +427,7 @@ void bench_products(const bench_options & options, cudaStream_t stream) {
             p.w[0]                       = &w;
             o.check_product(
                 stream, [&] { CHECKED(cuda_sparse_mul_mat(p, stream)); }, columns[i] > 8 ? TENSOR_CORES : 1);
-            const bool   f32     = file.kind.type == GGML_MACKO_TYPE_F32 && !file.kind.value_type;
-            const double dense   = dense_us(stream, file.s, columns[i], f32);
+            const double dense   = dense_us(stream, file.s, columns[i], file.kind.type == GGML_MACKO_TYPE_F32);
             const double chained = time_product(stream, copies, p), alone = time_product(stream, copies, p, true);
             const double best = std::min(chained, alone), kept = static_cast<double>(base_of(w).nbytes);
             log_speedup[i] += std::log(dense / best);

@@ -1,7 +1,7 @@
 // Matrices with scales for windows of columns on the GPU, in the layout FRAGMENTS: the tiles as read by the words of
 // gpu-layout/fragments.h, then the kernels against float64 of the decoded weights, element by element, over random
 // shapes, densities, structures, value types and batches. Without a GPU: exit code 77.
-#include "rounded-products.h"
+#include "test-cuda.h"
 
 #include <algorithm>
 #include <cmath>
@@ -20,9 +20,9 @@ static double density_at(structure s, double density, double row_density, int64_
     }
 }
 
-struct test_matrix {
-    static constexpr int INTEGERS = 32639;
+constexpr int INTEGERS = 32639; // the largest of the integers that kernels round x to
 
+struct test_matrix {
     quantized_matrix    file;
     quantized_view      view;
     std::vector<double> weights;
@@ -91,6 +91,153 @@ struct test_matrix {
     }
 };
 
+// ---- products against float64 ----
+
+// exact: x are integers of up to INTEGERS, which a kernel keeps
+static std::vector<float> random_x(rng & random, int64_t ldx, int64_t n, bool exact) {
+    std::vector<float> x(static_cast<size_t>(ldx * n));
+    for (float & v : x) {
+        v = static_cast<float>((random.unit() - 0.5) * (random.unit() < 0.01 ? 40 : 2));
+        v = exact ? static_cast<float>(random.range(-INTEGERS, INTEGERS)) : v;
+    }
+    for (int64_t j = 0; j < n && exact; j++) {
+        x[static_cast<size_t>(j * ldx)] = static_cast<float>(random.unit() < 0.5 ? INTEGERS : -INTEGERS);
+    }
+    return x;
+}
+
+// Rows of W x in float64, and their error bound: float32 sums, and x rounded to multiples of max |x| / INTEGERS.
+static void reference(const test_matrix & w, int64_t row0, int64_t rows, const float * x,
+                      const std::vector<float> & norm, float eps, bool exact, std::vector<double> & y,
+                      std::vector<double> & bound) {
+    std::vector<double> column(static_cast<size_t>(w.cols()));
+    double              squares = 0, largest = 0;
+    for (size_t c = 0; c < column.size(); c++) {
+        const double v = static_cast<double>(x[c]);
+        squares += v * v;
+        column[c] = norm.empty() ? v : v * static_cast<double>(norm[c]);
+        largest   = std::max(largest, std::fabs(column[c]));
+    }
+    const double scale =
+        norm.empty() ? 1 : 1 / std::sqrt(squares / static_cast<double>(column.size()) + static_cast<double>(eps));
+    y.assign(static_cast<size_t>(rows), 0.0);
+    bound = y;
+    for (int64_t r = 0; r < rows; r++) {
+        double sum = 0, magnitude = 0, weights = 0;
+        for (size_t c = 0; c < column.size(); c++) {
+            const double weight = w.weights[static_cast<size_t>((row0 + r) * w.cols()) + c];
+            sum += weight * column[c];
+            magnitude += std::fabs(weight * column[c]);
+            weights += std::fabs(weight);
+        }
+        y[static_cast<size_t>(r)] = sum * scale;
+        bound[static_cast<size_t>(r)] =
+            (MAX_ERROR * magnitude + (exact ? 0 : weights * largest / (2 * INTEGERS) * 1.0001)) * scale + 1e-30;
+    }
+}
+
+static void check_product(rng & random, const std::vector<const test_matrix *> & w, int64_t n, const options & o,
+                          const std::string & name) {
+    const bool                 exact = !o.norm && random.unit() < 0.5;
+    const int64_t              cols = w[0]->cols(), ldx = cols + random.range(0, 3);
+    const std::vector<float>   x = random_x(random, ldx, n, exact);
+    product_inputs             in(random, x, cols, o);
+    cuda_sparse_mul_mat_params p = in.params(ldx, n, o);
+    p.x16                        = x16_memory();
+    std::vector<const gpu_layout *> devices;
+    for (const test_matrix * m : w) {
+        devices.push_back(&m->device);
+    }
+    outputs out(random, devices, o, p);
+    CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
+    out.get(name);
+    for (size_t i = 0; i < out.count(); i++) {
+        const int64_t m         = out.rows(i);
+        double        worst     = 0;
+        int64_t       worst_row = 0, worst_column = 0;
+        for (int64_t j = 0; j < n; j++) {
+            std::vector<double> want, bound, up, up_bound;
+            reference(*w[i], p.row_begin[i], m, &x[static_cast<size_t>(j * ldx)], in.norm, p.norm_eps, exact, want,
+                      bound);
+            if (o.silu) {
+                reference(*w[1], 0, m, &x[static_cast<size_t>(j * ldx)], in.norm, p.norm_eps, exact, up, up_bound);
+            }
+            for (int64_t r = 0; r < m; r++) {
+                const size_t k        = static_cast<size_t>(r);
+                double       expected = want[k], limit = bound[k];
+                if (o.silu) { // |silu'| <= 1.1
+                    const double gate = want[k], s = gate / (1 + std::exp(-gate));
+                    expected = s * up[k];
+                    limit    = 1.1 * bound[k] * std::fabs(up[k]) + up_bound[k] * (std::fabs(s) + 1.1 * bound[k]) +
+                            MAX_ERROR * std::fabs(expected) + 1e-25;
+                }
+                limit += MAX_ERROR * (o.bias + o.residual);
+                const double error =
+                    std::fabs(static_cast<double>(out.at(i, r, j)) - expected - out.added(i, r, j)) / limit;
+                if (!(error <= worst)) { // NaN lands here too
+                    worst = error, worst_row = r, worst_column = j;
+                }
+            }
+        }
+        CHECK(worst <= 1, "%s: matrix %zu, column %lld, row %lld: %.3g times the bound%s", name.c_str(), i,
+              static_cast<long long>(worst_column), static_cast<long long>(worst_row), worst,
+              exact ? " (exact x)" : "");
+    }
+}
+
+// Checks experts of `rows` rows each, with ids in device memory, including ids out of range.
+static void check_experts(rng & random, const test_matrix & w, int64_t rows, int64_t ldx, uint64_t seed) {
+    const int64_t            cols   = w.cols();
+    const std::vector<float> values = random_x(random, cols, N_EXPERT_COLUMNS, true);
+    guarded                  x(cols * N_EXPERT_COLUMNS), y(rows * N_EXPERT_COLUMNS);
+    std::copy(values.begin(), values.end(), &x.at(0));
+    x.put();
+    multiply_experts(w.device, x, ldx, y, x16_memory());
+    for (int64_t j = 0; j < N_EXPERT_COLUMNS; j++) {
+        std::vector<double> want(static_cast<size_t>(rows), 0.0), bound(static_cast<size_t>(rows), 1e-30);
+        if (expert_row(j, rows) >= 0) {
+            reference(w, expert_row(j, rows), rows, &values[static_cast<size_t>(j * ldx)], {}, 0, true, want, bound);
+        }
+        for (int64_t r = 0; r < rows; r++) {
+            const double error = std::fabs(static_cast<double>(y.at(j * rows + r)) - want[static_cast<size_t>(r)]);
+            CHECK(error <= bound[static_cast<size_t>(r)], "experts, seed %llu, column %lld, row %lld: off by %.3g",
+                  static_cast<unsigned long long>(seed), static_cast<long long>(j), static_cast<long long>(r), error);
+        }
+    }
+}
+
+// Checks that NaN and infinities in the last of n columns do not become finite, and that zeros and tiny x do not become
+// NaN.
+static void check_odd_x(rng & random, const test_matrix & w, int64_t n) {
+    const int64_t rows = w.rows(), cols = w.cols();
+    for (const float odd : { NAN, INFINITY, 0.0f, 0x1p-120f, 0x1p-90f, 0x1p100f }) {
+        guarded x(cols * n), y(rows * n);
+        for (int64_t i = 0; i < cols * n; i++) {
+            x.at(i) = std::isfinite(odd) ? odd : static_cast<float>(random.unit());
+        }
+        x.at(cols * n - cols / 2) = odd; // in the last column
+        x.put();
+        cuda_sparse_mul_mat_params p = plain_product(w.device, x, y, n);
+        p.x16                        = x16_memory();
+        CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
+        y.get();
+        for (int64_t r = 0; r < rows; r++) {
+            const float got  = y.at((n - 1) * rows + r);
+            double      want = 0;
+            for (int64_t c = 0; c < cols; c++) {
+                want += w.weights[static_cast<size_t>(r * cols + c)] * static_cast<double>(odd);
+            }
+            CHECK(std::isfinite(odd)
+                      ? std::fabs(static_cast<double>(got) - want) <= 1e-2 * static_cast<double>(odd) + 0x1p-100
+                      : !std::isfinite(got),
+                  "x of %g, n %lld, row %lld: %g", static_cast<double>(odd), static_cast<long long>(n),
+                  static_cast<long long>(r), static_cast<double>(got));
+        }
+    }
+}
+
+// ---- tests ----
+
 static const int TYPES[] = { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 };
 static const int BITS[]  = { 4, 5, 3, 8 };
 
@@ -136,7 +283,7 @@ GPU_TEST(random_products) {
         }
         const std::string name = t->name(seed, n);
         check_densify(*t, name);
-        check_product<test_matrix>(random, { t.get() }, n, random_options(random), name);
+        check_product(random, { t.get() }, n, random_options(random), name);
     }
 }
 
@@ -180,9 +327,9 @@ GPU_TEST(matrices_that_share_x) {
             options o;
             o.norm     = seed % 2;
             o.residual = o.in_place = seed % 5 == 0;
-            check_product<test_matrix>(random, { &a, &b, &c }, n, o, "three matrices, " + a.name(seed, n));
+            check_product(random, { &a, &b, &c }, n, o, "three matrices, " + a.name(seed, n));
             o.silu = true;
-            check_product<test_matrix>(random, { &a, &b }, n, o, "gate and up, " + a.name(seed, n));
+            check_product(random, { &a, &b }, n, o, "gate and up, " + a.name(seed, n));
         }
     }
 }
@@ -197,7 +344,7 @@ GPU_TEST(several_rounds_and_phases) {
         for (test_matrix * t : { &tall, &wide }) {
             t->upload(uploader, gpu);
             for (const int64_t n : { 1, 2, 4, 8, 16, 32 }) {
-                check_product<test_matrix>(random, { t }, n, {}, t->name(7, n));
+                check_product(random, { t }, n, {}, t->name(7, n));
             }
         }
     }
@@ -262,7 +409,7 @@ GPU_TEST(small_products) {
                 options o;
                 o.norm     = n != 2;
                 o.residual = n != 1;
-                check_product<test_matrix>(random, { &w }, n, o, w.name(0, n));
+                check_product(random, { &w }, n, o, w.name(0, n));
                 fprintf(stderr, "%s: done\n", w.name(0, n).c_str()); // how far a sanitizer came
             }
         }

@@ -90,7 +90,6 @@ struct layout_numbers {
 
 private:
     void read(const row_split_layout & m) { delta_bits = m.delta_bits, lanes = m.lanes, bank_width = m.bank_width; }
-    void read(const quantized_layout & m) { delta_bits = m.delta_bits, lanes = m.lanes; }
     void read(const macko_layout & m) { delta_bits = m.delta_bits; }
     void read(const row_blocks_layout & m) { delta_bits = m.delta_bits; }
     void read(const fragments_layout &) {}

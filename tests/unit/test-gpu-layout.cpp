@@ -1,7 +1,6 @@
 // The choice of a GPU's layout without a GPU: a table of headers and devices with their plans, the results of settle()
 // for surveys, and the survey of values on the CPU against brute force.
 #include "codec/macko/encode.h"
-#include "codec/packed/packed.h"
 #include "codec/registry.h"
 #include "gpu-layout/survey.h"
 #include "test.h"
@@ -85,14 +84,6 @@ static const plan_case PLANS[] = {
         "INLINE_DELTA: deltas of 3 bits, 16 lanes, in the order of banks",
         "INLINE_DELTA: deltas of 4 bits, 16 lanes, in the order of banks",
         "INLINE_DELTA: deltas of 4 bits, 8 lanes, columns ascend", "MACKO: the arrays of the file" } },
-    { "quantized",
-      matrix_of(4096, 4096, F16, 4, .5, -1, GGML_MACKO_TYPE_Q4_0),
-      { 99 * KB, true },
-      { "QUANTIZED: deltas of 3 bits, 8 lanes", "QUANTIZED: deltas of 8 bits, 8 lanes" } },
-    { "quantized, x does not fit",
-      matrix_of(64, 65536, F16, 4, .5, -1, GGML_MACKO_TYPE_Q8_0),
-      { 99 * KB, true },
-      { "MACKO: the arrays of the file" } },
     { "windows of columns",
       windows_of(4096, 4096, .5, GGML_MACKO_TYPE_Q4, 64),
       { 99 * KB, true },
@@ -227,21 +218,18 @@ TEST(survey_settles_the_plan) {
     CHECK(with(0, { all + 1, all + 1, all + 1 }) == PLANS[0].candidates[4], "nothing fits");
 }
 
-TEST(outliers_settle_quantized_plans) {
-    const gpu_plan plan = choose(PLANS[8].matrix, PLANS[8].device);
-    const auto     most = std::get<quantized_shape>(plan.candidates[0].shape).max_outliers;
-    const auto     with = [&](int64_t outliers) {
-        layout_survey  found = {};
-        layout_verdict v     = settle(plan, found);
-        CHECK(v.needs == survey_step::OUTLIERS && v.candidate == 0, "no survey is requested");
-        found.of[0] = { survey_step::OUTLIERS, 0, 0, 0, 0, false, 0, outliers };
-        found.of[1] = { survey_step::OUTLIERS, 0, 0, 0, 0, false, 0, 5 };
-        return settle(plan, found);
-    };
-    CHECK(with(most).candidate == 0 && with(most).nbytes == plan.nbytes, "as many outliers as fit");
-    const layout_verdict v = with(most + 1);
-    CHECK(v.candidate == 1 && std::get<quantized_shape>(v.shape).max_outliers == 5, "deltas of 8 bits");
-    CHECK(v.nbytes == base_of(bind_layout(plan.matrix, v.shape, 0, nullptr)).nbytes, "its own bytes");
+TEST(sizes_of_tiles_settle_the_plan_of_windows) {
+    const gpu_plan plan  = choose(PLANS[8].matrix, PLANS[8].device);
+    layout_survey  found = {};
+    CHECK(settle(plan, found).needs == survey_step::NBYTES, "no survey is requested");
+    for (const int64_t nbytes : { plan.nbytes, plan.nbytes + GPU_ALIGNMENT }) { // as reserved, and more
+        found.of[0].done       = survey_step::NBYTES;
+        found.of[0].nbytes     = nbytes;
+        found.of[0].most_words = 17;
+        const layout_verdict v = settle(plan, found);
+        CHECK(v.needs == survey_step::NOTHING && v.candidate == 0 && v.nbytes == nbytes, "bytes of the survey");
+        CHECK(std::get<fragments_shape>(v.shape).most_words == 17, "words of the survey");
+    }
 }
 
 // ---- the survey ----

@@ -147,16 +147,6 @@ gpu_plan choose(const gpu_matrix & matrix, const gpu_device & device) {
         c.add(shape, c.plan.nbytes, "values with scales for windows of columns");
         return c.plan;
     }
-    if (is_quant_type(matrix.value_type)) {
-        const quantized_shape shape = quantized_shape_of(matrix, device);
-        if (shape.lanes) {
-            c.plan.nbytes = bind_quantized(matrix.desc, matrix.value_type, shape, nullptr).nbytes;
-            c.add(shape, c.plan.nbytes, "quantized values");
-            c.add(quantized_shape{ 8, shape.lanes, 0 }, 0, "the fewest outliers");
-            return c.plan;
-        }
-        c.leave_out("QUANTIZED", c.too_wide());
-    }
     const int64_t any = nbytes_of_rows(matrix), coded = c.nbytes_of_exp_coded();
     c.plan.nbytes = coded < 0 ? any : std::min(any, coded);
     if (matrix.in_blocks && has_row_blocks(matrix.desc, device)) {
@@ -288,17 +278,6 @@ struct judge {
         }
         return { {}, {}, text("%lld bytes of tiles", number(found.nbytes)) };
     }
-
-    judgement operator()(const quantized_shape & s) const {
-        const bool last = &candidate == &plan.candidates.back();
-        if (!knows(survey_step::OUTLIERS)) {
-            return { survey_step::OUTLIERS };
-        }
-        if (found.n_outliers > s.max_outliers && !last) {
-            return { {}, text("%lld outliers, of which %lld fit", number(found.n_outliers), number(s.max_outliers)) };
-        }
-        return { {}, {}, text("%lld outliers", number(found.n_outliers)) };
-    }
 };
 
 // The next candidate, if it competes with this one by the number of groups; or null.
@@ -312,11 +291,7 @@ const layout_candidate * rival_of(const gpu_plan & plan, size_t i) {
 }
 
 // Sets the numbers of a shape that depend on the survey, and its memory.
-void complete(const gpu_plan & plan, const shape_survey & found, layout_verdict * v) {
-    if (auto * s = std::get_if<quantized_shape>(&v->shape); s && v->nbytes == 0) {
-        s->max_outliers = found.n_outliers;
-        v->nbytes       = base_of(bind_layout(plan.matrix, *s, 0, nullptr)).nbytes;
-    }
+void complete(const shape_survey & found, layout_verdict * v) {
     if (auto * s = std::get_if<fragments_shape>(&v->shape)) {
         s->most_words = found.most_words;
         v->nbytes     = found.nbytes;
@@ -356,7 +331,7 @@ layout_verdict settle(const gpu_plan & plan, const layout_survey & survey) {
         if (j.against.empty()) {
             layout_verdict v = asks(candidate, survey_step::NOTHING);
             v.reason         = j.fits + passed_over;
-            complete(plan, found, &v);
+            complete(found, &v);
             return v;
         }
         pass_over(candidate, j.against);

@@ -3,8 +3,7 @@
 namespace macko::cuda {
 
 static const char * name_of(size_t alternative) {
-    static constexpr const char * NAMES[] = { "MACKO",     "INLINE_DELTA", "EXP_CODED",
-                                              "QUANTIZED", "ROW_BLOCKS",   "FRAGMENTS" };
+    static constexpr const char * NAMES[] = { "MACKO", "INLINE_DELTA", "EXP_CODED", "ROW_BLOCKS", "FRAGMENTS" };
     static_assert(std::size(NAMES) == std::variant_size_v<layout_shape> &&
                       std::variant_size_v<layout_shape> == std::variant_size_v<gpu_layout>,
                   "a name for each layout");
@@ -25,9 +24,6 @@ struct binder {
         return bind_inline_delta(matrix.desc, matrix.n_padded, s, memory);
     }
     gpu_layout operator()(const exp_coded_shape & s) const { return bind_exp_coded(matrix.desc, s, nbytes, memory); }
-    gpu_layout operator()(const quantized_shape & s) const {
-        return bind_quantized(matrix.desc, matrix.value_type, s, memory);
-    }
     gpu_layout operator()(const fragments_shape & s) const { return bind_fragments(matrix.desc, s, nbytes, memory); }
     gpu_layout operator()(const row_blocks_shape &) const {
         row_blocks_layout m = {};
@@ -44,9 +40,6 @@ bool alike(const row_split_layout & a, const row_split_layout & b) {
 bool alike(const row_blocks_layout &, const row_blocks_layout &) { return false; } // one launch each
 bool alike(const fragments_layout & a, const fragments_layout & b) {
     return a.code_bits == b.code_bits && a.window == b.window && a.tile_chunks == b.tile_chunks;
-}
-bool alike(const quantized_layout & a, const quantized_layout & b) {
-    return a.value_type == b.value_type && a.delta_bits == b.delta_bits && a.lanes == b.lanes;
 }
 
 } // namespace

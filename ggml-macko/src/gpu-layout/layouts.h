@@ -9,7 +9,6 @@
 #include "gpu-layout/fragments.h"
 #include "gpu-layout/inline-delta.h"
 #include "gpu-layout/macko.h"
-#include "gpu-layout/quantized.h"
 #include "gpu-layout/row-blocks.h"
 
 #include <variant>
@@ -17,11 +16,10 @@
 namespace macko::cuda {
 
 // The decision of choose(): a layout and its numbers.
-using layout_shape =
-    std::variant<macko_shape, inline_delta_shape, exp_coded_shape, quantized_shape, row_blocks_shape, fragments_shape>;
+using layout_shape = std::variant<macko_shape, inline_delta_shape, exp_coded_shape, row_blocks_shape, fragments_shape>;
 // A matrix in memory; the alternatives have the order of layout_shape.
-using gpu_layout = std::variant<macko_layout, inline_delta_layout, exp_coded_layout, quantized_layout,
-                                row_blocks_layout, fragments_layout>;
+using gpu_layout =
+    std::variant<macko_layout, inline_delta_layout, exp_coded_layout, row_blocks_layout, fragments_layout>;
 
 const char * layout_name(const layout_shape & shape);
 const char * layout_name(const gpu_layout & layout);

@@ -10,9 +10,6 @@ struct describer {
         return "deltas of " + std::to_string(s.delta_bits) + " bits, " + std::to_string(s.lanes) + " lanes, " +
                (s.banked ? "in the order of banks" : "columns ascend");
     }
-    std::string operator()(const quantized_shape & s) const {
-        return "deltas of " + std::to_string(s.bits) + " bits, " + std::to_string(s.lanes) + " lanes";
-    }
     std::string operator()(const fragments_shape & s) const {
         return "codes of " + std::to_string(s.code_bits) + " bits, windows of " + std::to_string(s.window) +
                " columns, tiles of " + std::to_string(s.tile_chunks * FRAGMENT_CHUNK);
@@ -23,9 +20,6 @@ struct describer {
 } // namespace
 
 shape_numbers numbers_of(const layout_shape & shape) {
-    if (const auto * s = std::get_if<quantized_shape>(&shape)) {
-        return { s->bits, s->lanes, false };
-    }
     return std::visit(
         [](const auto & s) -> shape_numbers {
             if constexpr (std::is_base_of_v<row_split_shape, std::decay_t<decltype(s)>>) {

@@ -31,13 +31,12 @@ struct gpu_plan {
 // Whether the matrix is uploaded as a whole, in its own format, and not as MACKO rows.
 inline bool arrives_whole(const gpu_plan & plan) {
     return plan.matrix.in_blocks ||
-           (!plan.candidates.empty() && (std::holds_alternative<quantized_shape>(plan.candidates[0].shape) ||
-                                         std::holds_alternative<fragments_shape>(plan.candidates[0].shape)));
+           (!plan.candidates.empty() && std::holds_alternative<fragments_shape>(plan.candidates[0].shape));
 }
 
 // Steps of a survey of the values for one candidate, in this order: row-split layouts need EXPONENT, then GROUPS, then
-// OVERSHOOT; QUANTIZED needs OUTLIERS; ROW_BLOCKS and FRAGMENTS need NBYTES.
-enum class survey_step { NOTHING, EXPONENT, GROUPS, OVERSHOOT, OUTLIERS, NBYTES };
+// OVERSHOOT; ROW_BLOCKS and FRAGMENTS need NBYTES.
+enum class survey_step { NOTHING, EXPONENT, GROUPS, OVERSHOOT, NBYTES };
 
 struct shape_survey {
     survey_step done            = survey_step::NOTHING;
@@ -47,7 +46,6 @@ struct shape_survey {
     int64_t     n_unused_groups = 0;     //         groups between the end of a row and the next line
     bool        impossible      = false; //     an outlier would lose bits, or a row has too many of them
     int32_t     overshoot       = 0;     // OVERSHOOT: words after x that a run reaches; INT32_MAX: more than x
-    int64_t     n_outliers      = 0;     // OUTLIERS
     int64_t     nbytes          = 0;     // NBYTES: of ROW_BLOCKS' blocks, or of FRAGMENTS
     int32_t     most_words      = 0;     //         of a stream of FRAGMENTS
 };

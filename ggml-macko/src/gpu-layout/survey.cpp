@@ -1,7 +1,5 @@
 #include "gpu-layout/survey.h"
 
-#include "codec/packed/packed.h"
-
 #include <algorithm>
 #include <mutex>
 
@@ -183,13 +181,6 @@ struct surveyor {
             size_fragments(static_cast<const quantized_view &>(view).arrays(), m, std::max(1, n_threads));
         found->nbytes     = sizes.nbytes;
         found->most_words = sizes.most_words;
-        return GGML_MACKO_STATUS_OK;
-    }
-    int operator()(const quantized_layout & m) const {
-        quantized_image image = {};
-        make_quantized(static_cast<const packed_view &>(view), { m.delta_bits, m.lanes, 0 }, std::max(1, n_threads),
-                       &image);
-        found->n_outliers = image.n_outliers;
         return GGML_MACKO_STATUS_OK;
     }
 };

@@ -91,12 +91,6 @@ struct bulk_copies {
                      : "memory");
 #endif
     }
-    // orders later copies to shared memory after earlier accesses by threads
-    __device__ __forceinline__ static void fence() {
-#if __CUDA_ARCH__ >= 900
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-    }
 };
 
 } // namespace macko::cuda

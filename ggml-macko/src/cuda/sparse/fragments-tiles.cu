@@ -1,6 +1,5 @@
 // Tiles of the layout FRAGMENTS (gpu-layout/fragments.h): made from the arrays of a file, and back to dense rows. A
 // warp has a tile at a time.
-#include "cuda/sparse/dense-values.cuh"
 #include "cuda/sparse/fragments.cuh"
 #include "cuda/sparse/product.cuh"
 #include "cuda/sparse/repack.cuh"
@@ -161,6 +160,15 @@ struct unpack_params {
     int64_t          ld;
     bool             vector; // rows of dst are aligned to 16 bytes
 };
+
+// d * q rounded to nearest even, the largest finite value where that overflows, +0 for 0 (FORMAT.md section 2)
+__device__ __forceinline__ void to_dense(float * to, float v) { *to = v == 0.0f ? 0.0f : v; }
+__device__ __forceinline__ void to_dense(__half * to, float v) {
+    *to = v == 0.0f ? __half(0.0f) : __float2half_rn(fminf(fmaxf(v, -65504.0f), 65504.0f));
+}
+__device__ __forceinline__ void to_dense(__nv_bfloat16 * to, float v) {
+    *to = v == 0.0f ? __nv_bfloat16(0.0f) : __float2bfloat16_rn(v);
+}
 
 // Four levels (signed bytes) times d.
 template <typename T> __device__ __forceinline__ void scale_levels(T * to, uint32_t levels, float d) {

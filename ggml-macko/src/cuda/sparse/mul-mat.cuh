@@ -23,8 +23,8 @@ constexpr int64_t CUDA_SPARSE_X16_COLS = 14336, CUDA_SPARSE_X16_COLUMNS = 32,
 // one launch each, and silu_mul returns cudaErrorNotSupported. x, y and residual are device pointers; columns (one per
 // token) are ld* floats apart.
 // Sums are float32. If x has several columns and the weights have 16 bits, x is rounded to their type, as in ggml's own
-// products; a single column is not. With quantized weights x is always rounded, to multiples of max |x| / 32767 of its
-// column after the norm (FRAGMENTS: / 32639).
+// products; a single column is not. With quantized weights x is always rounded, to multiples of max |x| / 32639 of its
+// column after the norm.
 struct cuda_sparse_mul_mat_params {
     int32_t            n_matrices;
     const gpu_layout * w[CUDA_SPARSE_MAX_BATCH];

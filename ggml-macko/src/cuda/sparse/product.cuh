@@ -66,25 +66,6 @@ struct row_split_launch : product_launch<row_split_operand> {
     uint32_t weight[16];
 };
 
-struct quantized_operand : result_operand {
-    const uint8_t * groups;
-    const uint8_t * groups_end;
-    const uint8_t * row_heads;
-    const uint2 *   outliers;
-};
-struct quantized_launch : product_launch<quantized_operand> {
-    int32_t  modulus;                                 // words of x in shared memory before it repeats
-    int32_t  overshoot;                               // words that repeat
-    int32_t  lanes;                                   // runs per row
-    int32_t  lane_bits;                               // their logarithm
-    int32_t  width;                                   // x_slots of x per lane
-    int32_t  rows_apart, rows_of_warp, again_of_warp; // of the words of x, as warps write them
-    int32_t  column_step; // floats from one column of x to the next, in shared memory; 0: there is room for one
-    int32_t  sums_at;     // floats in front of the warps' sums
-    bool     aligned;     // x and the norm's weights can be read in vectors of 16 bytes
-    uint32_t weight[8];   // dp4a weights, as in row_split_launch
-};
-
 // Fills the members of p that do not depend on the layout. operand(matrix, its operand) fills in the arrays.
 // rows_of_warp_rows: rows that a warp processes at a time
 template <typename P, typename F>
@@ -206,16 +187,11 @@ __device__ __forceinline__ float added_to_result(const P & p, const result_opera
     return p.adds ? residual_at(m, column, row) + (m.bias ? m.bias[row] : 0.0f) : 0.0f;
 }
 
+// The epilogue of one element of W x. gate: with silu_mul, the result of the first matrix
 template <bool BATCHED, typename P>
-__device__ __forceinline__ float residual_at(const P & p, const sparse_task & t, int column) {
-    return residual_at(p.m[BATCHED && p.silu_mul ? 0 : t.matrix], column, t.row);
-}
-
-// The epilogue of one element of W x. gate: with silu_mul, the result of the first matrix; residual: residual_at()
-template <bool BATCHED, typename P>
-__device__ __forceinline__ void store_result(const P & p, const sparse_task & t, int column, float y, float gate,
-                                             float residual) {
-    const result_operand & m = p.m[BATCHED && p.silu_mul ? 0 : t.matrix];
+__device__ __forceinline__ void store_result(const P & p, const sparse_task & t, int column, float y, float gate) {
+    const result_operand & m        = p.m[BATCHED && p.silu_mul ? 0 : t.matrix];
+    const float            residual = residual_at(m, column, t.row);
     if (BATCHED && p.silu_mul) {
         y *= silu(gate);
     }
@@ -226,10 +202,6 @@ __device__ __forceinline__ void store_result(const P & p, const sparse_task & t,
         y += residual;
     }
     *result_at(m, column, t.row) = y;
-}
-template <bool BATCHED, typename P>
-__device__ __forceinline__ void store_result(const P & p, const sparse_task & t, int column, float y, float gate) {
-    store_result<BATCHED>(p, t, column, y, gate, residual_at<BATCHED>(p, t, column));
 }
 
 // Warps per block, from `least` to `most`. Chooses fewer warps if fewer of them are then idle in the last round over
@@ -284,11 +256,6 @@ inline bool takes_vectors(const row_split_launch & p) {
            cuda_current_device(&device) == cudaSuccess && row_split_shared_nbytes(vectors, 1) <= device.shared_nbytes;
 }
 
-// bytes of shared memory of the QUANTIZED kernel
-inline int64_t quantized_shared_nbytes(const quantized_launch & p, int nx) {
-    return quantized_shared_nbytes((p.modulus + 1) / 32, p.lanes, p.overshoot, nx);
-}
-
 // ---- functions of each layout, which mul-mat.cu and densify.cu call ----
 
 // The maximum number of columns of x of one launch, except for tiles.
@@ -296,14 +263,12 @@ int columns_at_once(const macko_layout & w, const cuda_sparse_mul_mat_params & a
 int columns_at_once(const inline_delta_layout & w, const cuda_sparse_mul_mat_params & a,
                     const cuda_device_info & device);
 int columns_at_once(const exp_coded_layout & w, const cuda_sparse_mul_mat_params & a, const cuda_device_info & device);
-int columns_at_once(const quantized_layout & w, const cuda_sparse_mul_mat_params & a, const cuda_device_info & device);
 int columns_at_once(const row_blocks_layout & w, const cuda_sparse_mul_mat_params & a, const cuda_device_info & device);
 // One launch of the kernel for nx columns: 1, 2, 4 or 8, and at least a.n. w: a.w[0]; all matrices of a have the same
 // kernel. With experts: all columns, one per expert.
 cudaError_t multiply(const macko_layout & w, const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream);
 cudaError_t multiply(const inline_delta_layout & w, const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream);
 cudaError_t multiply(const exp_coded_layout & w, const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream);
-cudaError_t multiply(const quantized_layout & w, const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream);
 cudaError_t multiply(const row_blocks_layout & w, const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream);
 // All columns, in as few launches as possible. With x16, up to 32 columns are one product.
 cudaError_t multiply_all(const fragments_layout & w, const cuda_sparse_mul_mat_params & a, cudaStream_t stream);
@@ -311,7 +276,6 @@ cudaError_t multiply_all(const fragments_layout & w, const cuda_sparse_mul_mat_p
 // norm_weight are aligned to 16 bytes.
 bool        takes_tiles(const inline_delta_layout & w);
 bool        takes_tiles(const exp_coded_layout & w);
-inline bool takes_tiles(const layout_base &) { return false; }
 cudaError_t multiply_by_tiles(const inline_delta_layout & w, const cuda_sparse_mul_mat_params & a, cudaStream_t stream);
 cudaError_t multiply_by_tiles(const exp_coded_layout & w, const cuda_sparse_mul_mat_params & a, cudaStream_t stream);
 
@@ -325,11 +289,10 @@ struct dense_rows {
 cudaError_t densify(const macko_layout & w, const dense_rows & to);
 cudaError_t densify(const inline_delta_layout & w, const dense_rows & to);
 cudaError_t densify(const exp_coded_layout & w, const dense_rows & to);
-cudaError_t densify(const quantized_layout & w, const dense_rows & to);
 cudaError_t densify(const row_blocks_layout & w, const dense_rows & to);
 cudaError_t densify(const fragments_layout & w, const dense_rows & to);
 
-// ---- launches: row-split.cuh and quantized.cuh define them, and several .cu files instantiate them ----
+// ---- launches: row-split.cuh defines them, and several .cu files instantiate them ----
 
 // nx (1, 2, 4 or 8) columns of x in shared memory; experts: grid_y columns, one each. INLINE_DELTA: one column of
 // either type or several of F16; several of BF16. EXP_CODED, X: the type of the matrix.
@@ -339,8 +302,5 @@ template <int BITS, bool BANK_ORDER>
 cudaError_t launch_inline_delta_bf16(row_split_launch & p, int nx, int grid_y, cudaStream_t stream);
 template <typename X, int BITS>
 cudaError_t launch_exp_coded(row_split_launch & p, int nx, int grid_y, cudaStream_t stream);
-// QUANTIZED, nx 1, 2 or 4
-cudaError_t launch_quantized_q8_0(quantized_launch & p, int delta_bits, int nx, int grid_y, cudaStream_t stream);
-cudaError_t launch_quantized_q4_0(quantized_launch & p, int delta_bits, int nx, int grid_y, cudaStream_t stream);
 
 } // namespace macko::cuda

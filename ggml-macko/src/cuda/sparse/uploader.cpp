@@ -1,6 +1,6 @@
 // Uploads a sparse matrix to the GPU in the layout that settle() chooses. The arrays of MACKO rows are copied to device
 // staging memory, where kernels make the layout (repack.cu). So are the arrays of FRAGMENTS (fragments-tiles.cu); the
-// host makes QUANTIZED and ROW_BLOCKS.
+// host makes ROW_BLOCKS.
 #include "codec/macko/encode.h"
 #include "codec/team.h"
 #include "cuda/sparse/mul-mat.cuh"
@@ -33,8 +33,7 @@ struct cuda_sparse_uploader::impl {
     pinned_buffer               pinned[N_PINNED];
     std::mutex                  mutex;
     std::condition_variable     freed;
-    std::deque<pinned_buffer *> unused;     // buffers that no thread fills, the oldest first
-    quantized_image             image = {}; // reused for the next matrix, because new pages are slow
+    std::deque<pinned_buffer *> unused; // buffers that no thread fills, the oldest first
     fragments_sizes             sizes;
 
     // the current matrix
@@ -46,7 +45,6 @@ struct cuda_sparse_uploader::impl {
         const codec_view * whole        = nullptr; // if it was passed as a whole
         int                n_threads    = 1;
         layout_survey      survey       = {};
-        quantized_shape    image        = {};
         int                counted      = -1; // the candidate whose groups are counted
         int                made         = -1; // the candidate whose layout is in memory
         gpu_layout         layout       = {};
@@ -103,12 +101,6 @@ struct cuda_sparse_uploader::impl {
         return error;
     }
 
-    // copy() and arrived(), also after a failure
-    int copy_and_wait(void * to, const void * from, int64_t nbytes) {
-        const int copied = copy(to, from, nbytes), late = arrived();
-        return copied ? copied : late;
-    }
-
     // Waits for all copies. No thread may be copying.
     int arrived() {
         for (pinned_buffer & p : pinned) {
@@ -139,7 +131,7 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
-    // copy() on several threads, then arrived()
+    // copy() on several threads, then arrived(), also after a failure
     int copy_whole(void * to, const void * from, int64_t nbytes) {
         std::atomic<int> failed{ GGML_MACKO_STATUS_OK };
         parallel_parts(at.n_threads, nbytes, PINNED_NBYTES, [&](int64_t begin, int64_t end, int) {
@@ -240,21 +232,6 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
-    int step(quantized_layout & m, const layout_verdict & v, shape_survey * found) {
-        const quantized_shape & shape = std::get<quantized_shape>(v.shape);
-        if (v.needs == survey_step::OUTLIERS || shape.bits != at.image.bits ||
-            shape.max_outliers != at.image.max_outliers) {
-            make_quantized(static_cast<const packed_view &>(*at.whole), shape, at.n_threads, &image);
-            at.image          = shape;
-            found->n_outliers = image.n_outliers;
-        }
-        if (v.needs == survey_step::OUTLIERS) {
-            return GGML_MACKO_STATUS_OK;
-        }
-        m.overshoot = image.matrix.overshoot;
-        return copy_and_wait(m.groups, image.memory.data(), m.nbytes);
-    }
-
     int step(row_blocks_layout & m, const layout_verdict & v, shape_survey * found) {
         const ec_csr_view &     view  = static_cast<const ec_csr_view &>(*at.whole);
         const row_blocks_layout sizes = bind_row_blocks(view, nullptr);
@@ -267,7 +244,7 @@ struct cuda_sparse_uploader::impl {
         std::vector<uint8_t> arrays(static_cast<size_t>(sizes.nbytes_arrays), 0);
         fill_row_blocks(view, at.n_threads, bind_row_blocks(view, arrays.data()));
         m = bind_row_blocks(view, memory);
-        return copy_and_wait(memory, arrays.data(), m.nbytes_arrays);
+        return copy_whole(memory, arrays.data(), m.nbytes_arrays);
     }
 
     int advance(const layout_verdict & v, gpu_layout * out) {

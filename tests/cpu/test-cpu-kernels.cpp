@@ -178,8 +178,8 @@ struct encoded {
     }
 };
 
-static cpu_plan plan_of(const macko_desc & desc, int32_t value_type, bool bundles = false) {
-    return plan_with(desc, shape_with(desc, value_type, bundles));
+static cpu_plan plan_of(const macko_desc & desc, bool bundles = false) {
+    return plan_with(desc, shape_with(desc, bundles));
 }
 
 static bool is_coded(const cpu_matrix & w) { return std::holds_alternative<coded_bitmap_layout>(w); }
@@ -188,7 +188,7 @@ static bool is_coded(const cpu_matrix & w) { return std::holds_alternative<coded
 static cpu_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, const guarded & memory,
                        bool bundles = false) {
     const encoded           e(m, delta_bits);
-    matrix_packer           packer(plan_of(e.desc, e.desc.type, bundles), span_ops_in_use(), memory.data);
+    matrix_packer           packer(plan_of(e.desc, bundles), span_ops_in_use(), memory.data);
     std::vector<macko_view> views;
     std::vector<int64_t>    first_value = { 0 };
     if (packer.makes_bundles()) {
@@ -217,15 +217,15 @@ TEST(packed_rows_turn_back_into_the_same_bytes) {
                     const bool       bundles = has_bundles(type) && random.bits() & 1;
                     const int64_t    rows    = random.range(1, bundles ? 300 : 40);
                     const matrix     m       = random_matrix(random, type, rows, cols, density);
-                    const guarded    memory(plan_of(m.desc, m.desc.type, bundles).nbytes);
+                    const guarded    memory(plan_of(m.desc, bundles).nbytes);
                     const cpu_matrix w          = pack(m, delta_bits, random.range(1, rows), memory, bundles);
                     const int64_t    begin      = random.range(0, rows - 1);
                     const int64_t    end        = random.range(begin, rows);
                     const int64_t    row_nbytes = cols * value_nbytes(type);
                     const guarded    all(rows * row_nbytes);
                     const guarded    some((end - begin) * row_nbytes);
-                    densify(w, type, 0, rows, all.data);
-                    densify(w, type, begin, end, some.data);
+                    densify(w, 0, rows, all.data);
+                    densify(w, begin, end, some.data);
                     CHECK(memcmp(all.data, m.dense.data(), m.dense.size()) == 0 && all.intact() && memory.intact(),
                           "type %d bits %d %ldx%ld density %g", type, delta_bits, (long)rows, (long)cols, density);
                     CHECK(memcmp(some.data, m.dense.data() + begin * row_nbytes,
@@ -234,7 +234,7 @@ TEST(packed_rows_turn_back_into_the_same_bytes) {
                           "rows %ld-%ld", (long)begin, (long)end);
                     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
                         const guarded made((end - begin) * row_nbytes);
-                        densify(w, type, begin, end, made.data, set->expand_row);
+                        densify(w, begin, end, made.data, set->expand_row);
                         CHECK(made.intact() &&
                                   memcmp(made.data, some.data, static_cast<size_t>((end - begin) * row_nbytes)) == 0,
                               "%s: type %d, rows %ld-%ld of %ld columns", set->name, type, (long)begin, (long)end,
@@ -288,10 +288,9 @@ struct problem {
     cpu_matrix          w;
     int64_t             row_begin, row_end, n;
     bool                round_x;
-    guarded             x;             // [n][cols]
-    std::vector<double> want, bound;   // [n][rows]
-    std::vector<double> integer_bound; // quantized weights: where x may be rounded to 16 bits
-    std::vector<double> of_blocks;     // quantized matrices: the sum over blocks of columns of sum |w| * max |x|
+    guarded             x;           // [n][cols]
+    std::vector<double> want, bound; // [n][rows]
+    std::vector<double> of_blocks;   // quantized matrices: the sum over blocks of columns of sum |w| * max |x|
 
     // zeros: share of zeros in x, of either sign
     problem(rng & random, const matrix & m, const cpu_matrix & w, int64_t row_begin, int64_t row_end, int64_t n,
@@ -339,27 +338,6 @@ struct problem {
         }
         if (const auto * quantized = std::get_if<quantized_layout>(&w)) {
             sum_blocks(quantized->window < 64 ? 32 : 64);
-        }
-        // Plus sum |w| max |x| * step if x is rounded to 16-bit integers: half a unit of them, and for the offset that
-        // makes them positive one float rounding per 64 columns and a few more.
-        if (n <= MAX_PLANES) {
-            const double step = 0.5 / (in_bundles(w) ? 32512 : 32767) + (static_cast<double>(cols) / 64 + 8) * 0x1p-23;
-            std::vector<double> largest(static_cast<size_t>(n));
-            for (size_t k = 0; k < rx.size(); k++) {
-                double & most = largest[k % static_cast<size_t>(n)];
-                most          = std::max(most, std::fabs(rx[k]));
-            }
-            integer_bound = bound;
-            for (int64_t r = 0; r < rows; r++) {
-                double magnitude = 0;
-                for (int64_t c = 0; c < cols; c++) {
-                    magnitude +=
-                        std::fabs(value_of(m.bits[static_cast<size_t>((row_begin + r) * cols + c)], m.desc.type));
-                }
-                for (int64_t k = 0; k < n; k++) {
-                    integer_bound[static_cast<size_t>(r * n + k)] += magnitude * largest[static_cast<size_t>(k)] * step;
-                }
-            }
         }
     }
 
@@ -480,8 +458,8 @@ static void check_result(const kernel_set & set, const problem & p, const char *
     }
     CHECK(worst <= 0,
           "%s %s type %d %ldx%ld nnz %ld rows %ld-%ld n %ld round %d: y[%ld][%ld] = %g, float64 %g, bound %g", set.name,
-          what, value_type_of(p.w), (long)p.m.desc.rows, (long)p.m.desc.cols, (long)p.m.desc.nnz, (long)p.row_begin,
-          (long)p.row_end, (long)p.n, p.round_x, (long)(at % p.n), (long)(at / p.n),
+          what, base_of(p.w).dense_type, (long)p.m.desc.rows, (long)p.m.desc.cols, (long)p.m.desc.nnz,
+          (long)p.row_begin, (long)p.row_end, (long)p.n, p.round_x, (long)(at % p.n), (long)(at / p.n),
           out.y[static_cast<size_t>(at % p.n)][at / p.n], p.want[static_cast<size_t>(at)],
           bound[static_cast<size_t>(at)]);
 }
@@ -542,13 +520,13 @@ static void check_all_sets(const problem & p, bool threads) {
         } else if (bundled && p.n <= MAX_PLANES && p.round_x) {
             output with_planes(p.n, rows);
             multiply(*set, p, how::planes, 3, with_planes);
-            check_result(*set, p, "planes", with_planes, is_quant_type(value_type_of(p.w)) ? p.integer_bound : p.bound);
+            check_result(*set, p, "planes", with_planes);
             same |= one.same(with_planes);
         }
-        if (!bundled && !quantized && !is_coded(p.w) && p.n == 1 && p.round_x && has_rows16(*set, value_type_of(p.w))) {
+        if (!bundled && !quantized && !is_coded(p.w) && p.n == 1 && p.round_x && has_rows16(*set, p.m.desc.type)) {
             output with_rows16(p.n, rows);
             multiply(*set, p, how::rows16, 3, with_rows16);
-            check_result(*set, p, "rows16", with_rows16, is_quant_type(value_type_of(p.w)) ? p.integer_bound : p.bound);
+            check_result(*set, p, "rows16", with_rows16);
             same |= one.same(with_rows16);
         }
         CHECK(same, "%s: one thread gives no layout's result", set->name);
@@ -574,7 +552,7 @@ TEST(every_set_is_within_the_error_bound) {
             for (const int64_t cols : dims) {
                 const int64_t    rows = dims[random.range(0, cols > 300 ? 11 : 15)];
                 const matrix     m    = random_matrix(random, type, rows, cols, density);
-                const guarded    memory(plan_of(m.desc, m.desc.type).nbytes);
+                const guarded    memory(plan_of(m.desc).nbytes);
                 const cpu_matrix w = pack(m, 4, rows, memory);
                 for (int k = 0; k < (cols > 300 ? 3 : 6); k++) {
                     const int64_t n = k == 1 ? 1 : all_n[next_n++ % std::size(all_n)];
@@ -585,86 +563,10 @@ TEST(every_set_is_within_the_error_bound) {
     }
 }
 
-static const int32_t all_quants[]  = { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q5_0, GGML_MACKO_TYPE_Q4_0,
-                                       GGML_MACKO_TYPE_Q4_NL };
-static const int     levels[2][16] = {
-    // of Q4_NL, FORMAT.md section 7
-    { -127, -100, -81, -67, -54, -42, -31, -17, 10, 25, 38, 50, 63, 77, 94, 121 },
-    { -127, -107, -89, -74, -61, -50, -39, -28, 23, 36, 47, 58, 70, 84, 101, 124 },
-};
-
 static cpu_matrix pack_whole(const packed_view & view, int n_threads, const cpu_plan & plan, const guarded & memory) {
     matrix_packer packer(plan, span_ops_in_use(), memory.data);
     packer.pack_whole(view, n_threads);
     return packer.matrix();
-}
-
-// A quantized matrix, and in `exact` its weights d * q, which F32 holds exactly. They are read from the arrays here,
-// not by the library's decoder.
-struct quantized {
-    packed_matrix            packed;
-    matrix                   exact;
-    std::unique_ptr<guarded> memory;
-    cpu_matrix               w = {};
-
-    quantized(rng & random, int32_t value_type, int64_t rows, int64_t cols, double density, bool bundles = false)
-        : exact(GGML_MACKO_TYPE_F32, rows, cols) {
-        const matrix  source       = random_matrix(random, GGML_MACKO_TYPE_F16, rows, cols, density);
-        const int32_t index_bits[] = { -1, 0, 2, 4, 8 };
-        CHECK(macko::pack(source.dense.data(), { source.desc, value_type, index_bits[random.range(0, 4)] }, 1,
-                          &packed) == 0,
-              "%s", ggml_macko_last_error());
-        for (size_t i = 0; value_type == GGML_MACKO_TYPE_Q4_NL && i < packed.values.size(); i += 18) {
-            // both tables of levels, which random values seldom need; but no scale that takes a value beyond F16
-            packed.values[i] ^= random.bits() & ((packed.values[i + 1] & 0x7f) < 0x60);
-        }
-        packed_view view;
-        CHECK(check_packed(packed.arrays(), 1, &view) == 0, "%s", ggml_macko_last_error());
-        const cpu_plan plan = plan_of(packed.desc.dense, value_type, bundles);
-        memory              = std::make_unique<guarded>(plan.nbytes);
-        w                   = pack_whole(view, 2, plan, *memory);
-        int64_t k           = 0;
-        for (size_t i = 0; i < source.bits.size(); i++) {
-            if (source.bits[i] != 0) {
-                const uint8_t * block = packed.values.data() + k / 32 *
-                                                                   (value_type == GGML_MACKO_TYPE_Q8_0   ? 34
-                                                                    : value_type == GGML_MACKO_TYPE_Q5_0 ? 22
-                                                                                                         : 18);
-                const int64_t j      = k++ % 32;
-                const auto    nibble = [&](int64_t from) { return block[from + j % 16] >> (j / 16 * 4) & 15; };
-                const int     q      = value_type == GGML_MACKO_TYPE_Q8_0 ? static_cast<int8_t>(block[2 + j])
-                                       : value_type == GGML_MACKO_TYPE_Q5_0
-                                           ? nibble(6) + (block[2 + j / 8] >> (j % 8) & 1) * 16 - 16
-                                       : value_type == GGML_MACKO_TYPE_Q4_NL ? levels[block[0] & 1][nibble(2)]
-                                                                             : nibble(2) - 8;
-                const float   v      = static_cast<float>(
-                    value_of(static_cast<uint32_t>(block[0] | block[1] << 8), GGML_MACKO_TYPE_F16) * q);
-                memcpy(&exact.bits[i], &v, 4);
-            }
-        }
-        exact.finish();
-        CHECK(memory->intact(), "packing wrote outside");
-    }
-};
-
-TEST(quantized_weights_are_within_the_error_bound) {
-    rng           random(12);
-    const int64_t all_n[] = { 2, 3, 5, 8, 9, 17, 33, 128, 130 };
-    const int64_t dims[]  = { 1, 2, 7, 31, 32, 33, 63, 64, 65, 127, 257, 1000, 2048, 2113, 4096 };
-    size_t        next_n  = 0;
-    for (const int32_t type : all_quants) {
-        for (const double density : { 0.0, ONE_ELEMENT, 0.05, 0.1, 0.3, 0.5, 0.9, 1.0 }) {
-            for (const int64_t cols : dims) {
-                const int64_t   rows = random.range(1, cols > 300 ? 12 : 70);
-                const quantized q(random, type, rows, cols, density);
-                const int64_t   begin = random.range(0, rows - 1);
-                check_all_sets(problem(random, q.exact, q.w, 0, rows, 1, true), true);
-                check_all_sets(problem(random, q.exact, q.w, begin, rows, 1, cols % 2), false);
-                check_all_sets(problem(random, q.exact, q.w, begin, rows, all_n[next_n++ % std::size(all_n)], true),
-                               true);
-            }
-        }
-    }
 }
 
 // Bundles of rows in several groups, with non-zeros that are far from evenly spread: they may need more memory than is
@@ -674,45 +576,36 @@ TEST(bundles_are_within_the_error_bound) {
     const int64_t all_n[] = { 2, 5, 6, 8, 9, 17, 33, 65, 130, 270 };
     const int64_t dims[]  = { 1, 15, 33, 64, 129, 300, 2113 };
     size_t        next_n  = 0;
-    struct {
-        size_t bundled, too_large, all;
-    } n_of[2] = {}; // matrices that are not quantized, and those that are
-
-    const auto check = [&](const macko_desc & desc, const matrix & exact, const cpu_matrix & w) {
-        const int64_t rows = desc.rows, begin = random.range(0, rows - 1), n = all_n[next_n++ % std::size(all_n)];
-        auto &        count = n_of[is_quant_type(value_type_of(w))];
-        count.bundled += in_bundles(w);
-        count.too_large += bundles_nbytes(desc, value_type_of(w)) > 0 && !in_bundles(w);
-        count.all++;
-        check_all_sets(problem(random, exact, w, 0, rows, 1, true), true);
-        check_all_sets(problem(random, exact, w, begin, rows, 1, false), false);
-        check_all_sets(problem(random, exact, w, begin, rows, n, true), true);
-    };
+    int           bundled = 0, too_large = 0, all = 0;
     for (const double density : { 0.0, ONE_ELEMENT, 0.015, 0.04, 0.06, 0.1, 0.3, 0.5, 0.9, 1.0 }) {
         for (const int64_t cols : dims) {
-            for (const int32_t type : all_quants) {
-                const quantized q(random, type, random.range(1, cols > 300 ? 20 : 300), cols, density, true);
-                check(q.packed.desc.dense, q.exact, q.w);
-            }
             for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16 }) {
                 matrix m = random_matrix(random, type, random.range(1, cols > 300 ? 150 : 300), cols, density);
                 if (random.range(0, 4) == 0) { // a row has all that others have together
                     std::fill_n(m.bits.begin() + cols * random.range(0, m.desc.rows - 1), cols, 0x4000);
                     m.finish();
                 }
-                const guarded memory(plan_of(m.desc, m.desc.type, true).nbytes);
-                check(m.desc, m, pack(m, 4, m.desc.rows, memory, true));
+                const guarded    memory(plan_of(m.desc, true).nbytes);
+                const cpu_matrix w    = pack(m, 4, m.desc.rows, memory, true);
+                const int64_t    rows = m.desc.rows, begin = random.range(0, rows - 1),
+                              n = all_n[next_n++ % std::size(all_n)];
                 CHECK(memory.intact(), "packing wrote outside");
+                bundled += in_bundles(w);
+                too_large += bundles_nbytes(m.desc) > 0 && !in_bundles(w);
+                all++;
+                check_all_sets(problem(random, m, w, 0, rows, 1, true), true);
+                check_all_sets(problem(random, m, w, begin, rows, 1, false), false);
+                check_all_sets(problem(random, m, w, begin, rows, n, true), true);
             }
         }
     }
-    for (const auto & n : n_of) {
-        CHECK(n.bundled > n.all / 3 && n.too_large > 0, "%zu of %zu matrices are in bundles, %zu did not fit",
-              n.bundled, n.all, n.too_large);
-    }
+    CHECK(bundled > all / 3 && too_large > 0, "%d of %d matrices are in bundles, %d did not fit", bundled, all,
+          too_large);
 }
 
 // ---- quantized matrices ----
+
+static const int32_t all_bits[] = { 4, 3, 5, 8 }; // of a code
 
 // A matrix of random codes, and in `exact` its weights scale * factor * level, which F32 holds exactly.
 struct quantized_matrix_of {
@@ -783,9 +676,8 @@ struct quantized_matrix_of {
 
 TEST(quantized_matrices_are_within_the_error_bound) {
     rng           random(31);
-    const int64_t all_n[]    = { 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 49, 64, 65, 80, 130 };
-    const int64_t dims[]     = { 1, 7, 31, 33, 64, 127, 257, 511, 1024, 1089, 2113 };
-    const int32_t all_bits[] = { 4, 3, 5, 8 };
+    const int64_t all_n[] = { 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 49, 64, 65, 80, 130 };
+    const int64_t dims[]  = { 1, 7, 31, 33, 64, 127, 257, 511, 1024, 1089, 2113 };
     size_t        next_n = 0, next_window = 0, next_bits = 0;
     for (int round = 0; round < 2; round++) {
         for (const double density : { 0.0, ONE_ELEMENT, 0.05, 0.4, 1.0 }) {
@@ -810,11 +702,11 @@ TEST(quantized_matrices_are_within_the_error_bound) {
 TEST(quantized_rows_turn_into_rounded_values) {
     rng random(32);
     for (const int32_t type : all_types) {
-        for (const int32_t bits : { 3, 4, 5, 8 }) {
+        for (const int32_t bits : all_bits) {
             for (const int64_t cols : { 1, 8, 65, 300, 1089 }) {
                 const quantized_matrix_of q(random, type, bits, 32 << random.range(0, 4), 9, cols, 0.4);
                 const guarded             dense(7 * cols * value_nbytes(type));
-                densify(q.w, type, 2, 9, dense.data);
+                densify(q.w, 2, 9, dense.data);
                 for (int64_t i = 0; i < 7 * cols; i++) {
                     uint32_t got = 0;
                     memcpy(&got, dense.data + i * value_nbytes(type), static_cast<size_t>(value_nbytes(type)));
@@ -891,7 +783,7 @@ TEST(coded_rows_turn_back_into_the_same_bytes) {
                 }
                 const int64_t begin = random.range(0, rows - 1);
                 const guarded dense((rows - begin) * cols * value_nbytes(type));
-                densify(c.w, type, begin, rows, dense.data);
+                densify(c.w, begin, rows, dense.data);
                 CHECK(memcmp(dense.data, c.m.dense.data() + begin * cols * value_nbytes(type),
                              static_cast<size_t>((rows - begin) * cols * value_nbytes(type))) == 0 &&
                           dense.intact() && c.memory->intact(),
@@ -935,76 +827,58 @@ TEST(sets_ask_for_layouts_that_they_multiply_with) {
         const layout_traits & t       = set->layouts;
         CHECK((set->multiply.bundles != nullptr) == bundles && (t.bundles_below > 0) == bundles, "%s", set->name);
         CHECK((set->multiply.coded_bitmap != nullptr) == vbmi2 && t.coded == vbmi2, "%s", set->name);
-        CHECK(t.quant_bundles == (bundles && !vbmi2), "%s", set->name);
         CHECK(t.short_bundles_below >= t.bundles_below, "%s", set->name);
     }
 }
 
-// Rows longer than the number of elements that any kernel compresses or dequantizes at a time.
+// Rows longer than the number of elements that any kernel compresses or decodes at a time.
 TEST(rows_of_several_segments_are_within_the_error_bound) {
     rng random(15);
     for (const double density : { 0.04, 0.3, 0.95 }) {
         for (const int32_t type : all_types) {
             const matrix m = random_matrix(random, type, 7, 9001, density);
             for (const bool bundles : { false, true }) {
-                const guarded    memory(plan_of(m.desc, m.desc.type, bundles).nbytes);
+                const guarded    memory(plan_of(m.desc, bundles).nbytes);
                 const cpu_matrix w = pack(m, 4, 7, memory, bundles);
                 check_all_sets(problem(random, m, w, 0, 7, 1, true), true);
                 check_all_sets(problem(random, m, w, 1, 7, 3, true), true);
             }
         }
-        for (const int32_t type : all_quants) {
-            const quantized q(random, type, 7, 9001, density);
+        for (const int32_t bits : all_bits) {
+            const quantized_matrix_of q(random, GGML_MACKO_TYPE_F16, bits, 64, 7, 9001, density);
             check_all_sets(problem(random, q.exact, q.w, 0, 7, 1, true), true);
             check_all_sets(problem(random, q.exact, q.w, 1, 7, 3, true), true);
         }
     }
 }
 
-// An x of zeros, and an x of only the largest magnitude and zeros: the extremes of the 16-bit integers.
+// An x of zeros, and an x of only the largest magnitude and zeros: the extremes of the integers.
 TEST(extreme_x_is_within_the_error_bound_of_integers) {
     rng random(13);
-    for (const bool bundles : { false, true }) {
-        const quantized q(random, bundles ? GGML_MACKO_TYPE_Q4_0 : GGML_MACKO_TYPE_Q8_0, 40, 300, 0.4, bundles);
+    for (const int32_t bits : all_bits) {
+        const quantized_matrix_of q(random, GGML_MACKO_TYPE_F16, bits, 64, 40, 300, 0.4);
         for (const float scale : { 0.0f, 1e-28f, 1.0f, 1e30f }) {
-            problem p(random, q.exact, q.w, 0, 40, 1, true);
-            double  largest = 0;
-            for (int64_t c = 0; c < 300; c++) {
-                p.x.floats()[c] = scale * static_cast<float>(random.range(-1, 1));
-                largest         = std::max(largest, std::fabs(static_cast<double>(p.x.floats()[c])));
-            }
-            for (int64_t r = 0; r < 40; r++) {
-                double sum = 0, magnitude = 0;
-                for (int64_t c = 0; c < 300; c++) {
-                    const double weight = value_of(q.exact.bits[static_cast<size_t>(r * 300 + c)], GGML_MACKO_TYPE_F32);
-                    sum += weight * p.x.floats()[c];
-                    magnitude += std::fabs(weight);
+            for (const int64_t n : { 1, 5 }) {
+                problem p(random, q.exact, q.w, 0, 40, n, true);
+                for (int64_t i = 0; i < n * 300; i++) {
+                    p.x.floats()[i] = scale * static_cast<float>(random.range(-1, 1));
                 }
-                p.want[static_cast<size_t>(r)]  = sum;
-                p.bound[static_cast<size_t>(r)] = magnitude * largest * 300 * 0x1p-23;
-                p.integer_bound[static_cast<size_t>(r)] =
-                    p.bound[static_cast<size_t>(r)] + magnitude * largest * (0.5 / 32767 + 16 * 0x1p-23);
+                p.of_blocks.clear();
+                p.sum_blocks(64);
+                for (int64_t k = 0; k < 40 * n; k++) {
+                    double sum = 0, magnitude = 0;
+                    for (int64_t c = 0; c < 300; c++) {
+                        const double product =
+                            value_of(q.exact.bits[static_cast<size_t>(k / n * 300 + c)], GGML_MACKO_TYPE_F32) *
+                            static_cast<double>(p.x.floats()[k % n * 300 + c]);
+                        sum += product;
+                        magnitude += std::fabs(product);
+                    }
+                    p.want[static_cast<size_t>(k)]  = sum;
+                    p.bound[static_cast<size_t>(k)] = magnitude * 300 * 0x1p-23 + 300 * 0x1p-149;
+                }
+                check_all_sets(p, true);
             }
-            check_all_sets(p, true);
-        }
-    }
-}
-
-TEST(quantized_rows_turn_into_scale_times_q) {
-    rng random(14);
-    for (const int32_t type : all_quants) {
-        for (const bool bundles : { false, true }) {
-            const quantized q(random, type, 150, 133, 0.3, bundles);
-            const guarded   dense(149 * 133 * 4);
-            CHECK(in_bundles(q.w) == bundles, "type %d", type);
-            densify(q.w, GGML_MACKO_TYPE_F32, 1, 150, dense.data);
-            bool same = dense.intact();
-            for (int64_t i = 0; i < 149 * 133; i++) {
-                const double want = value_of(q.exact.bits[static_cast<size_t>(133 + i)], GGML_MACKO_TYPE_F32);
-                same              = same && static_cast<double>(dense.floats()[i]) == want &&
-                       !(want == 0 && std::signbit(dense.floats()[i]));
-            }
-            CHECK(same, "type %d", type);
         }
     }
 }
@@ -1015,7 +889,7 @@ TEST(rows_of_all_blocks_are_computed) {
     for (const int32_t type : all_types) {
         const matrix m = random_matrix(random, type, 1037, 333, 0.4);
         for (const bool bundles : { false, true }) {
-            const guarded    memory(plan_of(m.desc, m.desc.type, bundles).nbytes);
+            const guarded    memory(plan_of(m.desc, bundles).nbytes);
             const cpu_matrix w = pack(m, 4, 100, memory, bundles);
             CHECK(in_bundles(w) == (bundles && has_bundles(type)), "type %d", type);
             for (const int64_t n : { 1, 8, 20, 130 }) {
@@ -1030,7 +904,7 @@ TEST(row_range_of_any_length_is_computed) {
     for (const bool bundles : { false, true }) {
         const int64_t    all = bundles ? 300 : 96; // several groups of bundles
         const matrix     m   = random_matrix(random, GGML_MACKO_TYPE_F16, all, 200, 0.3);
-        const guarded    memory(plan_of(m.desc, m.desc.type, bundles).nbytes);
+        const guarded    memory(plan_of(m.desc, bundles).nbytes);
         const cpu_matrix w = pack(m, 4, all, memory, bundles);
         CHECK(in_bundles(w) == bundles, "bundles");
         for (int64_t begin = 0; begin < all; begin += 13) {
@@ -1052,7 +926,7 @@ TEST(rounding_of_x_is_exact) {
             m.at(c, c) = type == GGML_MACKO_TYPE_F16 ? 0x3c00 : 0x3f80;
         }
         m.finish();
-        const guarded memory(plan_of(m.desc, m.desc.type).nbytes), bundles(plan_of(m.desc, m.desc.type, true).nbytes);
+        const guarded    memory(plan_of(m.desc).nbytes), bundles(plan_of(m.desc, true).nbytes);
         const cpu_matrix w = pack(m, 4, cols, memory), in = pack(m, 4, cols, bundles, true);
         CHECK(in_bundles(in), "type %d", type);
         for (int k = 0; k < 100; k++) {
@@ -1091,7 +965,7 @@ TEST(x_beyond_f16_rounds_to_infinity) {
     matrix m(GGML_MACKO_TYPE_F16, 1, 1);
     m.at(0, 0) = 0x3c00;
     m.finish();
-    const guarded    memory(plan_of(m.desc, m.desc.type).nbytes), more(plan_of(m.desc, m.desc.type, true).nbytes);
+    const guarded    memory(plan_of(m.desc).nbytes), more(plan_of(m.desc, true).nbytes);
     const cpu_matrix w = pack(m, 4, 1, memory), in = pack(m, 4, 1, more, true);
     problem          p(random, m, w, 0, 1, 1, true);
     CHECK(in_bundles(in), "one element");
@@ -1126,7 +1000,7 @@ TEST(finite_x_beside_nonfinite_x_is_right) {
         for (const how with : { how::rows, how::panels, how::planes }) {
             const bool       bundles = with == how::planes;
             const int64_t    n       = bundles ? MAX_PLANES : 17;
-            const guarded    memory(plan_of(m.desc, m.desc.type, bundles).nbytes);
+            const guarded    memory(plan_of(m.desc, bundles).nbytes);
             const cpu_matrix w = pack(m, 4, 33, memory, bundles);
             problem          p(random, m, w, 0, 33, n, true);
             for (int64_t c = 0; c < 129; c++) {
@@ -1172,7 +1046,7 @@ static void check_columns(const matrix & m, const cpu_matrix & w, int64_t rows) 
     const columns_of one(m.desc, w, rows, 1), c(m.desc, w, rows, 3);
     const int64_t    cols = m.desc.cols, size = value_nbytes(m.desc.type);
     const guarded    dense(m.desc.rows * cols * size);
-    densify(c.all, m.desc.type, 0, c.all.rows, dense.data);
+    densify(c.all, 0, c.all.rows, dense.data);
     for (int64_t row = 0; row < m.desc.rows; row++) {
         for (int64_t col = 0; col < cols; col++) {
             const int64_t at = (row / rows * cols + col) * rows + row % rows;
@@ -1201,7 +1075,7 @@ TEST(columns_have_the_values_of_the_rows) {
                     const int64_t n_matrices = random.range(1, 3);
                     const bool    bundles    = has_bundles(type) && random.bits() & 1;
                     const matrix  m          = random_matrix(random, type, rows * n_matrices, cols, density);
-                    const guarded memory(plan_of(m.desc, m.desc.type, bundles).nbytes);
+                    const guarded memory(plan_of(m.desc, bundles).nbytes);
                     check_columns(m, pack(m, 4, m.desc.rows, memory, bundles), rows);
                     const coded_matrix coded(short_matrix(random, type, rows, cols, density, 0.02), -1, 2);
                     if (coded.kept) {
@@ -1261,7 +1135,7 @@ TEST(columns_are_within_the_error_bound) {
             for (const double density : { 0.0, ONE_ELEMENT, 0.05, 0.5, 1.0 }) {
                 const int64_t    n_matrices = random.range(1, 2);
                 const matrix     m = random_matrix(random, type, shape.first * n_matrices, shape.second, density);
-                const guarded    memory(plan_of(m.desc, m.desc.type).nbytes);
+                const guarded    memory(plan_of(m.desc).nbytes);
                 const cpu_matrix w = pack(m, 4, m.desc.rows, memory);
                 const columns_of columns(m.desc, w, shape.first);
                 for (const double zeros : { 0.0, 0.6, 0.97, 1.0 }) {
@@ -1279,7 +1153,7 @@ TEST(columns_are_read_where_enough_of_x_is_zero) {
     const matrix other(GGML_MACKO_TYPE_F16, 128, 200);
     matrix       zeros = other;
     zeros.finish();
-    const guarded    memory(plan_of(m.desc, m.desc.type).nbytes), none(plan_of(zeros.desc, zeros.desc.type).nbytes);
+    const guarded    memory(plan_of(m.desc).nbytes), none(plan_of(zeros.desc).nbytes);
     const cpu_matrix w = pack(m, 4, 128, memory);
     const columns_of columns(zeros.desc, pack(zeros, 4, 128, none), 128);
     for (const int64_t n : { 1, 2 }) {
@@ -1306,7 +1180,7 @@ TEST(columns_are_read_where_enough_of_x_is_zero) {
 TEST(nan_in_x_reaches_every_row_that_meets_it) {
     rng              random(34);
     const matrix     m = random_matrix(random, GGML_MACKO_TYPE_BF16, 300, 100, 0.5);
-    const guarded    memory(plan_of(m.desc, m.desc.type).nbytes);
+    const guarded    memory(plan_of(m.desc).nbytes);
     const cpu_matrix w = pack(m, 4, 300, memory);
     const columns_of columns(m.desc, w, 300);
     const problem    p(random, m, w, 0, 300, 1, true, 0.9);
@@ -1330,7 +1204,7 @@ TEST(mul_mat_thread_runs_the_selected_set) {
     const char * name;
     CHECK(select_kernels(&name) == 0, "%s", ggml_macko_last_error());
     const matrix  m = random_matrix(random, GGML_MACKO_TYPE_F16, 64, 777, 0.5);
-    const guarded memory(plan_of(m.desc, m.desc.type).nbytes);
+    const guarded memory(plan_of(m.desc).nbytes);
     const problem p(random, m, pack(m, 4, 64, memory), 0, 64, 3, true);
     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
         if (strcmp(set->name, name) == 0) {
@@ -1501,18 +1375,15 @@ struct bench_options {
 };
 
 // with memory of its own
-static cpu_matrix pack_values(const matrix & m, int32_t type, bool bundles, std::unique_ptr<guarded> * memory) {
+static cpu_matrix pack_coded(const matrix & m, std::unique_ptr<guarded> * memory) {
     packed_matrix packed;
     packed_view   view;
-    CHECK(macko::pack(m.dense.data(), { m.desc, type, -1 }, 1, &packed) == 0 &&
+    CHECK(macko::pack(m.dense.data(), { m.desc, GGML_MACKO_TYPE_CODED, -1 }, 1, &packed) == 0 &&
               check_packed(packed.arrays(), 1, &view) == 0,
           "%s", ggml_macko_last_error());
-    const auto      nbytes = static_cast<int64_t>(packed.values.size());
-    const cpu_shape shape  = type == GGML_MACKO_TYPE_CODED
-                                 ? coded_bitmap_shape{ max_short_outliers(m.desc.nnz, m.desc.type, nbytes) }
-                                 : shape_with(m.desc, type, bundles);
-    const cpu_plan  plan   = plan_with(m.desc, shape);
-    *memory                = std::make_unique<guarded>(plan.nbytes);
+    const auto     nbytes = static_cast<int64_t>(packed.values.size());
+    const cpu_plan plan = plan_with(m.desc, coded_bitmap_shape{ max_short_outliers(m.desc.nnz, m.desc.type, nbytes) });
+    *memory             = std::make_unique<guarded>(plan.nbytes);
     const double     start = seconds();
     const cpu_matrix w     = pack_whole(view, 1, plan, **memory);
     fastest_pack           = std::min(fastest_pack, seconds() - start);
@@ -1549,10 +1420,10 @@ struct bench_matrices {
                 quantized_matrix_of q(random, GGML_MACKO_TYPE_F16, bits, window, rows, cols, density);
                 w.push_back(q.w);
                 memory.back() = std::move(q.memory);
-            } else if (is_quant_type(type) || type == GGML_MACKO_TYPE_CODED) {
-                w.push_back(pack_values(dense.back(), type, bundles, &memory.back()));
+            } else if (type == GGML_MACKO_TYPE_CODED) {
+                w.push_back(pack_coded(dense.back(), &memory.back()));
             } else {
-                memory.back() = std::make_unique<guarded>(plan_of(dense.back().desc, type, bundles).nbytes);
+                memory.back() = std::make_unique<guarded>(plan_of(dense.back().desc, bundles).nbytes);
                 w.push_back(pack(dense.back(), 4, rows, *memory.back(), bundles));
             }
         }

@@ -296,7 +296,7 @@ ggml_tensor * add_neurons(graph_builder & b, neurons kind, int64_t n) {
 // The norm of each column of a weight, or 1.
 std::vector<float> scales(const weight & w, bool of_norm) {
     std::vector<float> dense(ROWS * COLS), out(COLS, 1.0f);
-    densify(w.matrix(), GGML_MACKO_TYPE_F32, 0, ROWS, dense.data());
+    densify(w.matrix(), 0, ROWS, dense.data());
     for (size_t c = 0; of_norm && c < COLS; c++) {
         double sum = 0;
         for (size_t r = 0; r < ROWS; r++) {
@@ -310,7 +310,7 @@ std::vector<float> scales(const weight & w, bool of_norm) {
 // y of the weight and x in float64, and its error bound.
 void check_product(const char * what, const weight & w, const float * x, const float * y) {
     std::vector<float> dense(ROWS * COLS);
-    densify(w.matrix(), GGML_MACKO_TYPE_F32, 0, ROWS, dense.data());
+    densify(w.matrix(), 0, ROWS, dense.data());
     for (size_t r = 0; r < ROWS; r++) {
         double sum = 0, magnitude = 0;
         for (size_t c = 0; c < COLS; c++) {
@@ -490,17 +490,14 @@ TEST(looked_up_rows_are_those_of_the_decoded_matrix) {
         { "ec-csr", {} },
         { "packed", {} },
         { "packed", { { "value_type", GGML_MACKO_TYPE_CODED } } },
-        { "packed", { { "value_type", GGML_MACKO_TYPE_Q8_0 } } },
-        { "packed", { { "value_type", GGML_MACKO_TYPE_Q5_0 } } },
-        { "packed", { { "value_type", GGML_MACKO_TYPE_Q4_NL } } },
-        { "packed", { { "value_type", GGML_MACKO_TYPE_Q4_0 } } },
         { "quantized", { { "value_type", GGML_MACKO_TYPE_Q3 } } },
         { "quantized", { { "value_type", GGML_MACKO_TYPE_Q4 } } },
+        { "quantized", { { "value_type", GGML_MACKO_TYPE_Q5 } } },
         { "quantized", { { "value_type", GGML_MACKO_TYPE_Q8 } } },
     };
     layout_traits bundles, coded;
-    bundles.quant_bundles = coded.coded = true;
     bundles.bundles_below = bundles.short_bundles_below = 1;
+    coded.coded                                         = true;
     coded.coded_from                                    = 0;
     rng random(41);
     for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 }) {

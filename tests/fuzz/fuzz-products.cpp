@@ -109,14 +109,9 @@ void check(const kernel_set & set, const problem & p, x_layout layout) {
     const mul_mat_params params = { p.w, 0, rows, p.n, xs.data(), ys.data(), p.round_x, scratch.data };
     prepare_with(set, params, layout, 0, 1);
     multiply_with(set, params, layout, 0, rows);
-    // with integers, x has an error of half a unit; the offset that makes them positive adds a rounding per 64 columns
-    // and a few more
-    const bool integers =
-        is_quant_type(value_type_of(p.w)) && (layout == x_layout::planes || layout == x_layout::rows16);
+    // with integers, x has an error of half a unit
     const double n_cols = static_cast<double>(cols),
-                 step   = layout == x_layout::blocks ? (p.round_x ? 0.5 / 127 : 1.0 / (127 * 32768)) + 8 * 0x1p-24
-                          : integers ? 0.5 / (in_bundles(p.w) ? 32512 : 32767) + (n_cols / 64 + 8) * 0x1p-23
-                                     : 0;
+                 step   = layout == x_layout::blocks ? (p.round_x ? 0.5 / 127 : 1.0 / (127 * 32768)) + 8 * 0x1p-24 : 0;
     for (int64_t i = 0; i < p.n * rows; i++) {
         const reference & want = p.want[static_cast<size_t>(i)];
         if (i / rows == p.poisoned || want.magnitude + want.largest > static_cast<double>(FLT_MAX) / 4) {
@@ -125,7 +120,7 @@ void check(const kernel_set & set, const problem & p, x_layout layout) {
         const double bound = 2 * n_cols * 0x1p-24 * want.magnitude + want.largest * step + n_cols * 0x1p-149;
         FUZZ_CHECK(std::fabs(static_cast<double>(y.data[i]) - want.sum) <= bound, // false for NaN
                    "%s, layout %d, type %d, %lld x %lld, n %lld: y[%lld][%lld] = %g, float64 %g, bound %g", set.name,
-                   static_cast<int>(layout), value_type_of(p.w), static_cast<long long>(rows),
+                   static_cast<int>(layout), base_of(p.w).dense_type, static_cast<long long>(rows),
                    static_cast<long long>(cols), static_cast<long long>(p.n), static_cast<long long>(i / rows),
                    static_cast<long long>(i % rows), static_cast<double>(y.data[i]), want.sum, bound);
     }
@@ -149,7 +144,7 @@ void check_layouts(const problem & p) {
         }
         const bool coded = std::holds_alternative<coded_bitmap_layout>(p.w);
         check(*set, p, coded ? x_layout::coded : x_layout::rows);
-        if (p.n == 1 && p.round_x && !coded && has_rows16(*set, value_type_of(p.w))) {
+        if (p.n == 1 && p.round_x && !coded && has_rows16(*set, base_of(p.w).dense_type)) {
             check(*set, p, x_layout::rows16);
         }
     }
@@ -160,22 +155,21 @@ bool run(const uint8_t * data, size_t size) {
     const uint8_t n = in.take<uint8_t>(), how = in.take<uint8_t>();
     const auto    seed = in.take<uint32_t>();
     encoded_input e;
-    // the kernels multiply by d * q, which F32 represents exactly
+    // the kernels multiply by quantized values that F32 represents exactly
     if (!encode_input(in, how & 1 ? -1 : static_cast<int32_t>(GGML_MACKO_TYPE_F32), 1536, &e)) {
         return false;
     }
     const ggml_macko_matrix & m = e.encoded.matrix;
     bytes                     dense(e.dense.size());
-    const int32_t             bits      = code_bits(m.value_type);
-    const bool                quantized = bits || is_quant_type(m.value_type);
-    if ((quantized && m.type != GGML_MACKO_TYPE_F32) || ggml_macko_decode(&m, dense.data(), 1) != 0) {
+    const int32_t             bits = code_bits(m.value_type);
+    if ((bits && m.type != GGML_MACKO_TYPE_F32) || ggml_macko_decode(&m, dense.data(), 1) != 0) {
         return false;
     }
     // expanded, as a bitmap and in bundles, and coded where possible
     const macko_desc desc  = { m.rows, m.cols, m.type, 4, m.nnz };
     const bool       coded = m.value_type == GGML_MACKO_TYPE_CODED;
     const cpu_plan   plan  = plan_with(desc, bits ? cpu_shape(quantized_shape{ bits, window_of(m), m.arrays[0].nbytes })
-                                                  : shape_with(desc, coded ? m.type : m.value_type, (how & 128) != 0));
+                                                  : shape_with(desc, (how & 128) != 0));
     const aligned<uint8_t> memory(plan.nbytes);
     problem                p;
     FUZZ_CHECK(pack(m, plan, memory, &p.w), "decoded, but not packed: %s", ggml_macko_last_error());
@@ -202,15 +196,15 @@ bool run(const uint8_t * data, size_t size) {
     }
     compute_reference(weights, &p);
     bytes again(dense.size());
-    densify(p.w, m.type, 0, m.rows, again.data());
-    FUZZ_CHECK(quantized || again == dense, "values of type %d change in the copy", m.type);
+    densify(p.w, 0, m.rows, again.data());
+    FUZZ_CHECK(bits || again == dense, "values of type %d change in the copy", m.type);
     check_layouts(p);
     const int64_t most = coded ? max_short_outliers(m.nnz, m.type, m.arrays[0].nbytes) : -1;
     if (can_stay_coded(desc, most)) {
         const cpu_plan         as_stored = plan_with(desc, coded_bitmap_shape{ most });
         const aligned<uint8_t> coded_memory(as_stored.nbytes);
         FUZZ_CHECK(pack(m, as_stored, coded_memory, &p.w), "not packed: %s", ggml_macko_last_error());
-        densify(p.w, m.type, 0, m.rows, again.data());
+        densify(p.w, 0, m.rows, again.data());
         FUZZ_CHECK(again == dense, "coded values of type %d change in the copy", m.type);
         check_layouts(p);
     }

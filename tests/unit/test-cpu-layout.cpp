@@ -8,11 +8,11 @@ using namespace macko;
 using namespace macko::cpu;
 
 static const int F16 = GGML_MACKO_TYPE_F16, BF16 = GGML_MACKO_TYPE_BF16, F32 = GGML_MACKO_TYPE_F32;
-static const int Q8_0 = GGML_MACKO_TYPE_Q8_0, CODED = GGML_MACKO_TYPE_CODED;
+static const int Q4 = GGML_MACKO_TYPE_Q4, CODED = GGML_MACKO_TYPE_CODED;
 
 // like the sets of the same name; ZEN4 is AVX-512 VBMI2 with dispatch.cpp's changes for it
-static const layout_traits PORTABLE = {}, AVX2 = { true, 0.55f }, VBMI2 = { false, 0.25f, 0.55f, true, 0.45f },
-                           ZEN4 = { false, 0.55f, 0.55f, true, 1.0f };
+static const layout_traits PORTABLE = {}, AVX2 = { 0.55f }, VBMI2 = { 0.25f, 0.55f, true, 0.45f },
+                           ZEN4 = { 0.55f, 0.55f, true, 1.0f };
 
 static macko_desc desc_of(int64_t rows, int64_t cols, int type, int percent) {
     return { rows, cols, type, 4, rows * cols * percent / 100 };
@@ -24,7 +24,7 @@ static int64_t coded_nbytes(const macko_desc & desc, int64_t more = 0) {
 }
 
 TEST(layout_is_the_fastest_of_the_kernel_set) {
-    const char *B = "BITMAP", *Q = "QUANT_BITMAP", *C = "CODED_BITMAP", *S = "BUNDLES", *A = "QUANTIZED";
+    const char *B = "BITMAP", *C = "CODED_BITMAP", *S = "BUNDLES", *A = "QUANTIZED";
     const struct {
         macko_desc   desc;
         int          value_type;
@@ -40,10 +40,7 @@ TEST(layout_is_the_fastest_of_the_kernel_set) {
         { desc_of(500, 2000, F16, 1), F16, 0, { B, B, B, B } },   // too few for bundles
         { desc_of(500, 65537, F16, 10), F16, 0, { B, B, B, B } }, // too many columns
         { desc_of(500, 2000, F32, 10), F32, 0, { B, B, B, B } },
-        // quantized values in bundles, at any density that bundles allow
-        { desc_of(500, 2000, F16, 90), Q8_0, 0, { Q, S, Q, Q } },
-        { desc_of(500, 2000, F16, 4), Q8_0, 0, { Q, Q, Q, Q } },
-        { desc_of(500, 2000, F16, 50), GGML_MACKO_TYPE_Q4, 0, { A, A, A, A } }, // as in the file
+        { desc_of(500, 2000, F16, 50), Q4, 0, { A, A, A, A } }, // as in the file
         // coded values for sets that multiply them faster
         { desc_of(64, 2048, F16, 50), CODED, 0, { B, S, C, S } },
         { desc_of(64, 2048, F16, 40), CODED, 0, { B, S, B, S } },
@@ -63,27 +60,25 @@ TEST(layout_is_the_fastest_of_the_kernel_set) {
                   "set %d, value type %d, %ld columns, %ld of them: %s instead of %s (%s)", i, c.value_type,
                   (long)c.desc.cols, (long)c.desc.nnz, layout_name(plan.shape), c.want[i], plan.reason);
             CHECK(plan.nbytes >= layout_nbytes(c.desc, plan.shape) && *plan.reason, "%s", c.want[i]);
-            if (const auto * bundles = std::get_if<bundles_shape>(&plan.shape)) { // it may become a bitmap
-                const cpu_shape bitmap = bitmap_instead_of(*bundles);
-                CHECK(plan.nbytes >= layout_nbytes(c.desc, bitmap), "reserved for bundles only");
-                CHECK(std::holds_alternative<quant_bitmap_shape>(bitmap) == (c.value_type == Q8_0), "type");
+            if (std::holds_alternative<bundles_shape>(plan.shape)) { // it may become a bitmap
+                CHECK(plan.nbytes >= layout_nbytes(c.desc, bitmap_shape{}), "reserved for bundles only");
             }
         }
     }
 }
 
-TEST(only_quantized_values_become_bundles_if_x_is_not_rounded) {
-    const macko_desc desc = desc_of(500, 2000, F16, 10);
-    CHECK(strcmp(layout_name(choose_cpu_layout(AVX2, desc, F16, 0, 0, false).shape), "BITMAP") == 0, "F16");
-    CHECK(strcmp(layout_name(choose_cpu_layout(AVX2, desc, Q8_0, 0, 0, false).shape), "BUNDLES") == 0, "Q8_0");
+TEST(no_values_become_bundles_if_x_is_not_rounded) {
+    for (const int type : { F16, BF16 }) {
+        const macko_desc desc = desc_of(500, 2000, type, 10);
+        CHECK(strcmp(layout_name(choose_cpu_layout(AVX2, desc, type, 0, 0, false).shape), "BITMAP") == 0, "%d", type);
+    }
 }
 
 TEST(parts_of_a_layout_are_aligned_and_fill_its_bytes) {
     const macko_desc                         desc = desc_of(300, 1000, F16, 30);
     alignas(LAYOUT_ALIGNMENT) static uint8_t memory[1 << 20];
-    for (const cpu_shape & shape :
-         { cpu_shape(bitmap_shape{}), cpu_shape(quant_bitmap_shape{ Q8_0 }), cpu_shape(coded_bitmap_shape{ 77 }),
-           cpu_shape(bundles_shape{ F16 }), cpu_shape(quantized_shape{ 4, 64, 50000 }) }) {
+    for (const cpu_shape & shape : { cpu_shape(bitmap_shape{}), cpu_shape(coded_bitmap_shape{ 77 }),
+                                     cpu_shape(bundles_shape{}), cpu_shape(quantized_shape{ 4, 64, 50000 }) }) {
         const int64_t    nbytes = layout_nbytes(desc, shape);
         const cpu_matrix m      = bind_layout(desc, shape, memory);
         CHECK(m.index() == shape.index() && nbytes <= int64_t(sizeof(memory)), "%s", layout_name(shape));
@@ -98,8 +93,6 @@ TEST(parts_of_a_layout_are_aligned_and_fill_its_bytes) {
                     return l.outlier_cols + 77;
                 } else if constexpr (std::is_same_v<layout, quantized_layout>) {
                     return l.levels + 16;
-                } else if constexpr (std::is_same_v<layout, quant_bitmap_layout>) {
-                    return l.row_sums + l.rows;
                 } else {
                     return l.values + l.row_off[0] + 300 * 1000 * 30 / 100 * 2 + VALUES_SLACK;
                 }

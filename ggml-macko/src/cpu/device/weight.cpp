@@ -12,7 +12,6 @@ namespace macko::cpu {
 static cpu_plan plan_of(const sparse_tensor_info & matrix) {
     layout_traits traits = layout_traits_in_use();
     if (matrix.is_only_looked_up) {
-        traits.quant_bundles = false;
         traits.bundles_below = traits.short_bundles_below = 0;
     }
     return choose_cpu_layout(traits, matrix.desc, matrix.value_type, matrix.nbytes_values, matrix.window);
@@ -53,7 +52,7 @@ void weight_init(weight * m, const sparse_tensor_info & matrix) {
 }
 
 void weight_densify_rows(const weight & m, int64_t row_begin, int64_t row_end, void * dense) {
-    densify(m.matrix(), m.desc().type, row_begin, row_end, dense, expand_row_in_use());
+    densify(m.matrix(), row_begin, row_end, dense, expand_row_in_use());
 }
 
 int64_t weight_row_step(const weight & m) { return in_bundles(m.matrix()) ? BUNDLE_ROWS : 1; }

@@ -23,8 +23,8 @@ struct alignas(LAYOUT_ALIGNMENT) weight {
 
     const macko_desc & desc() const { return plan.desc; }
     uint8_t *          rows_memory() const { return memory() + norms_nbytes + columns_nbytes; }
-    cpu_shape shape() const { return overflowed ? bitmap_instead_of(std::get<bundles_shape>(plan.shape)) : plan.shape; }
-    cpu_matrix matrix() const { return bind_layout(desc(), shape(), rows_memory()); }
+    cpu_shape          shape() const { return overflowed ? bitmap_shape{} : plan.shape; }
+    cpu_matrix         matrix() const { return bind_layout(desc(), shape(), rows_memory()); }
     // the columns of all matrices (columns.h); no masks if there is no copy by columns
     bitmap_layout columns() const {
         return columns_nbytes > 0 ? columns_bind(desc(), rows_per_matrix, memory() + norms_nbytes) : bitmap_layout{};

@@ -134,12 +134,11 @@ int select_kernels(const char ** name) {
 // ---- multiplication ----
 
 bool has_rows16(const kernel_set & set, int32_t type) {
-    return is_quant_type(type) ? set.costs.quant_rows16 : type != GGML_MACKO_TYPE_F32 && set.costs.rows16_below > 0;
+    return type != GGML_MACKO_TYPE_F32 && set.costs.rows16_below > 0;
 }
 
 // The function of a layout.
 static auto function_of(const multiply_fns & f, const bitmap_layout &) { return f.bitmap; }
-static auto function_of(const multiply_fns & f, const quant_bitmap_layout &) { return f.quant_bitmap; }
 static auto function_of(const multiply_fns & f, const coded_bitmap_layout &) { return f.coded_bitmap; }
 static auto function_of(const multiply_fns & f, const bundles_layout &) { return f.bundles; }
 static auto function_of(const multiply_fns & f, const quantized_layout &) { return f.quantized; }
@@ -149,15 +148,12 @@ bool multiplies_with(const kernel_set & set, const cpu_matrix & w) {
 }
 
 void prepare_with(const kernel_set & set, const mul_mat_params & p, x_layout layout, int ith, int nth) {
-    set.prepare(base_of(p.w), value_type_of(p.w), p, layout, ith, nth);
+    set.prepare(base_of(p.w), p, layout, ith, nth);
 }
 
 void multiply_with(const kernel_set & set, const mul_mat_params & p, x_layout layout, int64_t begin, int64_t end) {
     std::visit([&](const auto & w) { function_of(set.multiply, w)(w, p, layout, begin, end); }, p.w);
 }
-
-// With more x, products with bundles are faster by panels; for F16 and BF16 only beyond MAX_PLANES, if at all.
-static int64_t max_planes(int32_t type) { return is_quant_type(type) ? 5 : MAX_PLANES; }
 
 constexpr int64_t COUNTER_NBYTES = 64;
 static_assert(MAX_SAME_X * sizeof(int) <= COUNTER_NBYTES, "a counter for each product");
@@ -210,17 +206,16 @@ static x_layout choose_layout(const kernel_set & set, const mul_mat_params & p) 
         return x_layout::blocks;
     }
     const kernel_costs & cost = set.costs;
-    const int32_t        type = value_type_of(p.w);
     if (in_bundles(p.w)) {
-        return p.n <= max_planes(type) && p.round_x ? x_layout::planes : x_layout::panels;
+        return p.n <= MAX_PLANES && p.round_x ? x_layout::planes : x_layout::panels;
     }
     const float density =
         static_cast<float>(n_values(p)) / (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(n_cols(p)));
     const bool     coded        = std::holds_alternative<coded_bitmap_layout>(p.w);
     const x_layout rows_of_type = coded ? x_layout::coded : x_layout::rows;
     if (p.n == 1) {
-        const bool faster = is_quant_type(type) || density < cost.rows16_below;
-        return faster && p.round_x && !coded && has_rows16(set, type) ? x_layout::rows16 : rows_of_type;
+        const bool faster = density < cost.rows16_below && has_rows16(set, base_of(p.w).dense_type);
+        return faster && p.round_x && !coded ? x_layout::rows16 : rows_of_type;
     }
     const float groups  = static_cast<float>((p.n + 7) / 8);
     const float vectors = static_cast<float>((p.n + cost.vector_width - 1) / cost.vector_width);
@@ -391,13 +386,13 @@ static int64_t x_block_of(const cpu_matrix & m) {
     return quantized ? block_columns(quantized->window) : 0;
 }
 
-// Different value types may round x differently, and each layout is a different copy. With the kernel `columns`, the
+// Different dense types may round x differently, and each layout is a different copy. With the kernel `columns`, the
 // sums of one product follow x.
 bool same_prepared_x(const mul_mat_params & p, const mul_mat_params & q) {
-    return !p.columns.masks && !q.columns.masks && value_type_of(p.w) == value_type_of(q.w) &&
-           base_of(p.w).dense_type == base_of(q.w).dense_type && x_block_of(p.w) == x_block_of(q.w) &&
-           n_cols(p) == n_cols(q) && p.n == q.n && p.round_x == q.round_x && std::equal(p.x, p.x + p.n, q.x) &&
-           !is_nothing(p) && !is_nothing(q) && choose_layout(set_in_use(), p) == choose_layout(set_in_use(), q);
+    return !p.columns.masks && !q.columns.masks && base_of(p.w).dense_type == base_of(q.w).dense_type &&
+           x_block_of(p.w) == x_block_of(q.w) && n_cols(p) == n_cols(q) && p.n == q.n && p.round_x == q.round_x &&
+           std::equal(p.x, p.x + p.n, q.x) && !is_nothing(p) && !is_nothing(q) &&
+           choose_layout(set_in_use(), p) == choose_layout(set_in_use(), q);
 }
 
 const layout_traits & layout_traits_in_use() { return set_in_use().layouts; }

@@ -9,7 +9,7 @@ namespace macko::cpu {
 
 // The layout of x in the scratch memory, which determines the kernel that reads it; kernels-impl.h has pictures.
 enum class x_layout {
-    rows16,  // one x of 16-bit numbers: of the value type, or integers for quantized weights; needs n = 1 and round_x
+    rows16,  // one x of the value type, F16 or BF16; needs n = 1 and round_x
     rows,    // n rows of floats
     coded,   // like rows, for coded values: each 64 columns in the order in which kernels expand them
     panels,  // tiles of tokens, each [columns][tokens of the tile] of floats
@@ -24,12 +24,11 @@ constexpr int64_t MAX_PLANES = 8;
 __attribute__((always_inline)) constexpr int block_columns(int64_t window) { return window < 64 ? 32 : 64; }
 constexpr int                                ROWS_PER_PASS = 4, ROW_TILE = 32, FEW_X = 16;
 
-// rows16, compressed: the x of the non-zeros in a segment of a row, with zeros on both sides. There is space for a
-// whole group of zeros before it and one after it, and for stores of whole vectors.
-constexpr int64_t SEGMENT_WORDS    = 64; // mask words
-constexpr int64_t COMPRESSED_PLANE = SEGMENT_WORDS * 64 + 64 + 64;
+// rows16, compressed: the x of the non-zeros in a segment of a row. There is space for zeros after them, and for stores
+// of whole vectors.
+constexpr int64_t SEGMENT_WORDS = 64; // mask words
 struct compressed_x {
-    alignas(64) uint8_t bytes[2 * COMPRESSED_PLANE];
+    alignas(64) uint8_t bytes[2 * SEGMENT_WORDS * 64 + 64];
 };
 
 // The coded values of a matrix (layouts.h), from one value on.
@@ -44,14 +43,13 @@ struct coded_values {
 // Costs of a multiplication per element of W, zeros included, from which dispatch.cpp chooses a layout. The unit is
 // arbitrary, because only ratios matter. Measured with rows in L2.
 struct kernel_costs {
-    bool quant_rows16; // rows16 exists for quantized weights; it is faster than rows at every density
-    float
-        rows16_below; // for F16 and BF16 at n = 1: rows16 is faster than rows below this density; 0: it does not exist
-    int vector_width; // tokens in a vector
-    float x_batch, x; // rows: expanding the weights, once per batch of up to 8 x; each x
-    float column;     // panels: each column,
-    float entry;      //         each non-zero,
-    float vector;     //         each non-zero and vector of tokens
+    // for F16 and BF16 at n = 1: rows16 is faster than rows below this density; 0: it does not exist
+    float rows16_below;
+    int   vector_width; // tokens in a vector
+    float x_batch, x;   // rows: expanding the weights, once per batch of up to 8 x; each x
+    float column;       // panels: each column,
+    float entry;        //         each non-zero,
+    float vector;       //         each non-zero and vector of tokens
     // columns are faster than rows from this share of zeros in x on
     float columns_from = 0.45f;
 };
@@ -63,7 +61,6 @@ using multiply_fn = void (*)(const LAYOUT & w, const mul_mat_params & p, x_layou
                              int64_t row_end);
 struct multiply_fns {
     multiply_fn<bitmap_layout>       bitmap;
-    multiply_fn<quant_bitmap_layout> quant_bitmap;
     multiply_fn<coded_bitmap_layout> coded_bitmap;
     multiply_fn<bundles_layout>      bundles;
     multiply_fn<quantized_layout>    quantized;
@@ -71,9 +68,8 @@ struct multiply_fns {
 
 struct kernel_set {
     const char * name;
-    // Copies the part of x of thread ith to p.scratch. w: p.w, with values of this type.
-    void (*prepare)(const layout_base & w, int32_t value_type, const mul_mat_params & p, x_layout layout, int ith,
-                    int nth);
+    // Copies the part of x of thread ith to p.scratch. w: p.w.
+    void (*prepare)(const layout_base & w, const mul_mat_params & p, x_layout layout, int ith, int nth);
     multiply_fns multiply;
     // Writes the sum of x_c times column c over the columns col_begin ... col_end - 1 of p.columns, with col_begin a
     // multiple of 64 and x in p.scratch. w: p.w. sums: one float per row, rounded up to a multiple of 64.
@@ -82,11 +78,11 @@ struct kernel_set {
     kernel_costs     costs;
     row_ops          rows;
     layout_traits    layouts;
-    const span_ops * spans      = &plain_span_ops; // makes the bundles of F16 and BF16 values
+    const span_ops * spans      = &plain_span_ops; // makes bundles
     expand_row_fn    expand_row = nullptr;         // faster than bit by bit
 };
 
-// Whether the set has rows16 for this type of values, which are not coded.
+// Whether the set has rows16 for values of this dense type, which are not coded.
 bool has_rows16(const kernel_set & set, int32_t type);
 // Whether the set multiplies with a packed matrix.
 bool multiplies_with(const kernel_set & set, const cpu_matrix & w);

@@ -1,8 +1,9 @@
 // Kernels for AVX2 + FMA + F16C + BMI2. Processes eight columns at a time: for each mask byte, a table has the
 // permutation that moves the packed values to the lanes of their columns.
 #include "cpu/kernels/kernels-bundles-avx2.h"
-#include "cpu/kernels/kernels-compress-avx2.h"
 #include "cpu/kernels/kernels-quantized-avx2.h"
+
+#pragma GCC diagnostic ignored "-Wsign-conversion" // int template arguments as array bounds
 
 namespace macko::cpu {
 namespace {
@@ -28,16 +29,22 @@ constexpr lane_tables make_lane_tables() {
 }
 constexpr lane_tables tables = make_lane_tables();
 
-struct simd : compress_avx2, bundles_avx2, quantized_avx2 {
+struct simd : bundles_avx2, quantized_avx2 {
     using vec = __m256;
 
-    static constexpr bool                     has_bundles     = true;
-    static constexpr int                      width           = 8;
-    static constexpr int                      tile_vecs       = 8;
-    template <int TYPE> static constexpr int  step            = 8;
-    template <int TYPE> static constexpr bool has_rows16      = TYPE != GGML_MACKO_TYPE_F32;
-    template <int TYPE> static constexpr int  rows_compressed = 2;
-    template <int NX> static constexpr int    rows_per_pass   = 1;
+    static constexpr bool                    has_bundles     = true;
+    static constexpr int                     width           = 8;
+    static constexpr int                     tile_vecs       = 8;
+    template <int TYPE> static constexpr int step            = 8;
+    static constexpr bool                    has_rows16      = true;
+    static constexpr int                     rows_compressed = 2;
+    template <int NX> static constexpr int   rows_per_pass   = 1;
+
+    // Approximate number of non-zeros in a segment. With more, the compressed x (two rows, two segments) would push x
+    // out of an L1 cache of 32 KiB.
+    static constexpr int segment_nonzeros = 512;
+
+    static uint64_t rotate_right(uint64_t bits, int n) { return n == 0 ? bits : bits >> n | bits << (64 - n); }
 
     // The argument of expand() is a mask byte times 16, an offset in `spread`, so that no byte needs a separate shift.
     static uint64_t                     table_bits(uint64_t word) { return rotate_right(word, 60); }
@@ -84,36 +91,6 @@ struct simd : compress_avx2, bundles_avx2, quantized_avx2 {
             return _mm256_cvtph_ps(values);
         } else {
             return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(values), 16));
-        }
-    }
-    // 32 values of a group as floats: the first (half = 0) or the last (half = 1).
-    template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
-        const vec scale = _mm256_broadcast_ss(reinterpret_cast<const float *>(group) + half);
-        const vec d =
-            TYPE == GGML_MACKO_TYPE_Q4_NL ? _mm256_and_ps(scale, _mm256_castsi256_ps(_mm256_set1_epi32(~1))) : scale;
-        const uint8_t * q = group + GROUP_SCALES_NBYTES;
-        for (int i = 0; i < 2; i++) { // 16 values each
-            const __m128i bytes = _mm_loadu_si128(
-                reinterpret_cast<const __m128i *>(q + 16 * i + (TYPE == GGML_MACKO_TYPE_Q8_0 ? 32 * half : 0)));
-            const __m128i low = _mm_and_si128(half ? _mm_srli_epi16(bytes, 4) : bytes, _mm_set1_epi8(15));
-            __m128i       v   = bytes;
-            if constexpr (TYPE == GGML_MACKO_TYPE_Q4_0) {
-                v = _mm_sub_epi8(low, _mm_set1_epi8(8));
-            } else if constexpr (TYPE == GGML_MACKO_TYPE_Q4_NL) {
-                v = _mm_shuffle_epi8(
-                    _mm_load_si128(reinterpret_cast<const __m128i *>(Q4_NL_LEVELS[group[4 * half] & 1])), low);
-            } else if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
-                uint16_t fifth; // the fifth bits; below, each becomes a byte of zeros or ones
-                __builtin_memcpy(&fifth, q + 32 + 4 * half + 2 * i, sizeof(fifth));
-                const __m128i bit    = _mm_set1_epi64x(static_cast<long long>(0x8040201008040201ull));
-                const __m128i spread = _mm_shuffle_epi8(_mm_cvtsi32_si128(fifth),
-                                                        _mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1));
-                const __m128i is_set = _mm_cmpeq_epi8(_mm_and_si128(spread, bit), bit);
-                v                    = _mm_sub_epi8(low, _mm_andnot_si128(is_set, _mm_set1_epi8(16)));
-            }
-            _mm256_storeu_ps(out + 16 * i, _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v))));
-            _mm256_storeu_ps(out + 16 * i + 8,
-                             _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(v, 8)))));
         }
     }
     template <int TYPE> static vec load_values(const uint8_t * p) {
@@ -163,16 +140,58 @@ struct simd : compress_avx2, bundles_avx2, quantized_avx2 {
             return _mm256_set1_epi32(*static_cast<const int *>(p));
         }
     }
-    static vec   max_magnitude(vec a, vec v) { return _mm256_max_ps(a, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v)); }
-    static float largest(vec v) {
-        __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-        m        = _mm_max_ps(m, _mm_movehl_ps(m, m));
-        return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+
+    // ---- rows16 ----
+
+    // Compresses the x of the non-zeros of some mask words of NR rows, whose masks are `stride` words apart. Writes
+    // them, zeros up to a multiple of 16 numbers, and their number to n[r]. Two rows share the loads of x, and hide the
+    // latency of the addresses, each of which depends on the previous one.
+    template <int NR>
+    static void compress(const uint64_t * mask, int64_t stride, int64_t words, const uint8_t * x, int64_t (&n)[NR],
+                         compressed_x * out) {
+        const uint8_t * controls = tables_of_masks.pack[0];
+        uint8_t *       to[NR];
+        for (int r = 0; r < NR; r++) {
+            to[r] = out[r].bytes;
+        }
+        for (int64_t word = 0; word < words; word++, x += 128) {
+            uint64_t bits[NR]; // rotated, so that no byte needs a separate shift to become a table offset
+            for (int r = 0; r < NR; r++) {
+                bits[r] = rotate_right(mask[r * stride + word], 60);
+            }
+#pragma GCC unroll 8
+            for (int s = 0; s < 8; s++) {
+                const __m128i xs = _mm_load_si128(reinterpret_cast<const __m128i *>(x) + s);
+#pragma GCC unroll 4
+                for (int r = 0; r < NR; r++) {
+                    const uint64_t at = rotate_right(bits[r], 8 * s) & 0xff0;
+                    // overwrites the part of the previous store after its last x
+                    _mm_storeu_si128(
+                        reinterpret_cast<__m128i *>(to[r]),
+                        _mm_shuffle_epi8(xs, _mm_load_si128(reinterpret_cast<const __m128i *>(controls + at))));
+                    to[r] += 2 * __builtin_popcountll(at);
+                }
+            }
+        }
+        for (int r = 0; r < NR; r++) {
+            n[r] = (to[r] - out[r].bytes) / 2;
+            _mm256_storeu_si256(reinterpret_cast<__m256i *>(to[r]), _mm256_setzero_si256());
+        }
     }
-    static void store_integers(uint8_t * scratch, int64_t col, vec v, float inverse) {
-        const __m256i x = _mm256_cvtps_epi32(_mm256_mul_ps(v, _mm256_set1_ps(inverse)));
-        _mm_store_si128(reinterpret_cast<__m128i *>(scratch + 2 * col),
-                        _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
+    // Sum of value * x over n x. The values after them are finite and multiplied by zeros.
+    template <int TYPE> static float dot_floats(const uint8_t * values, int64_t n, const compressed_x & compressed) {
+        constexpr int   PREFETCH = 4096; // bytes ahead
+        const __m128i * w        = reinterpret_cast<const __m128i *>(values);
+        const __m128i * x        = reinterpret_cast<const __m128i *>(compressed.bytes);
+        vec             total[2] = { _mm256_setzero_ps(), _mm256_setzero_ps() };
+        for (int64_t i = 0; i < n; i += 16, w += 2, x += 2) {
+            __builtin_prefetch(reinterpret_cast<const uint8_t *>(w) + PREFETCH);
+            for (int k = 0; k < 2; k++) {
+                total[k] =
+                    _mm256_fmadd_ps(widen<TYPE>(_mm_loadu_si128(w + k)), widen<TYPE>(_mm_load_si128(x + k)), total[k]);
+            }
+        }
+        return sum(add(total[0], total[1]));
     }
     // Stores v, which has TYPE's precision, as 16-bit numbers.
     template <int TYPE> static void store16(uint8_t * out, vec v) {
@@ -204,7 +223,7 @@ const macko::cpu::kernel_set macko::cpu::kernels_avx2 = { "avx2",
                                                           prepare,
                                                           macko::cpu::MULTIPLY,
                                                           add_columns,
-                                                          { true, 0.17f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f },
+                                                          { 0.17f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f },
                                                           macko::cpu::ROW_OPS,
-                                                          { true, 0.55f },
+                                                          { 0.55f },
                                                           &macko::cpu::SPAN_OPS };

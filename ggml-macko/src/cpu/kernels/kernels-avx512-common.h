@@ -19,10 +19,10 @@ namespace {
 struct avx512 : plain_mask_bits {
     using vec = __m512;
 
-    static constexpr int                      width      = 16;
-    static constexpr int                      tile_vecs  = 8;
-    template <int TYPE> static constexpr int  step       = 16;
-    template <int TYPE> static constexpr bool has_rows16 = false;
+    static constexpr int                     width      = 16;
+    static constexpr int                     tile_vecs  = 8;
+    template <int TYPE> static constexpr int step       = 16;
+    static constexpr bool                    has_rows16 = false;
     // With several x, each vector of x is loaded once for two rows.
     template <int NX> static constexpr int rows_per_pass = NX == 1 ? 1 : 2;
 
@@ -35,8 +35,6 @@ struct avx512 : plain_mask_bits {
     static vec      mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
     static float    sum(vec v) { return _mm512_reduce_add_ps(v); }
     static uint32_t nonzeros(vec v) { return _cvtmask16_u32(_mm512_cmp_ps_mask(v, zero(), _CMP_NEQ_UQ)); }
-    static vec      max_magnitude(vec a, vec v) { return _mm512_max_ps(a, _mm512_abs_ps(v)); }
-    static float    largest(vec v) { return _mm512_reduce_max_ps(v); }
     static void     zip(vec a, vec b, vec & lo, vec & hi) {
         lo = _mm512_permutex2var_ps(a, _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23), b);
         hi = _mm512_permutex2var_ps(a, _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31),
@@ -60,42 +58,6 @@ struct avx512 : plain_mask_bits {
         } else {
             return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
         }
-    }
-    // The scale of half of a group of quantized values, in all lanes.
-    static vec half_scale(const uint8_t * group, int half) {
-        float d;
-        __builtin_memcpy(&d, group + 4 * half, sizeof(d)); // broadcast straight from memory
-        return _mm512_set1_ps(d);
-    }
-    // Q4_NL: clears the lowest bit, which is the index of the table of levels.
-    template <int TYPE> static vec only_scale(vec d) {
-        return TYPE == GGML_MACKO_TYPE_Q4_NL ? _mm512_and_ps(d, _mm512_castsi512_ps(_mm512_set1_epi32(~1))) : d;
-    }
-    template <int TYPE> static __m256i quants(const uint8_t * group, int half) {
-        const uint8_t * q = group + GROUP_SCALES_NBYTES;
-        if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
-            return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(q + 32 * half));
-        } else {
-            const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(q));
-            const __m256i low  = _mm256_and_si256(half ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
-            if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
-                uint32_t fifth;
-                __builtin_memcpy(&fifth, q + 32 + 4 * half, sizeof(fifth));
-                return _mm256_mask_sub_epi8(low, _cvtu32_mask32(~fifth), low, _mm256_set1_epi8(16));
-            } else if constexpr (TYPE == GGML_MACKO_TYPE_Q4_NL) {
-                return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(
-                                               reinterpret_cast<const __m128i *>(Q4_NL_LEVELS[group[4 * half] & 1]))),
-                                           low);
-            } else {
-                return _mm256_sub_epi8(low, _mm256_set1_epi8(8));
-            }
-        }
-    }
-    template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
-        const vec     d = only_scale<TYPE>(half_scale(group, half));
-        const __m256i q = quants<TYPE>(group, half);
-        store(out, _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(q)))));
-        store(out + 16, _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(q, 1)))));
     }
     template <int TYPE> static vec load_values(const uint8_t * p) {
         if constexpr (TYPE == GGML_MACKO_TYPE_F32) {

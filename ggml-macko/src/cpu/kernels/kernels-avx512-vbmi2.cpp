@@ -19,24 +19,6 @@ constexpr positions_table make_positions_table() {
 }
 constexpr positions_table positions_0_63 = make_positions_table();
 
-// Q4_NL: both tables of levels in one vector, and for each value of a group 16 if its block uses the second table.
-// First index: 1 if the group's first block uses it, plus 2 if the second block does.
-struct level_vectors {
-    alignas(64) int8_t levels[64];
-    alignas(64) uint8_t second_of[4][64];
-};
-constexpr level_vectors make_level_vectors() {
-    level_vectors v = {};
-    for (int i = 0; i < 64; i++) {
-        v.levels[i] = Q4_NL_LEVELS[i / 16 % 2][i % 16];
-        for (int blocks = 0; blocks < 4; blocks++) {
-            v.second_of[blocks][i] = (blocks >> (i / 32)) & 1 ? 16 : 0;
-        }
-    }
-    return v;
-}
-constexpr level_vectors level_tables = make_level_vectors();
-
 // For 64 codes in eight groups: each group's bytes in eight bytes, from which the codes are shifted to bytes.
 template <int BITS> struct code_shuffles {
     alignas(64) uint8_t group[64];
@@ -55,14 +37,11 @@ template <int BITS> constexpr code_shuffles<BITS> shuffles_of = make_code_shuffl
 struct simd : avx512, bundles_avx2 {
     static constexpr bool has_bundles = true;
     template <int TYPE>
-    static constexpr int                      step            = TYPE == GGML_MACKO_TYPE_F32     ? 16
-                                                                : TYPE == GGML_MACKO_TYPE_CODED ? 64
-                                                                                                : 32;
-    template <int TYPE> static constexpr bool has_rows16      = TYPE != GGML_MACKO_TYPE_F32;
-    template <int TYPE> static constexpr int  rows_compressed = is_quant_type(TYPE) ? 1 : 0;
-    // makes the integers positive, because vpdpbusd multiplies unsigned bytes
-    static constexpr float X_OFFSET         = 32768;
-    static constexpr int   segment_nonzeros = SEGMENT_WORDS * 64; // whatever the density
+    static constexpr int  step            = TYPE == GGML_MACKO_TYPE_F32     ? 16
+                                            : TYPE == GGML_MACKO_TYPE_CODED ? 64
+                                                                            : 32;
+    static constexpr bool has_rows16      = true;
+    static constexpr int  rows_compressed = 0; // x is gathered
 
     template <int TYPE> static void expand(const uint8_t * values, uint32_t bits, vec * w) {
         if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
@@ -220,93 +199,6 @@ struct simd : avx512, bundles_avx2 {
         }
         return sum(add(add(acc[0], acc[2]), add(acc[1], acc[3])));
     }
-    // compress() for one row. FEW: a word rarely has more than 32 non-zeros.
-    template <bool FEW>
-    static int64_t compress_row(const uint64_t * mask, int64_t words, const uint8_t * x, int64_t n, uint8_t * low,
-                                uint8_t * high) {
-        const __m512i positions = _mm512_load_si512(positions_0_63.position);
-        _mm512_store_si512(low, _mm512_setzero_si512());
-        _mm512_store_si512(high, _mm512_setzero_si512());
-        // each store overwrites the part of the previous store after its last x
-        const auto put = [](uint8_t * out, __m512i bytes, int here) __attribute__((always_inline)) {
-            if (FEW) {
-                _mm256_storeu_si256(reinterpret_cast<__m256i *>(out), _mm512_castsi512_si256(bytes));
-            }
-            if (!FEW || __builtin_expect(here > 32, 0)) {
-                _mm512_storeu_si512(out, bytes);
-            }
-        };
-        for (int64_t word = 0; word < words; word++) {
-            const uint64_t bits = mask[word];
-            const __m512i  at   = _mm512_mask_compress_epi8(in_register(_mm512_setzero_si512()), bits, positions);
-            const int      here = __builtin_popcountll(bits);
-            put(low + n, _mm512_permutexvar_epi8(at, _mm512_load_si512(x + word * 128)), here);
-            put(high + n, _mm512_permutexvar_epi8(at, _mm512_load_si512(x + word * 128 + 64)), here);
-            n += here;
-        }
-        _mm512_storeu_si512(low + n, _mm512_setzero_si512());
-        _mm512_storeu_si512(high + n, _mm512_setzero_si512());
-        return n;
-    }
-    // Compresses the x of the non-zeros of some mask words into a plane of low bytes and a plane of high bytes: n zeros
-    // (n < 64), the x, and zeros up to a whole group. Adds the number of non-zeros to n.
-    template <int TYPE, int NR>
-    static void compress(const uint64_t * mask, int64_t, int64_t words, const uint8_t * x, bool few, int64_t (&n)[NR],
-                         compressed_x * out) {
-        uint8_t *low = out->bytes, *high = out->bytes + COMPRESSED_PLANE;
-        n[0] = few ? compress_row<true>(mask, words, x, n[0], low, high)
-                   : compress_row<false>(mask, words, x, n[0], low, high);
-    }
-    // The 64 q of a group.
-    template <int TYPE> static __m512i all_quants(const uint8_t * group) {
-        const uint8_t * q = group + GROUP_SCALES_NBYTES;
-        if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
-            return _mm512_loadu_si512(q);
-        } else {
-            const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(q));
-            const __m512i low  = _mm512_and_si512(
-                _mm512_inserti64x4(_mm512_castsi256_si512(both), _mm256_srli_epi16(both, 4), 1), _mm512_set1_epi8(15));
-            if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
-                uint64_t fifth;
-                __builtin_memcpy(&fifth, q + 32, sizeof(fifth));
-                return _mm512_mask_sub_epi8(low, _cvtu64_mask64(~fifth), low, _mm512_set1_epi8(16));
-            } else if constexpr (TYPE == GGML_MACKO_TYPE_Q4_NL) {
-                const __m512i positions = _mm512_or_si512(
-                    low, _mm512_load_si512(level_tables.second_of[(group[0] & 1) | (group[4] & 1) << 1]));
-                return _mm512_permutexvar_epi8(positions, _mm512_load_si512(level_tables.levels));
-            } else {
-                return _mm512_sub_epi8(low, _mm512_set1_epi8(8));
-            }
-        }
-    }
-    // Sum of d * q * x over the groups of n x. vpdpbusd adds four products of bytes to each lane, so a vector has eight
-    // sums of each half of a group. x = 256 * high + low.
-    template <int TYPE> static float dot_groups(const uint8_t * group, int64_t n, const compressed_x & x) {
-        constexpr int   PREFETCH     = 4096; // bytes ahead
-        constexpr int   group_nbytes = quant_group_nbytes(TYPE);
-        const uint8_t * low          = x.bytes;
-        const uint8_t * high         = x.bytes + COMPRESSED_PLANE;
-        vec             total        = zero();
-        for (int64_t i = 0; i < n; i += 64, group += group_nbytes) {
-            __builtin_prefetch(group + PREFETCH);
-            const __m512i q        = all_quants<TYPE>(group);
-            const __m512i from_top = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_load_si512(high + i), q);
-            // |both| < 2^25: the sum of four products, |q| <= 127 and x < 2^16
-            const __m512i both = _mm512_dpbusd_epi32(_mm512_slli_epi32(from_top, 8), _mm512_load_si512(low + i), q);
-            total =
-                fma(_mm512_cvtepi32_ps(both),
-                    only_scale<TYPE>(_mm512_mask_mov_ps(half_scale(group, 0), 0xff00, half_scale(group, 1))), total);
-        }
-        return sum(total);
-    }
-    // for each 64 columns: 64 low bytes, then 64 high bytes
-    static void store_integers(uint8_t * scratch, int64_t col, vec v, float inverse) {
-        uint8_t *     out = scratch + col / 64 * 128 + col % 64;
-        const __m512i x =
-            _mm512_add_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(inverse))), _mm512_set1_epi32(32768));
-        _mm_store_si128(reinterpret_cast<__m128i *>(out), _mm512_cvtepi32_epi8(x));
-        _mm_store_si128(reinterpret_cast<__m128i *>(out + 64), _mm512_cvtepi32_epi8(_mm512_srli_epi32(x, 8)));
-    }
     // Stores v, which has TYPE's precision, as 16-bit numbers.
     template <int TYPE> static void store16(uint8_t * out, vec v) {
         __m256i h;
@@ -345,8 +237,8 @@ const macko::cpu::kernel_set macko::cpu::kernels_avx512_vbmi2 = { "avx512-vbmi2"
                                                                   prepare,
                                                                   macko::cpu::MULTIPLY,
                                                                   add_columns,
-                                                                  { true, 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f },
+                                                                  { 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f },
                                                                   macko::cpu::ROW_OPS,
-                                                                  { false, 0.25f, 0.55f, true, 0.45f },
+                                                                  { 0.25f, 0.55f, true, 0.45f },
                                                                   &macko::cpu::SPAN_OPS,
                                                                   macko::cpu::expand_row };

@@ -1,17 +1,14 @@
 // Kernels for AVX-512 F, BW, VL and DQ. Processes sixteen columns at a time: values are widened to float, and vexpandps
-// moves them to the lanes of their columns. Quantized weights with one x use AVX2 instructions.
+// moves them to the lanes of their columns. Bundles use AVX2 instructions.
 #include "cpu/kernels/kernels-avx512-common.h"
 #include "cpu/kernels/kernels-bundles-avx2.h"
-#include "cpu/kernels/kernels-compress-avx2.h"
 #include "cpu/kernels/kernels-quantized-avx2.h"
 
 namespace macko::cpu {
 namespace {
 
-struct simd : avx512, compress_avx2, bundles_avx2, quantized_avx2 {
-    static constexpr bool                     has_bundles     = true;
-    template <int TYPE> static constexpr bool has_rows16      = is_quant_type(TYPE);
-    template <int TYPE> static constexpr int  rows_compressed = 2;
+struct simd : avx512, bundles_avx2, quantized_avx2 {
+    static constexpr bool has_bundles = true;
 
     static __m512i dot(__m512i sum, __m512i w, __m512i x) { return _mm512_add_epi32(sum, _mm512_madd_epi16(w, x)); }
     // Moves levels to the columns of a word of the bitmap: two vectors.
@@ -20,10 +17,6 @@ struct simd : avx512, compress_avx2, bundles_avx2, quantized_avx2 {
             const __m128i low = next_levels(bits, levels), high = next_levels(bits, levels);
             f(i, _mm512_cvtepi8_epi16(_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1)));
         }
-    }
-    static void store_integers(uint8_t * scratch, int64_t col, vec v, float inverse) {
-        const __m512i x = _mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(inverse)));
-        _mm256_store_si256(reinterpret_cast<__m256i *>(scratch + 2 * col), _mm512_cvtsepi32_epi16(x));
     }
 };
 
@@ -38,7 +31,7 @@ const macko::cpu::kernel_set macko::cpu::kernels_avx512 = { "avx512",
                                                             prepare,
                                                             macko::cpu::MULTIPLY,
                                                             add_columns,
-                                                            { true, 0.0f, 16, 0.04f, 0.032f, 0.12f, 0.5f, 0.46f },
+                                                            { 0.0f, 16, 0.04f, 0.032f, 0.12f, 0.5f, 0.46f },
                                                             macko::cpu::ROW_OPS,
-                                                            { true, 0.55f },
+                                                            { 0.55f },
                                                             &macko::cpu::SPAN_OPS };

@@ -8,15 +8,14 @@ namespace {
 
 constexpr int64_t PLANE_SLACK = 64; // bytes after the last column of a plane: windows may begin at any column
 
-// The planes of an x in the scratch memory, and its scale.
+// The planes of an x in the scratch memory.
 struct x_planes {
     uint8_t *low, *high;
-    float *  scale;
 };
 INLINE x_planes planes_of(const layout_base & w, const mul_mat_params & p, int64_t i) {
     const int64_t plane = words_of(w.cols) * 64 + PLANE_SLACK;
-    uint8_t *     at    = static_cast<uint8_t *>(p.scratch) + i * (2 * plane + 64);
-    return { at, at + plane, reinterpret_cast<float *>(at + 2 * plane) };
+    uint8_t *     at    = static_cast<uint8_t *>(p.scratch) + i * 2 * plane;
+    return { at, at + plane };
 }
 
 template <int TYPE, typename S>
@@ -28,22 +27,8 @@ void prepare_bundles(const layout_base & w, const mul_mat_params & p, int64_t co
             float         part[W];
             simd::store(part, load_x<TYPE>(left > 0 ? p.x[i] + c : nullptr, left, true));
             for (int k = 0; k < W; k += S::PLANE_STEP) {
-                S::template store_planes16<TYPE>(planes.low + c + k, planes.high + c + k, part + k);
+                S::template store_planes<TYPE>(planes.low + c + k, planes.high + c + k, part + k);
             }
-        }
-    }
-}
-
-template <int TYPE, typename S>
-void prepare_quant_bundles(const layout_base & w, const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
-    for (int64_t i = 0; i < p.n; i++) {
-        constexpr float limit   = S::template BUNDLE_LARGEST<TYPE>;
-        const float     largest = largest_of<S>(p.x[i], w.cols);
-        const x_planes  planes  = planes_of(w, p, i);
-        S::template prepare_planes<TYPE>(p.x[i], w.cols, col_begin, col_end,
-                                         largest > 0x1p-100f ? limit / largest : 0.0f, planes.low, planes.high);
-        if (col_begin == 0 && col_end > 0) {
-            *planes.scale = largest / limit;
         }
     }
 }
@@ -60,13 +45,7 @@ void multiply_bundles(const bundles_layout & w, const mul_mat_params & p, int64_
                                                planes.low, planes.high, y);
             for (int64_t r = 0; r < BUNDLE_ROWS; r++) {
                 const int64_t row = group * BUNDLE_ROWS + r;
-                if (row < row_begin || row >= row_end) {
-                    continue;
-                }
-                if constexpr (is_quant<TYPE>) {
-                    p.y[i][row - p.row_begin] =
-                        *planes.scale * (y[r] - S::template BUNDLE_X_OFFSET<TYPE> * w.row_sums[row]);
-                } else {
+                if (row >= row_begin && row < row_end) {
                     p.y[i][row - p.row_begin] = y[r];
                 }
             }
@@ -75,26 +54,19 @@ void multiply_bundles(const bundles_layout & w, const mul_mat_params & p, int64_
 }
 
 // Panels. Bundles of a group are sorted by their first columns, so the lists of all rows grow together, and the
-// elements of a chunk are used before more bundles are decoded. Quantized values are sorted the same way except within
-// a BUNDLE_BLOCK, whose pieces are sorted by their last columns. So a list may also contain elements of a piece that
-// ends in a later chunk, and of the whole last block.
-constexpr int BUNDLE_CHUNK = 128; // columns
-static_assert(BUNDLE_CHUNK == BUNDLE_SPAN, "pieces that are not quantized belong to one chunk");
-template <int TYPE> constexpr int DECODED_TOGETHER = is_quant<TYPE> ? BUNDLE_BLOCK : 1; // bundles
+// elements of a chunk are used before more bundles are decoded.
+constexpr int BUNDLE_CHUNK = BUNDLE_SPAN; // columns: a list has the elements of one piece, and those that wait
 struct row_list {
-    static constexpr int CAPACITY = BUNDLE_CHUNK + (BUNDLE_BLOCK * bundle_pieces(GGML_MACKO_TYPE_Q8_0) + 1) * 32 + 16;
+    static constexpr int CAPACITY = BUNDLE_CHUNK + 32; // with those that wait (7), and what vectors read and write more
     int                  n;
     alignas(64) uint32_t col[CAPACITY];
     alignas(64) float weight[CAPACITY];
 };
 
-// Number of elements of the list in columns before `limit`, as a multiple of `multiple`: surplus elements wait for the
-// next chunk; in the last chunk, zeros are added.
-INLINE int usable(row_list & list, uint32_t limit, bool last, int multiple) {
+// Number of elements of the list to use now, as a multiple of `multiple`: surplus elements wait for the next chunk; in
+// the last chunk, zeros are added.
+INLINE int usable(row_list & list, bool last, int multiple) {
     int n = list.n;
-    while (n > 0 && list.col[n - 1] >= limit) {
-        n--;
-    }
     if (!last) {
         return n - n % multiple;
     }
@@ -168,27 +140,25 @@ template <int TYPE, typename S> struct bundle_panels {
     }
 
     void multiply() {
-        const uint8_t * at        = w.bundles + w.group_off[group];
-        const uint8_t * at_end    = w.bundles + w.group_off[group + 1];
-        const int       multiple  = sets_of(((n_tokens - 1) % TILE + W) / W); // of the last tile: the largest
-        int             n_bundles = 0;
+        const uint8_t * at       = w.bundles + w.group_off[group];
+        const uint8_t * at_end   = w.bundles + w.group_off[group + 1];
+        const int       multiple = sets_of(((n_tokens - 1) % TILE + W) / W); // of the last tile: the largest
         for_each_tile<clear>();
         for (row_list & list : lists) {
             list.n = 0;
         }
         for (int64_t limit = BUNDLE_CHUNK;; limit += BUNDLE_CHUNK) {
-            for (bool begun = true; at < at_end && (begun || n_bundles % DECODED_TOGETHER<TYPE> != 0); n_bundles++) {
+            while (at < at_end) {
                 uint16_t column;
                 __builtin_memcpy(&column, at + offsetof(bundle_header, first), sizeof(column));
-                begun = begun && column < limit;
-                if (!begun && n_bundles % DECODED_TOGETHER<TYPE> == 0) {
+                if (column >= limit) {
                     break;
                 }
                 at = S::template decode_bundle<TYPE>(at, lists);
             }
             const bool last = limit >= w.cols;
             for (int64_t r = 0; r < BUNDLE_ROWS; r++) {
-                n_used[r] = usable(lists[r], static_cast<uint32_t>(limit), last, multiple);
+                n_used[r] = usable(lists[r], last, multiple);
             }
             for_each_tile<use_lists>();
             if (last) {

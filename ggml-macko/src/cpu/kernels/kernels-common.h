@@ -29,12 +29,9 @@ constexpr int PREFETCH = 4096; // bytes ahead in the values; with 512, AVX2 was 
 
 constexpr int X_BATCH = 8; // number of x that use each expanded vector of weights
 
-template <int TYPE> constexpr bool is_quant = is_quant_type(TYPE);
-template <int TYPE> constexpr bool is_coded = TYPE == GGML_MACKO_TYPE_CODED;
-// the type that expand() and load_values() read: quantized values are dequantized to F32 first
-template <int TYPE> constexpr int     PLAIN      = is_quant<TYPE> ? GGML_MACKO_TYPE_F32 : TYPE;
-template <int TYPE> constexpr int64_t value_size = PLAIN<TYPE> == GGML_MACKO_TYPE_F32 ? 4 : 2;
-template <int TYPE> constexpr int64_t group_size = quant_group_nbytes(TYPE);
+template <int TYPE> constexpr bool    is_coded   = TYPE == GGML_MACKO_TYPE_CODED;
+template <int TYPE> constexpr bool    is_16_bits = TYPE == GGML_MACKO_TYPE_F16 || TYPE == GGML_MACKO_TYPE_BF16;
+template <int TYPE> constexpr int64_t value_size = TYPE == GGML_MACKO_TYPE_F32 ? 4 : 2;
 
 // Call f with a type as a constant.
 template <int TYPE> struct type_constant {
@@ -45,22 +42,6 @@ template <typename F> INLINE void with_dense_type(int32_t type, F && f) {
         case GGML_MACKO_TYPE_F16:  return f(type_constant<GGML_MACKO_TYPE_F16>{});
         case GGML_MACKO_TYPE_BF16: return f(type_constant<GGML_MACKO_TYPE_BF16>{});
         default:                   return f(type_constant<GGML_MACKO_TYPE_F32>{});
-    }
-}
-template <typename F> INLINE void with_quant_type(int32_t type, F && f) {
-    switch (type) {
-        case GGML_MACKO_TYPE_Q8_0: return f(type_constant<GGML_MACKO_TYPE_Q8_0>{});
-        case GGML_MACKO_TYPE_Q5_0: return f(type_constant<GGML_MACKO_TYPE_Q5_0>{});
-        case GGML_MACKO_TYPE_Q4_0: return f(type_constant<GGML_MACKO_TYPE_Q4_0>{});
-        default:                   return f(type_constant<GGML_MACKO_TYPE_Q4_NL>{});
-    }
-}
-template <typename F> INLINE void with_type(int32_t type, F && f) {
-    switch (type) {
-        case GGML_MACKO_TYPE_F16:
-        case GGML_MACKO_TYPE_BF16:
-        case GGML_MACKO_TYPE_F32:  return with_dense_type(type, f);
-        default:                   return with_quant_type(type, f);
     }
 }
 
@@ -77,35 +58,17 @@ template <int STEP> INLINE uint32_t mask_bits(uint64_t bits, int s) {
     return static_cast<uint32_t>(bits >> (s * STEP)) & static_cast<uint32_t>((uint64_t(1) << STEP) - 1);
 }
 
-// Reads the values of a row from front to back. next(n, buffer) returns a pointer to the next n values as PLAIN<TYPE>;
-// buffer has BUFFER<TYPE, n> floats. Kernels may read up to 64 values after the n, and ignore them.
+// Reads the values of a row from front to back. next(n) returns a pointer to the next n values. Kernels may read up to
+// 64 values after them, and ignore these.
 template <int TYPE> struct plain_reader {
     const uint8_t * at;
     INLINE void     start(const bitmap_layout & w, int64_t row) {
         at = w.values + static_cast<int64_t>(w.row_off[row]) * value_size<TYPE>;
     }
-    INLINE const uint8_t * next(int64_t n, float *) {
+    INLINE const uint8_t * next(int64_t n) {
         const uint8_t * values = at;
         at += n * value_size<TYPE>;
         return values;
-    }
-};
-template <int TYPE> struct quant_reader {
-    const uint8_t * at;   // the current group
-    int64_t         skip; // values of this group that have been read
-    INLINE void     start(const quant_bitmap_layout & w, int64_t row) {
-        const int64_t first = w.row_off[row];
-        at                  = w.values + first / 64 * group_size<TYPE>;
-        skip                = first % 64;
-    }
-    INLINE const uint8_t * next(int64_t n, float * buffer) {
-        const int64_t first = skip, last = skip + n;
-        for (int64_t i = first / 32 * 32; i < last; i += 32) { // the next call may dequantize a half again
-            simd::template dequantize<TYPE>(at + i / 64 * group_size<TYPE>, static_cast<int>(i / 32 % 2), buffer + i);
-        }
-        at += last / 64 * group_size<TYPE>;
-        skip = last % 64;
-        return reinterpret_cast<const uint8_t *>(buffer + first);
     }
 };
 // Reads coded values without converting them to floats: next() returns their position. Outliers are not included.
@@ -124,7 +87,7 @@ struct coded_reader {
         signs   = w.signs;
         highs   = w.highs;
     }
-    INLINE coded_values next(int64_t n, float *) {
+    INLINE coded_values next(int64_t n) {
         const coded_values values = { at, signs, highs, first, high };
         at += n;
         first += static_cast<uint64_t>(n);
@@ -138,26 +101,21 @@ INLINE void prefetch_bits(const coded_reader & values, const uint64_t * mask) {
     __builtin_prefetch(values.highs + values.first / 8 + 512);
 }
 template <typename R> INLINE void prefetch_bits(const R &, const uint64_t *) {}
-template <bool QUANT, bool CODED> struct bitmap_of {
-    template <int TYPE> using reader = plain_reader<TYPE>;
-    using layout                     = bitmap_layout;
+template <int TYPE> struct bitmap_of {
+    using reader = plain_reader<TYPE>;
+    using layout = bitmap_layout;
 };
-template <> struct bitmap_of<true, false> {
-    template <int TYPE> using reader = quant_reader<TYPE>;
-    using layout                     = quant_bitmap_layout;
+template <> struct bitmap_of<GGML_MACKO_TYPE_CODED> {
+    using reader = coded_reader;
+    using layout = coded_bitmap_layout;
 };
-template <> struct bitmap_of<false, true> {
-    template <int TYPE> using reader = coded_reader;
-    using layout                     = coded_bitmap_layout;
-};
-template <int TYPE> using reader    = typename bitmap_of<is_quant<TYPE>, is_coded<TYPE>>::template reader<TYPE>;
-template <int TYPE> using layout_of = typename bitmap_of<is_quant<TYPE>, is_coded<TYPE>>::layout;
-template <int TYPE, int N> constexpr int BUFFER = is_quant<TYPE> ? N + 64 + 32 + 64 : 1;
+template <int TYPE> using reader    = typename bitmap_of<TYPE>::reader;
+template <int TYPE> using layout_of = typename bitmap_of<TYPE>::layout;
 
 // Expands the next values to the STEP columns of part s of a mask word, and advances `at` past them.
 template <int TYPE, int STEP> INLINE void expand_next(const uint8_t *& at, uint64_t bits, int s, vec * w) {
     const auto part = simd::template table_part<STEP>(bits, s);
-    simd::template expand<PLAIN<TYPE>>(at, part, w);
+    simd::template expand<TYPE>(at, part, w);
     at += __builtin_popcount(part) * value_size<TYPE>;
 }
 template <int TYPE, int STEP, typename S = simd>
@@ -275,15 +233,6 @@ void prepare_panels(const layout_base & w, const mul_mat_params & p, int64_t col
             }
         }
     }
-}
-
-// The largest magnitude in x. Each thread computes it, which is faster than a barrier.
-template <typename S> float largest_of(const float * x, int64_t cols) {
-    vec most = simd::zero();
-    for (int64_t c = 0; c < cols; c += W) {
-        most = S::max_magnitude(most, load_x<GGML_MACKO_TYPE_F32>(x + c, cols - c, false));
-    }
-    return S::largest(most);
 }
 
 } // namespace

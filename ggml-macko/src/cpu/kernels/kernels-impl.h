@@ -19,16 +19,15 @@
 //
 //            One FMA per W columns and x. Limited by memory at n = 1; used for few x (decoding).
 //
-//   rows16   x[cols] of 16-bit numbers, n = 1. Weights stay packed, and x is compressed to match them.
+//   rows16   x[cols] of F16 or BF16, n = 1. Weights stay packed, and x is compressed to match them.
 //
 //                mask       1 0 0 1 1 0 1 0
 //                x          0 1 2 3 4 5 6 7      64 columns are in two registers
 //                compressed 0 3 4 6              acc += compressed * values
 //
-//            One FMA per W non-zeros, so it is faster than `rows` at low densities. Only where a simd has_rows16<TYPE>:
-//            it provides dot_gathered() (AVX-512 VBMI2, F16 and BF16), or compress(), which works on segments of
-//            rows_compressed<TYPE> rows, and dot_groups() and dot_floats(). With quantized weights, x are 16-bit
-//            integers, so products and their sums are exact.
+//            One FMA per W non-zeros, so it is faster than `rows` at low densities. Only where a simd has_rows16:
+//            it provides dot_gathered() (AVX-512 VBMI2), or compress(), which works on segments of rows_compressed
+//            rows, and dot_floats().
 //
 //   panels   float x[tile][cols][tokens of the tile]: the packed panels of a dense GEMM, for many x (prefill).
 //
@@ -45,8 +44,6 @@
 // (kernels-bundles-*.h). Their `panels` begin with lists for all rows of a group.
 //
 // `blocks` is a separate product for quantized matrices (kernels-quantized.h).
-//
-// Quantized weights in `rows` and `panels` are dequantized to floats half a group (32 values with one scale) at a time.
 #pragma once
 
 #include "cpu/kernels/kernels-bundles.h"
@@ -63,25 +60,17 @@ namespace {
 template <int TYPE>
 void prepare_type(const layout_base & w, const mul_mat_params & p, x_layout layout, int64_t col_begin,
                   int64_t col_end) {
-    if constexpr (simd::has_bundles && has_bundles(TYPE)) {
+    if constexpr (simd::has_bundles && is_16_bits<TYPE>) {
         if (layout == x_layout::planes) {
-            if constexpr (is_quant<TYPE>) {
-                return prepare_quant_bundles<TYPE, simd>(w, p, col_begin, col_end);
-            } else {
-                return prepare_bundles<TYPE, simd>(w, p, col_begin, col_end);
-            }
+            return prepare_bundles<TYPE, simd>(w, p, col_begin, col_end);
         }
     }
-    if constexpr (simd::has_rows16<TYPE>) {
+    if constexpr (simd::has_rows16 && is_16_bits<TYPE>) {
         if (layout == x_layout::rows16) {
-            if constexpr (is_quant<TYPE>) {
-                return prepare_integers<simd>(w, p, col_begin, col_end);
-            } else {
-                return prepare_rows16<TYPE, simd>(w, p, col_begin, col_end);
-            }
+            return prepare_rows16<TYPE, simd>(w, p, col_begin, col_end);
         }
     }
-    if constexpr (coded_kernels<simd> && !is_quant<TYPE>) {
+    if constexpr (coded_kernels<simd>) {
         if (layout == x_layout::coded) {
             return prepare_coded<TYPE, simd>(w, p, col_begin, col_end);
         }
@@ -93,20 +82,20 @@ void prepare_type(const layout_base & w, const mul_mat_params & p, x_layout layo
     }
 }
 
-void prepare(const layout_base & w, int32_t value_type, const mul_mat_params & p, x_layout layout, int ith, int nth) {
+void prepare(const layout_base & w, const mul_mat_params & p, x_layout layout, int ith, int nth) {
     const int64_t words = words_of(w.cols);
     const int64_t begin = words * ith / nth * 64;
     const int64_t end   = words * (ith + 1) / nth * 64;
     if (layout == x_layout::blocks) {
         return prepare_blocks(static_cast<const quantized_layout &>(w), p, begin, end);
     }
-    with_type(value_type, [&](auto type) { prepare_type<type.value>(w, p, layout, begin, end); });
+    with_dense_type(w.dense_type, [&](auto type) { prepare_type<type.value>(w, p, layout, begin, end); });
 }
 
 template <int TYPE>
 void multiply_type(const layout_of<TYPE> & w, const mul_mat_params & p, x_layout layout, int64_t row_begin,
                    int64_t row_end) {
-    if constexpr (simd::has_rows16<TYPE> && !is_coded<TYPE>) {
+    if constexpr (simd::has_rows16 && is_16_bits<TYPE>) {
         if (layout == x_layout::rows16) {
             return multiply_rows16<TYPE, simd>(w, p, row_begin, row_end);
         }
@@ -123,16 +112,11 @@ void multiply_bitmap(const bitmap_layout & w, const mul_mat_params & p, x_layout
     with_dense_type(w.dense_type, [&](auto type) { multiply_type<type.value>(w, p, layout, row_begin, row_end); });
 }
 
-void multiply_quant_bitmap(const quant_bitmap_layout & w, const mul_mat_params & p, x_layout layout, int64_t row_begin,
-                           int64_t row_end) {
-    with_quant_type(w.value_type, [&](auto type) { multiply_type<type.value>(w, p, layout, row_begin, row_end); });
-}
-
 template <typename S>
 void multiply_in_bundles(const bundles_layout & w, const mul_mat_params & p, x_layout layout, int64_t row_begin,
                          int64_t row_end) {
-    with_type(w.value_type, [&](auto type) {
-        if constexpr (has_bundles(type.value)) {
+    with_dense_type(w.dense_type, [&](auto type) {
+        if constexpr (is_16_bits<type.value>) {
             layout == x_layout::planes ? multiply_bundles<type.value, S>(w, p, row_begin, row_end)
                                        : multiply_bundle_panels<type.value, S>(w, p, row_begin, row_end);
         }
@@ -141,7 +125,7 @@ void multiply_in_bundles(const bundles_layout & w, const mul_mat_params & p, x_l
 
 // The functions of this set; those of layouts without kernels are null.
 template <typename S> constexpr multiply_fns multiply_of() {
-    multiply_fns all = { multiply_bitmap, multiply_quant_bitmap, nullptr, nullptr, multiply_quantized };
+    multiply_fns all = { multiply_bitmap, nullptr, nullptr, multiply_quantized };
     if constexpr (coded_kernels<S>) {
         all.coded_bitmap = multiply_type<GGML_MACKO_TYPE_CODED>;
     }

@@ -39,13 +39,12 @@ constexpr nibble_tables tables_of_nibbles = make_nibble_tables();
 struct neon : plain_mask_bits {
     using vec = float32x4_t;
 
-    static constexpr int                      width           = 4;
-    static constexpr int                      tile_vecs       = 8;
-    template <int TYPE> static constexpr int  step            = TYPE == GGML_MACKO_TYPE_F32 ? 4 : 8;
-    template <int TYPE> static constexpr bool has_rows16      = TYPE != GGML_MACKO_TYPE_F32;
-    template <int TYPE> static constexpr int  rows_compressed = 2;
-    template <int NX> static constexpr int    rows_per_pass   = 1;
-    static constexpr float                    X_OFFSET        = 0; // x of quantized weights are signed integers
+    static constexpr int                     width           = 4;
+    static constexpr int                     tile_vecs       = 8;
+    template <int TYPE> static constexpr int step            = TYPE == GGML_MACKO_TYPE_F32 ? 4 : 8;
+    static constexpr bool                    has_rows16      = true;
+    static constexpr int                     rows_compressed = 2;
+    template <int NX> static constexpr int   rows_per_pass   = 1;
 
     static constexpr int segment_nonzeros = 512; // same value and reasons as for AVX2
 
@@ -179,60 +178,8 @@ struct neon : plain_mask_bits {
         vst1q_u32(out, vaddw_u16(vdupq_n_u32(base), positions));
     }
 
-    // ---- quantized values ----
+    // ---- rows16: same arithmetic as AVX2 ----
 
-    // 16 of the 32 values of a group's half, as bytes; i = 0 or 1.
-    template <int TYPE> static int8x16_t quants(const uint8_t * group, int half, int i) {
-        const uint8_t * q = group + GROUP_SCALES_NBYTES;
-        if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
-            return vreinterpretq_s8_u8(vld1q_u8(q + 32 * half + 16 * i));
-        } else {
-            const uint8x16_t both = vld1q_u8(q + 16 * i);
-            const uint8x16_t low  = half ? vshrq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15));
-            if constexpr (TYPE == GGML_MACKO_TYPE_Q4_NL) {
-                return vqtbl1q_s8(vld1q_s8(Q4_NL_LEVELS[group[4 * half] & 1]), low);
-            } else if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
-                uint16_t fifth; // the fifth bits; below, each becomes a byte of zeros or ones
-                __builtin_memcpy(&fifth, q + 32 + 4 * half + 2 * i, sizeof(fifth));
-                const uint8x16_t bit = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201ull));
-                const uint8x16_t spread =
-                    vcombine_u8(vdup_n_u8(static_cast<uint8_t>(fifth)), vdup_n_u8(static_cast<uint8_t>(fifth >> 8)));
-                const uint8x16_t minus = vbicq_u8(vdupq_n_u8(16), vtstq_u8(spread, bit));
-                return vreinterpretq_s8_u8(vsubq_u8(low, minus));
-            } else {
-                return vsubq_s8(vreinterpretq_s8_u8(low), vdupq_n_s8(8));
-            }
-        }
-    }
-    template <int TYPE> static float scale_of(const uint8_t * group, int half) {
-        uint32_t bits;
-        __builtin_memcpy(&bits, group + 4 * half, sizeof(bits));
-        bits &= TYPE == GGML_MACKO_TYPE_Q4_NL ? ~1u : ~0u;
-        float d;
-        __builtin_memcpy(&d, &bits, sizeof(d));
-        return d;
-    }
-    // 32 values of a group as floats: the first (half = 0) or the last (half = 1).
-    template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
-        const float d = scale_of<TYPE>(group, half);
-        for (int i = 0; i < 2; i++) {
-            const int8x16_t q      = quants<TYPE>(group, half, i);
-            const int16x8_t two[2] = { vmovl_s8(vget_low_s8(q)), vmovl_high_s8(q) };
-            for (int k = 0; k < 2; k++, out += 8) {
-                vst1q_f32(out, vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(two[k]))), d));
-                vst1q_f32(out + 4, vmulq_n_f32(vcvtq_f32_s32(vmovl_high_s16(two[k])), d));
-            }
-        }
-    }
-
-    // ---- rows16: same arithmetic as kernels-compress-avx2.h ----
-
-    static vec   max_magnitude(vec most, vec v) { return vmaxq_f32(most, vabsq_f32(v)); }
-    static float largest(vec most) { return vmaxvq_f32(most); }
-    static void  store_integers(uint8_t * scratch, int64_t col, vec v, float inverse) {
-        const int32x4_t rounded = vcvtnq_s32_f32(vmulq_n_f32(v, inverse));
-        vst1_u8(scratch + 2 * col, vreinterpret_u8_s16(vqmovn_s32(rounded)));
-    }
     // v has TYPE's precision
     template <int TYPE> static void store16(uint8_t * dst, vec v) {
         if constexpr (TYPE == GGML_MACKO_TYPE_F16) {
@@ -241,22 +188,14 @@ struct neon : plain_mask_bits {
             vst1_u8(dst, vreinterpret_u8_u16(vshrn_n_u32(vreinterpretq_u32_f32(v), 16)));
         }
     }
-    template <int TYPE, int NR>
-    static void compress(const uint64_t * mask, int64_t stride, int64_t words, const uint8_t * x, bool,
-                         int64_t (&n)[NR], compressed_x * out) {
-        constexpr bool quant = is_quant_type(TYPE);
-        constexpr int  zeros = quant ? 8 : 2; // vectors of zeros after the last x, and in front of a group
-        const auto     clear = [](uint8_t * at) __attribute__((always_inline)) {
-            for (int i = 0; i < zeros; i++) {
-                vst1q_u8(at + 16 * i, vdupq_n_u8(0));
-            }
-        };
+    // Compresses the x of the non-zeros of some mask words of NR rows, whose masks are `stride` words apart. Writes
+    // them, zeros up to a multiple of 16 numbers, and their number to n[r].
+    template <int NR>
+    static void compress(const uint64_t * mask, int64_t stride, int64_t words, const uint8_t * x, int64_t (&n)[NR],
+                         compressed_x * out) {
         uint8_t * to[NR];
         for (int r = 0; r < NR; r++) {
-            if (quant) {
-                clear(out[r].bytes);
-            }
-            to[r] = out[r].bytes + 2 * n[r];
+            to[r] = out[r].bytes;
         }
         for (int64_t word = 0; word < words; word++, x += 128) {
             uint64_t bits[NR], counts[NR];
@@ -278,31 +217,9 @@ struct neon : plain_mask_bits {
         }
         for (int r = 0; r < NR; r++) {
             n[r] = (to[r] - out[r].bytes) / 2;
-            clear(to[r]);
+            vst1q_u8(to[r], vdupq_n_u8(0));
+            vst1q_u8(to[r] + 16, vdupq_n_u8(0));
         }
-    }
-    // Sum of d * q * x over the groups of n x. A lane has the sum of eight products of each half of a group, which a
-    // float represents up to its last bit: 8 * 128 * 32767 < 2^25.
-    template <int TYPE> static float dot_groups(const uint8_t * group, int64_t n, const compressed_x & compressed) {
-        constexpr int   group_nbytes = quant_group_nbytes(TYPE);
-        const uint8_t * x            = compressed.bytes;
-        vec             total[2]     = { zero(), zero() };
-        for (int64_t i = 0; i < n; i += 64, group += group_nbytes) {
-            for (int half = 0; half < 2; half++) {
-                int32x4_t sums = vdupq_n_s32(0);
-                for (int k = 0; k < 2; k++, x += 32) {
-                    const int8x16_t q      = quants<TYPE>(group, half, k);
-                    const int16x8_t two[2] = { vmovl_s8(vget_low_s8(q)), vmovl_high_s8(q) };
-                    for (int j = 0; j < 2; j++) {
-                        const int16x8_t xs = vreinterpretq_s16_u8(vld1q_u8(x + 16 * j));
-                        sums               = vmlal_s16(sums, vget_low_s16(two[j]), vget_low_s16(xs));
-                        sums               = vmlal_high_s16(sums, two[j], xs);
-                    }
-                }
-                total[half] = vfmaq_n_f32(total[half], vcvtq_f32_s32(sums), scale_of<TYPE>(group, half));
-            }
-        }
-        return sum(add(total[0], total[1]));
     }
     // Adds w * x of eight 16-bit numbers to two sums.
     template <int TYPE> static void add_products(uint16x8_t w, uint16x8_t x, vec * sum) {
@@ -333,7 +250,7 @@ struct neon : plain_mask_bits {
 };
 
 // Instruction counts of the inner loops, because no such CPU was available for measurements.
-constexpr kernel_costs NEON_COSTS = { true, 1.0f, 4, 0.6f, 0.25f, 0.5f, 0.6f, 0.5f };
+constexpr kernel_costs NEON_COSTS = { 1.0f, 4, 0.6f, 0.25f, 0.5f, 0.6f, 0.5f };
 
 } // namespace
 } // namespace macko::cpu

@@ -14,7 +14,7 @@ struct nonzero_list {                         // the non-zeros of a row in a chu
 // Writes the next n values as weights, and up to W - 1 more after them.
 template <int TYPE> INLINE void store_weights(const uint8_t * at, int n, float * weights) {
     for (int i = 0; i < n; i += W) {
-        simd::store(weights + i, simd::template load_values<PLAIN<TYPE>>(at + i * value_size<TYPE>));
+        simd::store(weights + i, simd::template load_values<TYPE>(at + i * value_size<TYPE>));
     }
 }
 template <int TYPE, typename S = simd> INLINE void store_weights(coded_values at, int n, float * weights) {
@@ -40,9 +40,8 @@ INLINE int add_outliers(const coded_bitmap_layout & w, int64_t row, int64_t begi
 template <int TYPE>
 INLINE int decode_chunk(const layout_of<TYPE> & w, int64_t row, int64_t first_word, int n_words, int multiple,
                         reader<TYPE> & values, nonzero_list & list) {
-    const uint64_t *  mask = w.masks + row * words_of(w.cols) + first_word;
-    alignas(64) float buffer[BUFFER<TYPE, MAX_CHUNK>];
-    int               n = 0;
+    const uint64_t * mask = w.masks + row * words_of(w.cols) + first_word;
+    int              n    = 0;
     for (int word = 0; word < n_words; word++) {
         const uint64_t bits = mask[word];
         for (int s = 0; s < 64 / W; s++) {
@@ -51,7 +50,7 @@ INLINE int decode_chunk(const layout_of<TYPE> & w, int64_t row, int64_t first_wo
             n += __builtin_popcount(part);
         }
     }
-    store_weights<TYPE>(values.next(n, buffer), n, list.weight);
+    store_weights<TYPE>(values.next(n), n, list.weight);
     if constexpr (is_coded<TYPE>) {
         n = add_outliers(w, row, first_word * 64, (first_word + n_words) * 64, values, list, n);
     }

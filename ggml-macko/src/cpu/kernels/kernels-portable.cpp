@@ -9,11 +9,11 @@ namespace {
 struct simd : plain_mask_bits {
     typedef float vec __attribute__((vector_size(16)));
 
-    static constexpr int                      width         = 4;
-    static constexpr int                      tile_vecs     = 8;
-    template <int TYPE> static constexpr int  step          = 8; // columns per call of expand()
-    template <int TYPE> static constexpr bool has_rows16    = false;
-    template <int NX> static constexpr int    rows_per_pass = 1;
+    static constexpr int                     width         = 4;
+    static constexpr int                     tile_vecs     = 8;
+    template <int TYPE> static constexpr int step          = 8; // columns per call of expand()
+    static constexpr bool                    has_rows16    = false;
+    template <int NX> static constexpr int   rows_per_pass = 1;
 
     static vec zero() { return vec{ 0, 0, 0, 0 }; }
     static vec set1(float a) { return vec{ a, a, a, a }; }
@@ -101,25 +101,6 @@ struct simd : plain_mask_bits {
         }
         return float_of(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13);
     }
-    // 32 values of a group, the first (half = 0) or the last (half = 1), as floats
-    template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
-        const uint8_t * q = group + GROUP_SCALES_NBYTES;
-        uint32_t        bits;
-        __builtin_memcpy(&bits, group + 4 * half, sizeof(bits));
-        const float d = float_of(TYPE == GGML_MACKO_TYPE_Q4_NL ? bits & ~1u : bits);
-        for (int i = 0; i < 32; i++) {
-            const int low = (q[i] >> (4 * half)) & 15;
-            if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
-                out[i] = d * static_cast<float>(static_cast<int8_t>(q[32 * half + i]));
-            } else if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
-                out[i] = d * static_cast<float>(low - ((q[32 + 4 * half + i / 8] >> (i % 8)) & 1 ? 0 : 16));
-            } else if constexpr (TYPE == GGML_MACKO_TYPE_Q4_NL) {
-                out[i] = d * static_cast<float>(Q4_NL_LEVELS[bits & 1][low]);
-            } else {
-                out[i] = d * static_cast<float>(low - 8);
-            }
-        }
-    }
     template <int TYPE> static vec load_values(const uint8_t * p) {
         constexpr int size = TYPE == GGML_MACKO_TYPE_F32 ? 4 : 2;
         return vec{ value<TYPE>(p), value<TYPE>(p + size), value<TYPE>(p + 2 * size), value<TYPE>(p + 3 * size) };
@@ -189,6 +170,6 @@ struct simd : plain_mask_bits {
 #include "cpu/kernels/row-ops-impl.h"
 
 const macko::cpu::kernel_set macko::cpu::kernels_portable = {
-    "portable",          prepare, macko::cpu::MULTIPLY, add_columns, { false, 0.0f, 4, 3.5f, 0.1f, 1.7f, 4.0f, 0.25f },
+    "portable",          prepare, macko::cpu::MULTIPLY, add_columns, { 0.0f, 4, 3.5f, 0.1f, 1.7f, 4.0f, 0.25f },
     macko::cpu::ROW_OPS, {}
 };

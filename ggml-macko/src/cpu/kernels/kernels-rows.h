@@ -13,21 +13,17 @@ template <int TYPE, // type of the values
           int NR    // number of rows for each vector of x
           >
 void dot_rows(const layout_of<TYPE> & matrix, const mul_mat_params & p, int64_t row, int64_t first_x) {
-    constexpr int STEP = simd::step<PLAIN<TYPE>>;
+    constexpr int STEP = simd::step<TYPE>;
     constexpr int VECS = STEP / W;
     constexpr int ACCS = NX == 1 ? 4 : NX <= 4 ? 2 : 1; // independent sums per row and x, to hide the latency of an FMA
-    // Number of words whose values are dequantized before the first one is used: a load that covers several recent
-    // stores waits until these have reached the cache.
-    constexpr int SEGMENT = is_quant<TYPE> ? 8 : 1;
 
     const int64_t words  = words_of(matrix.cols);
     const int64_t padded = words * 64;
     const float * x      = static_cast<const float *>(p.scratch) + first_x * padded;
 
-    const uint64_t *  mask[NR];
-    reader<TYPE>      values[NR];
-    alignas(64) float buffer[NR][BUFFER<TYPE, SEGMENT * 64>];
-    vec               acc[NR][NX][ACCS];
+    const uint64_t * mask[NR];
+    reader<TYPE>     values[NR];
+    vec              acc[NR][NX][ACCS];
     for (int r = 0; r < NR; r++) {
         mask[r] = matrix.masks + (row + r) * words;
         values[r].start(matrix, row + r);
@@ -37,50 +33,42 @@ void dot_rows(const layout_of<TYPE> & matrix, const mul_mat_params & p, int64_t 
             }
         }
     }
-    for (int64_t segment = 0; segment < words; segment += SEGMENT) {
-        const int64_t                        n_words = SEGMENT == 1 ? 1 : smaller(SEGMENT, words - segment);
-        uint64_t                             any     = 0;
-        decltype(values[0].next(0, nullptr)) at[NR];
+    for (int64_t word = 0; word < words; word++, x += 64) {
+        uint64_t                    any = 0;
+        decltype(values[0].next(0)) at[NR];
 #pragma GCC unroll 4
         for (int r = 0; r < NR; r++) {
-            int64_t n = 0;
-            for (int64_t word = 0; word < n_words; word++) {
-                n += __builtin_popcountll(mask[r][segment + word]);
-                any |= mask[r][segment + word];
-            }
+            any |= mask[r][word];
             __builtin_prefetch(values[r].at + PREFETCH);
-            if (is_coded<TYPE> && segment % 8 == 0) { // one cache line of the mask; the bits of its values are fewer
-                prefetch_bits(values[r], mask[r] + segment);
+            if (is_coded<TYPE> && word % 8 == 0) { // one cache line of the mask; the bits of its values are fewer
+                prefetch_bits(values[r], mask[r] + word);
             }
-            at[r] = values[r].next(n, buffer[r]);
+            at[r] = values[r].next(__builtin_popcountll(mask[r][word]));
         }
         if (!any) {
-            x += 64 * n_words;
             continue;
         }
-        for (int64_t word = segment; word < segment + n_words; word++, x += 64) {
-            uint64_t bits[NR];
+        uint64_t bits[NR];
+#pragma GCC unroll 4
+        for (int r = 0; r < NR; r++) {
+            bits[r] = simd::table_bits(mask[r][word]);
+        }
+#pragma GCC unroll 16
+        for (int s = 0; s < 64 / STEP; s++) {
+            vec w[NR][VECS];
 #pragma GCC unroll 4
             for (int r = 0; r < NR; r++) {
-                bits[r] = simd::table_bits(mask[r][word]);
+                expand_next<TYPE, STEP>(at[r], bits[r], s, w[r]);
             }
-#pragma GCC unroll 16
-            for (int s = 0; s < 64 / STEP; s++) {
-                vec w[NR][VECS];
-#pragma GCC unroll 4
-                for (int r = 0; r < NR; r++) {
-                    expand_next<TYPE, STEP>(at[r], bits[r], s, w[r]);
-                }
 #pragma GCC unroll 8
-                for (int v = 0; v < VECS; v++) {
+            for (int v = 0; v < VECS; v++) {
 #pragma GCC unroll 8
-                    for (int i = 0; i < NX; i++) {
-                        const vec xv = simd::load(x + i * padded + s * STEP + v * W);
+                for (int i = 0; i < NX; i++) {
+                    const vec xv = simd::load(x + i * padded + s * STEP + v * W);
 #pragma GCC unroll 4
-                        for (int r = 0; r < NR; r++) {
-                            vec & sum = acc[r][i][(s * VECS + v) % ACCS];
-                            sum       = simd::fma(w[r][v], xv, sum);
-                        }
+                    for (int r = 0; r < NR; r++) {
+                        vec & sum = acc[r][i][(s * VECS + v) % ACCS];
+                        sum       = simd::fma(w[r][v], xv, sum);
                     }
                 }
             }

@@ -16,11 +16,9 @@ struct mul_mat_params {
     int64_t               n; // number of x
     const float * const * x; // n pointers to as many floats as w has columns
     float * const *       y; // n pointers to row_end - row_begin floats, all written
-    // Rounds x to the value type first (F16, BF16), as ggml-cpu does with dense weights. With quantized weights and few
-    // x, each x may be rounded to multiples of max |x| / 32767, or max |x| / 32512 for matrices in bundles. This is
-    // finer than ggml's 8 bits per 32 columns. With a matrix of the format `quantized`, x become integers with a scale
-    // for each 64 columns (32 if its windows have 32 columns): of about 16 bits, or of 8 bits for more than 4 x if the
-    // set multiplies bytes. Without round_x, they have 23 bits.
+    // Rounds x to the value type first (F16, BF16), as ggml-cpu does with dense weights. With a matrix of the format
+    // `quantized`, x become integers with a scale for each 64 columns (32 if its windows have 32 columns): of about 16
+    // bits, or of 8 bits for more than 4 x if the set multiplies bytes. Without round_x, they have 23 bits.
     bool   round_x;
     void * scratch; // mul_mat_scratch_nbytes(columns of w, n) bytes, aligned to 64
     // barrier of the calling team; null: the threads are those of an OpenMP parallel region

@@ -111,7 +111,7 @@ inline __m256i as_16_bits(__m256i a, __m256i b) { return _mm256_permute4x64_epi6
 constexpr int SECOND_STEP = bundle_value_at(1, 0), SECOND_HALF = bundle_value_at(0, 8);
 
 int write_vectors(const int32_t * entries, const int32_t * first, int32_t end, span_vector * out) {
-    alignas(32) int32_t at[SPAN_PIECES];
+    alignas(32) int32_t at[STEP_SLOTS];
     __m256i             at0 = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(first));
     __m256i             at1 = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(first + 8));
     __m256i             e0 = eight_entries(entries, first), e1 = eight_entries(entries, first + 8);

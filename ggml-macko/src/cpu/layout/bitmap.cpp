@@ -1,4 +1,4 @@
-// Packs matrices as BITMAP, QUANT_BITMAP and CODED_BITMAP.
+// Packs matrices as BITMAP and CODED_BITMAP.
 #include "cpu/layout/bitmap.h"
 #include "codec/team.h"
 
@@ -90,69 +90,9 @@ void bitmap_pack(const macko_view & view, int64_t first_value, const bitmap_layo
     }
 }
 
-// ---- groups of quantized values ----
-
-// Stores block `half` of a group; nullptr means a block of zeros, for an odd number of blocks.
-static void put_block(const uint8_t * block, int32_t type, int half, uint8_t * group) {
-    uint8_t *      q                          = group + GROUP_SCALES_NBYTES;
-    const uint32_t d                          = block ? bits_of_float(float_of_f16(quant_scale_bits(block))) : 0;
-    reinterpret_cast<uint32_t *>(group)[half] = block && type == GGML_MACKO_TYPE_Q4_NL ? d | (block[0] & 1) : d;
-    if (type == GGML_MACKO_TYPE_Q8_0) {
-        for (int64_t i = 0; i < QUANT_BLOCK; i++) {
-            q[half * QUANT_BLOCK + i] = block ? block[2 + i] : 0;
-        }
-        return;
-    }
-    const uint8_t * nibbles = block ? block + quant_block_nbytes(type) - 16 : nullptr;
-    for (int64_t i = 0; i < 16; i++) {
-        const unsigned both = nibbles ? nibbles[i] : 0;
-        q[i]                = static_cast<uint8_t>(half ? q[i] | (both & 15) << 4 : both & 15);
-        q[i + 16]           = static_cast<uint8_t>(half ? q[i + 16] | (both & 0xf0) : both >> 4);
-    }
-    for (int64_t i = 0; type == GGML_MACKO_TYPE_Q5_0 && i < 4; i++) {
-        q[32 + half * 4 + i] = block ? block[2 + i] : 0;
-    }
-}
-
-static void pack_groups(const packed_arrays & a, int n_threads, uint8_t * values) {
-    const int32_t type     = a.desc.value_type;
-    const int64_t n_blocks = a.n_values / QUANT_BLOCK, nbytes = quant_block_nbytes(type),
-                  n        = n_quant_groups(a.desc.dense);
-    const uint8_t * blocks = static_cast<const uint8_t *>(a.values);
-    parallel_ranges(n_threads, n, [&](int64_t begin, int64_t end) {
-        for (int64_t g = begin; g < end; g++) {
-            for (int half = 0; half < 2; half++) {
-                const int64_t block = 2 * g + half;
-                put_block(block < n_blocks ? blocks + block * nbytes : nullptr, type, half,
-                          values + g * quant_group_nbytes(type));
-            }
-        }
-    });
-}
-
-template <int32_t TYPE> static int sum_of_values(const uint8_t * block, int64_t first, int64_t last) {
-    int q = 0;
-    for (int64_t i = first; i < last; i++) {
-        q += quant_at(block, TYPE, i);
-    }
-    return q;
-}
-
-template <int32_t TYPE> static double sum_of_row(const packed_arrays & a, int64_t row) {
-    const uint8_t * blocks = static_cast<const uint8_t *>(a.values);
-    double          sum    = 0;
-    for (int64_t k = a.row_ptr[row], end = a.row_ptr[row + 1]; k < end;) {
-        const uint8_t * block = blocks + k / QUANT_BLOCK * quant_block_nbytes(TYPE);
-        const int64_t   first = k % QUANT_BLOCK, n = std::min(end - k, QUANT_BLOCK - first);
-        const int       q = n == QUANT_BLOCK ? sum_of_values<TYPE>(block, 0, QUANT_BLOCK) // vector instructions
-                                             : sum_of_values<TYPE>(block, first, first + n);
-        sum += static_cast<double>(float_of_f16(quant_scale_bits(block))) * q;
-        k += n;
-    }
-    return sum;
-}
-
 // ---- coded values ----
+
+constexpr int64_t CODED_BLOCK = 32; // values of a coded_block_view
 
 // Appends the coded values of a row to a bitmap.
 struct coded_writer {
@@ -183,11 +123,11 @@ struct coded_writer {
         const uint32_t highs_of = odd ? b.code[1] & b.code[0] : b.code[1];
         const uint8_t  flip     = odd ? 0x80 : 0;
         if (places == ~uint32_t(0)) {
-            for (int i = 0; i < QUANT_BLOCK; i++) {
+            for (int i = 0; i < CODED_BLOCK; i++) {
                 values[i] = b.bytes[i] ^ flip;
             }
-            values += QUANT_BLOCK;
-            put_bits(b.sign, highs_of, QUANT_BLOCK);
+            values += CODED_BLOCK;
+            put_bits(b.sign, highs_of, CODED_BLOCK);
             return;
         }
         for (; places; places &= places - 1) {
@@ -202,8 +142,8 @@ struct coded_writer {
 // Calls f(block, its first value, places) for the blocks of values begin ... end - 1; places: mask of these values.
 template <typename F> static void for_each_block(int64_t begin, int64_t end, F && f) {
     for (int64_t k = begin; k < end;) {
-        const int64_t block = k / QUANT_BLOCK, first = k % QUANT_BLOCK, n = std::min(QUANT_BLOCK - first, end - k);
-        f(block, block * QUANT_BLOCK, static_cast<uint32_t>(((uint64_t(1) << n) - 1) << first));
+        const int64_t block = k / CODED_BLOCK, first = k % CODED_BLOCK, n = std::min(CODED_BLOCK - first, end - k);
+        f(block, block * CODED_BLOCK, static_cast<uint32_t>(((uint64_t(1) << n) - 1) << first));
         k += n;
     }
 }
@@ -299,39 +239,14 @@ static void pack_masks(const packed_view & view, int n_threads, const masked_lay
     });
 }
 
-void pack_row_sums(const packed_arrays & a, int n_threads, float * row_sums) {
-    const int32_t type   = a.desc.value_type;
-    const auto    sum_of = type == GGML_MACKO_TYPE_Q8_0   ? sum_of_row<GGML_MACKO_TYPE_Q8_0>
-                           : type == GGML_MACKO_TYPE_Q5_0 ? sum_of_row<GGML_MACKO_TYPE_Q5_0>
-                           : type == GGML_MACKO_TYPE_Q4_0 ? sum_of_row<GGML_MACKO_TYPE_Q4_0>
-                                                          : sum_of_row<GGML_MACKO_TYPE_Q4_NL>;
-    parallel_ranges(n_threads, a.desc.dense.rows, [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; r++) {
-            row_sums[r] = static_cast<float>(sum_of(a, r));
-        }
-    });
-}
-
-static void pack_row_off(const packed_arrays & a, uint32_t * row_off) {
-    std::copy(a.row_ptr, a.row_ptr + a.n_row_ptr, row_off);
-}
-
 void bitmap_pack(const packed_view & view, int n_threads, const bitmap_layout & dst) {
     const int64_t nnz = view.desc().nnz, nbytes = value_nbytes(dst.dense_type);
-    pack_row_off(view.arrays(), dst.row_off);
+    std::copy(view.arrays().row_ptr, view.arrays().row_ptr + view.arrays().n_row_ptr, dst.row_off);
     pack_masks(view, n_threads, dst);
     parallel_ranges(n_threads, nnz, [&](int64_t begin, int64_t end) {
         view.copy_values(begin, end - begin, dst.values + begin * nbytes);
     });
     memset(dst.values + nnz * nbytes, 0, VALUES_SLACK);
-}
-
-void bitmap_pack(const packed_view & view, int n_threads, const quant_bitmap_layout & dst) {
-    pack_row_off(view.arrays(), dst.row_off);
-    pack_row_sums(view.arrays(), n_threads, dst.row_sums);
-    pack_masks(view, n_threads, dst);
-    pack_groups(view.arrays(), n_threads, dst.values);
-    memset(dst.values + n_quant_groups(view.desc()) * quant_group_nbytes(dst.value_type), 0, VALUES_SLACK);
 }
 
 void bitmap_pack(const packed_view & view, int n_threads, const coded_bitmap_layout & dst) {

@@ -1,4 +1,4 @@
-// Packs matrices as BITMAP, QUANT_BITMAP and CODED_BITMAP (layouts.h).
+// Packs matrices as BITMAP and CODED_BITMAP (layouts.h).
 #pragma once
 
 #include "cpu/layout/layouts.h"
@@ -10,9 +10,6 @@ namespace macko::cpu {
 // slack.
 void bitmap_pack(const macko_view & view, int64_t first_value, const bitmap_layout & dst);
 void bitmap_pack(const packed_view & view, int n_threads, const bitmap_layout & dst);
-void bitmap_pack(const packed_view & view, int n_threads, const quant_bitmap_layout & dst);
 void bitmap_pack(const packed_view & view, int n_threads, const coded_bitmap_layout & dst);
-// Writes the sum of d * q over each row.
-void pack_row_sums(const packed_arrays & a, int n_threads, float * row_sums);
 
 } // namespace macko::cpu

@@ -4,18 +4,12 @@
 
 namespace macko::cpu {
 
-cpu_shape bitmap_instead_of(const bundles_shape & shape) {
-    return is_quant_type(shape.value_type) ? cpu_shape(quant_bitmap_shape{ shape.value_type }) : bitmap_shape{};
-}
-
-cpu_shape shape_with(const macko_desc & desc, int32_t value_type, bool bundles) {
-    const bundles_shape shape = { value_type };
-    return bundles && bundles_nbytes(desc, value_type) > 0 ? shape : bitmap_instead_of(shape);
+cpu_shape shape_with(const macko_desc & desc, bool bundles) {
+    return bundles && bundles_nbytes(desc) > 0 ? cpu_shape(bundles_shape{}) : bitmap_shape{};
 }
 
 cpu_plan plan_with(const macko_desc & desc, const cpu_shape & shape, const char * reason) {
-    const auto *  bundles = std::get_if<bundles_shape>(&shape);
-    const int64_t least   = bundles ? layout_nbytes(desc, bitmap_instead_of(*bundles)) : 0;
+    const int64_t least = std::holds_alternative<bundles_shape>(shape) ? layout_nbytes(desc, bitmap_shape{}) : 0;
     return { desc, shape, std::max(layout_nbytes(desc, shape), least), reason };
 }
 
@@ -29,29 +23,18 @@ cpu_plan choose_cpu_layout(const layout_traits & kernels, const macko_desc & des
         return plan_with(desc, quantized_shape{ bits, window, values_nbytes },
                          "codes with scales for windows of columns, as in the file");
     }
-    const bool    quantized = is_quant_type(value_type);
-    const int32_t type      = quantized ? value_type : desc.type; // of the values if they do not stay coded
-    const auto    plan      = [&](bool bundles, const char * reason) {
-        const cpu_shape shape = shape_with(desc, type, bundles);
-        return plan_with(desc, shape,
-                         bundles && !std::holds_alternative<bundles_shape>(shape)
-                                     ? "too few non-zeros or too many columns for bundles"
-                                     : reason);
-    };
-    if (quantized) {
-        return plan(kernels.quant_bundles, kernels.quant_bundles
-                                               ? "quantized values, which these kernels multiply faster in bundles"
-                                               : "quantized values, which these kernels multiply from a bitmap");
-    }
-    const double   elements = static_cast<double>(desc.rows) * static_cast<double>(desc.cols);
-    const auto     nnz      = static_cast<double>(desc.nnz);
-    const float    below    = desc.cols <= SHORT_ROW ? kernels.short_bundles_below : kernels.bundles_below;
-    const bool     sparse   = round_x && nnz < elements * static_cast<double>(below);
-    const cpu_plan expanded =
-        plan(sparse && has_bundles(type), !has_bundles(type) ? "values of 32 bits"
-                                          : sparse ? "few non-zeros, which these kernels multiply faster in bundles"
+    const double    elements = static_cast<double>(desc.rows) * static_cast<double>(desc.cols);
+    const auto      nnz      = static_cast<double>(desc.nnz);
+    const float     below    = desc.cols <= SHORT_ROW ? kernels.short_bundles_below : kernels.bundles_below;
+    const bool      wanted   = round_x && has_bundles(desc.type) && nnz < elements * static_cast<double>(below);
+    const cpu_shape shape    = shape_with(desc, wanted);
+    const bool      bundles  = std::holds_alternative<bundles_shape>(shape);
+    const cpu_plan  expanded = plan_with(desc, shape,
+                                        !has_bundles(desc.type) ? "values of 32 bits"
+                                         : bundles ? "few non-zeros, which these kernels multiply faster in bundles"
+                                         : wanted  ? "too few non-zeros or too many columns for bundles"
                                                    : "non-zeros that these kernels multiply as fast from a bitmap");
-    const int64_t outliers =
+    const int64_t   outliers =
         value_type == GGML_MACKO_TYPE_CODED ? max_short_outliers(desc.nnz, desc.type, values_nbytes) : -1;
     const bool faster = kernels.coded &&
                         (nnz >= elements * static_cast<double>(kernels.coded_from) || desc.type == GGML_MACKO_TYPE_F32);

@@ -62,7 +62,7 @@ template <typename T, typename F> void for_each_word(const source_rows & from, i
         for (int64_t part = begin; part < end; part++) {
             const int64_t matrix = part / parts, row = part % parts * BUNDLE_ROWS;
             const int64_t last = std::min(row + BUNDLE_ROWS, rows);
-            densify(from.w, w.dense_type, matrix * rows + row, matrix * rows + last, dense.data(), from.expand_row);
+            densify(from.w, matrix * rows + row, matrix * rows + last, dense.data(), from.expand_row);
             for (int64_t r = row; r < last; r += WORD) {
                 f(matrix, r / WORD, std::min(WORD, last - r), dense.data() + (r - row) * w.cols);
             }

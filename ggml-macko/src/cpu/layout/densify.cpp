@@ -7,21 +7,6 @@ namespace macko::cpu {
 
 namespace {
 
-// Value k of the matrix, as bits of the dense type.
-template <typename T> T group_value(const quant_bitmap_layout & m, int64_t k, int32_t dense_type) {
-    const int64_t   i = k % QUANT_GROUP, half = i / QUANT_BLOCK;
-    const uint8_t * group  = m.values + k / QUANT_GROUP * quant_group_nbytes(m.value_type);
-    const uint8_t * q      = group + GROUP_SCALES_NBYTES;
-    const uint32_t  d      = reinterpret_cast<const uint32_t *>(group)[half];
-    const int32_t   type   = m.value_type;
-    const int       nibble = type == GGML_MACKO_TYPE_Q8_0 ? 0 : (q[i % QUANT_BLOCK] >> (4 * half)) & 15;
-    const int       value  = type == GGML_MACKO_TYPE_Q8_0    ? static_cast<int8_t>(q[i])
-                             : type == GGML_MACKO_TYPE_Q4_NL ? Q4_NL_LEVELS[d & 1][nibble]
-                             : type == GGML_MACKO_TYPE_Q4_0  ? nibble - 8
-                                                             : nibble + ((q[32 + i / 8] >> (i % 8)) & 1) * 16 - 16;
-    return dense_of_quant<T>(float_of_bits(d & ~1u), value, dense_type);
-}
-
 // Value k of the matrix as a float (exact).
 float coded_value(const coded_bitmap_layout & m, int64_t k) {
     const auto bit = [k](const uint8_t * bits) { return static_cast<uint32_t>(bits[k / 8] >> (k % 8)) & 1; };
@@ -51,7 +36,6 @@ template <typename T, typename F> void for_each_value(const masked_layout & m, i
 }
 
 template <typename T> struct densifier {
-    int32_t       dense_type;
     int64_t       row_begin, row_end;
     T *           dense; // zeros
     expand_row_fn expand_row;
@@ -73,14 +57,11 @@ template <typename T> struct densifier {
         }
         rows(m, [&](int64_t k) { return reinterpret_cast<const T *>(m.values)[k]; });
     }
-    void operator()(const quant_bitmap_layout & m) const {
-        rows(m, [&](int64_t k) { return group_value<T>(m, k, dense_type); });
-    }
     void operator()(const coded_bitmap_layout & m) const {
-        rows(m, [&](int64_t k) { return dense_of_float<T>(coded_value(m, k), dense_type); });
+        rows(m, [&](int64_t k) { return dense_of_float<T>(coded_value(m, k), m.dense_type); });
         for (int64_t r = row_begin; r < row_end; r++) {
             for (int64_t i = m.outlier_off[r]; i < m.outlier_off[r + 1]; i++) {
-                dense[(r - row_begin) * m.cols + m.outlier_cols[i]] = dense_of_float<T>(m.outliers[i], dense_type);
+                dense[(r - row_begin) * m.cols + m.outlier_cols[i]] = dense_of_float<T>(m.outliers[i], m.dense_type);
             }
         }
     }
@@ -92,13 +73,11 @@ template <typename T> struct densifier {
     }
     void operator()(const bundles_layout & m) const {
         for (int64_t group = row_begin / BUNDLE_ROWS; group * BUNDLE_ROWS < row_end; group++) {
-            for_each_in_group(m.bundles + m.group_off[group], m.bundles + m.group_off[group + 1], m.value_type,
-                              [&](int row, int64_t col, float d, int value) {
+            for_each_in_group(m.bundles + m.group_off[group], m.bundles + m.group_off[group + 1],
+                              [&](int row, int64_t col, uint16_t value) {
                                   const int64_t r = group * BUNDLE_ROWS + row;
                                   if (r >= row_begin && r < row_end) {
-                                      dense[(r - row_begin) * m.cols + col] =
-                                          is_quant_type(m.value_type) ? dense_of_quant<T>(d, value, dense_type)
-                                                                      : static_cast<T>(value);
+                                      dense[(r - row_begin) * m.cols + col] = value;
                                   }
                               });
         }
@@ -107,18 +86,16 @@ template <typename T> struct densifier {
 
 } // namespace
 
-void densify(const cpu_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, void * dense,
-             expand_row_fn expand_row) {
+void densify(const cpu_matrix & m, int64_t row_begin, int64_t row_end, void * dense, expand_row_fn expand_row) {
     const bool    is_bitmap = std::holds_alternative<bitmap_layout>(m);
-    const int64_t n         = (row_end - row_begin) * base_of(m).cols;
-    if (!is_bitmap || !expand_row || value_nbytes(dense_type) == 4) { // expand_row writes zeros, too
-        memset(dense, 0, static_cast<size_t>(n * value_nbytes(dense_type)));
+    const int64_t size = value_nbytes(base_of(m).dense_type), n = (row_end - row_begin) * base_of(m).cols;
+    if (!is_bitmap || !expand_row || size == 4) { // expand_row writes zeros, too
+        memset(dense, 0, static_cast<size_t>(n * size));
     }
-    if (value_nbytes(dense_type) == 4) {
-        std::visit(densifier<uint32_t>{ dense_type, row_begin, row_end, static_cast<uint32_t *>(dense), nullptr }, m);
+    if (size == 4) {
+        std::visit(densifier<uint32_t>{ row_begin, row_end, static_cast<uint32_t *>(dense), nullptr }, m);
     } else {
-        std::visit(densifier<uint16_t>{ dense_type, row_begin, row_end, static_cast<uint16_t *>(dense), expand_row },
-                   m);
+        std::visit(densifier<uint16_t>{ row_begin, row_end, static_cast<uint16_t *>(dense), expand_row }, m);
     }
 }
 

@@ -1,4 +1,4 @@
-// Collects finished groups from the packers of bundles (bundles.h).
+// Collects finished groups from the packer of bundles (bundles.h).
 #pragma once
 
 #include "cpu/layout/layouts.h"
@@ -47,11 +47,6 @@ public:
         const std::lock_guard<std::mutex> lock(mutex_);
         return has_room();
     }
-    // Records that a group cannot be in bundles.
-    void refuse() {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        refused_ = true;
-    }
     // Returns memory for a group.
     group_bytes take() {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -87,15 +82,14 @@ public:
     }
 
 private:
-    bool has_room() const { return !refused_ && total_ <= static_cast<uint64_t>(w_.bundles_nbytes); }
+    bool has_room() const { return total_ <= static_cast<uint64_t>(w_.bundles_nbytes); }
 
     const bundles_layout           w_;
     std::mutex                     mutex_;
     std::map<int64_t, group_bytes> waiting_;
     std::vector<group_bytes>       spare_;
-    int64_t                        next_    = 0;
-    uint64_t                       total_   = 0; // bytes of the groups before next_
-    bool                           refused_ = false;
+    int64_t                        next_  = 0;
+    uint64_t                       total_ = 0; // bytes of the groups before next_
 };
 
 } // namespace macko::cpu

@@ -26,11 +26,7 @@ struct binder {
         return { base(), take<uint64_t>(desc.rows * mask_words(desc.cols)), take<uint8_t>(nbytes + VALUES_SLACK) };
     }
 
-    cpu_matrix operator()(const bitmap_shape &) { return bitmap_layout{ masked(values_nbytes(desc.type, desc.nnz)) }; }
-    cpu_matrix operator()(const quant_bitmap_shape & s) {
-        return quant_bitmap_layout{ masked(n_quant_groups(desc) * quant_group_nbytes(s.value_type)), s.value_type,
-                                    take<float>(desc.rows) };
-    }
+    cpu_matrix operator()(const bitmap_shape &) { return bitmap_layout{ masked(desc.nnz * value_nbytes(desc.type)) }; }
     cpu_matrix operator()(const coded_bitmap_shape & s) {
         const int64_t bits_nbytes = (n_coded(desc) + 7) / 8 + CODED_BITS_SLACK;
         return coded_bitmap_layout{ masked(n_coded(desc)),         take<uint8_t>(bits_nbytes),
@@ -38,14 +34,9 @@ struct binder {
                                     take<uint32_t>(desc.rows + 1), take<float>(s.max_outliers),
                                     take<uint16_t>(s.max_outliers) };
     }
-    cpu_matrix operator()(const bundles_shape & s) {
-        const int64_t nbytes = to_lines(bundles_nbytes(desc, s.value_type));
-        return bundles_layout{ base(),
-                               s.value_type,
-                               is_quant_type(s.value_type) ? take<float>(desc.rows) : nullptr,
-                               take<uint64_t>(n_bundle_groups(desc.rows) + 1),
-                               take<uint8_t>(nbytes),
-                               nbytes };
+    cpu_matrix operator()(const bundles_shape &) {
+        const int64_t nbytes = to_lines(bundles_nbytes(desc));
+        return bundles_layout{ base(), take<uint64_t>(n_bundle_groups(desc.rows) + 1), take<uint8_t>(nbytes), nbytes };
     }
     cpu_matrix operator()(const quantized_shape & s) {
         return quantized_layout{ base(),
@@ -62,21 +53,11 @@ struct binder {
 } // namespace
 
 const char * layout_name(const cpu_shape & shape) {
-    constexpr const char * NAMES[] = { "BITMAP", "QUANT_BITMAP", "CODED_BITMAP", "BUNDLES", "QUANTIZED" };
+    constexpr const char * NAMES[] = { "BITMAP", "CODED_BITMAP", "BUNDLES", "QUANTIZED" };
     static_assert(std::size(NAMES) == std::variant_size_v<cpu_shape> &&
                       std::variant_size_v<cpu_shape> == std::variant_size_v<cpu_matrix>,
                   "a name for each layout");
     return NAMES[shape.index()];
-}
-
-int32_t value_type_of(const cpu_matrix & m) {
-    const auto * quantized = std::get_if<quant_bitmap_layout>(&m);
-    const auto * bundles   = std::get_if<bundles_layout>(&m);
-    const auto * codes     = std::get_if<quantized_layout>(&m);
-    return codes       ? type_of_code_bits(codes->bits)
-           : quantized ? quantized->value_type
-           : bundles   ? bundles->value_type
-                       : base_of(m).dense_type;
 }
 
 int64_t layout_nbytes(const macko_desc & desc, const cpu_shape & shape) {

@@ -6,16 +6,6 @@
 //   columns   0 1 2 3 4 5 6 7 ...
 //   row       a . . b c . d .          masks   1 0 0 1 1 0 1 0 ...      values   a b c d ...
 //
-// QUANT_BITMAP has the same masks; its values are groups. A group combines two blocks of FORMAT.md section 7: 64
-// values, in an order that vector instructions can unpack with few operations. It starts with the two scales d as
-// floats. Then
-//
-//   Q8_0      64 int8
-//   Q4_0      32 bytes: q + 8 of the first block in the low nibbles, of the second block in the high nibbles
-//   Q4_NL     32 bytes in the same order: the indices of the levels. The lowest bit of each scale is the index of the
-//             block's table of levels (a float made from an F16 does not use this bit).
-//   Q5_0      32 bytes in the same order: the low four bits of q + 16; then 64 bits with the fifth bits
-//
 // CODED_BITMAP has coded values (FORMAT.md section 8, with m = 7 and e = 2). The masks exclude outliers, so all values
 // have one form: the upper 16 bits of a float. The low eight of these bits are in `values`. The others are a bit of
 // `signs`, followed by the number `high`, to which a bit of `highs` is added. Each row begins at a multiple of eight
@@ -38,12 +28,6 @@ constexpr int64_t LAYOUT_ALIGNMENT = 64; // bytes; alignment of the memory and o
 // Kernels read up to 64 values past the end of a row and multiply them by zero.
 constexpr int64_t VALUES_SLACK = 256;
 
-constexpr int64_t QUANT_GROUP         = 2 * QUANT_BLOCK; // values
-constexpr int64_t GROUP_SCALES_NBYTES = 8;
-constexpr int64_t quant_group_nbytes(int32_t type) {
-    return GROUP_SCALES_NBYTES + (type == GGML_MACKO_TYPE_Q8_0 ? 64 : type == GGML_MACKO_TYPE_Q5_0 ? 40 : 32);
-}
-
 constexpr int64_t CODED_ROW_ALIGNMENT = 8;  // values
 constexpr int64_t CODED_BITS_SLACK    = 16; // bytes that kernels read past the last bit
 
@@ -64,10 +48,6 @@ struct masked_layout : layout_base {
 };
 
 struct bitmap_layout : masked_layout {}; // values of the dense type
-struct quant_bitmap_layout : masked_layout {
-    int32_t value_type;
-    float * row_sums; // the sum of d * q over each row
-};
 struct coded_bitmap_layout : masked_layout {
     uint8_t *  signs;       // bit k % 8 of byte k / 8 belongs to value k
     uint8_t *  highs;       // the same order
@@ -77,9 +57,7 @@ struct coded_bitmap_layout : masked_layout {
     uint16_t * outlier_cols; // ascending in a row
 };
 struct bundles_layout : layout_base {
-    int32_t    value_type; // quantized, F16 or BF16
-    float *    row_sums;   // like those of quant_bitmap_layout; nullptr if the values are not quantized
-    uint64_t * group_off;  // offset of each group of rows, and the end of the last group
+    uint64_t * group_off; // offset of each group of rows, and the end of the last group
     uint8_t *  bundles;
     int64_t    bundles_nbytes; // reserved
 };
@@ -92,34 +70,26 @@ struct quantized_layout : layout_base { // row_off: row_ptr, the groups of codes
     uint16_t * factors;                 // BF16
     int8_t *   levels;                  // 2^bits
 };
-using cpu_matrix =
-    std::variant<bitmap_layout, quant_bitmap_layout, coded_bitmap_layout, bundles_layout, quantized_layout>;
+using cpu_matrix = std::variant<bitmap_layout, coded_bitmap_layout, bundles_layout, quantized_layout>;
 
 inline const layout_base & base_of(const cpu_matrix & m) {
     return std::visit([](const auto & layout) -> const layout_base & { return layout; }, m);
 }
 inline bool is_quantized(const cpu_matrix & m) { return std::holds_alternative<quantized_layout>(m); }
 inline bool in_bundles(const cpu_matrix & m) { return std::holds_alternative<bundles_layout>(m); }
-// the type of the values: the dense type, or a quantized type
-int32_t value_type_of(const cpu_matrix & m);
 
 // The numbers that a layout is made with; the alternatives are those of cpu_matrix, in the same order.
 struct bitmap_shape {};
-struct quant_bitmap_shape {
-    int32_t value_type;
-};
 struct coded_bitmap_shape {
     int64_t max_outliers;
 };
-struct bundles_shape {
-    int32_t value_type;
-};
+struct bundles_shape {};
 struct quantized_shape {
     int32_t bits;
     int64_t window;
     int64_t codes_nbytes;
 };
-using cpu_shape = std::variant<bitmap_shape, quant_bitmap_shape, coded_bitmap_shape, bundles_shape, quantized_shape>;
+using cpu_shape = std::variant<bitmap_shape, coded_bitmap_shape, bundles_shape, quantized_shape>;
 
 const char * layout_name(const cpu_shape & shape);
 // Bytes of memory, known before the data is read.
@@ -129,14 +99,11 @@ cpu_matrix       bind_layout(const macko_desc & desc, const cpu_shape & shape, v
 quantized_arrays arrays_of(const quantized_layout & m);
 // Whether CODED_BITMAP can hold a matrix with this many outliers (-1: its values do not have m = 7 and e = 2).
 bool can_stay_coded(const macko_desc & desc, int64_t max_outliers);
-// Number of QUANT_GROUPs of a matrix.
-constexpr int64_t n_quant_groups(const macko_desc & desc) { return (desc.nnz + QUANT_GROUP - 1) / QUANT_GROUP; }
 
 // Writes `cols` dense elements of a row of F16 or BF16 values from its masks and values. Kernel sets may have one.
 using expand_row_fn = void (*)(const uint64_t * masks, const uint8_t * values, int64_t cols, uint16_t * dense);
-// Writes rows row_begin ... row_end - 1 as dense elements of dense_type, which is m.dense_type unless values are
-// quantized. expand_row: null, or faster than bit by bit.
-void densify(const cpu_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, void * dense,
+// Writes rows row_begin ... row_end - 1 as elements of the dense type. expand_row: null, or faster than bit by bit.
+void densify(const cpu_matrix & m, int64_t row_begin, int64_t row_end, void * dense,
              expand_row_fn expand_row = nullptr);
 
 } // namespace macko::cpu

@@ -1,7 +1,6 @@
 #include "cpu/layout/matrix-packer.h"
 #include "codec/team.h"
 #include "cpu/layout/bitmap.h"
-#include "cpu/layout/quant-packer.h"
 
 #include <algorithm>
 #include <cstring>
@@ -16,7 +15,7 @@ matrix_packer::matrix_packer(const cpu_plan & plan, const span_ops & ops, void *
 }
 
 void matrix_packer::become_bitmap() {
-    matrix_     = bind_layout(plan_.desc, bitmap_instead_of(std::get<bundles_shape>(plan_.shape)), memory_);
+    matrix_     = bind_layout(plan_.desc, bitmap_shape{}, memory_);
     overflowed_ = true;
     writer_.reset();
 }
@@ -68,41 +67,22 @@ bool matrix_packer::finish() {
 
 // ---- a whole matrix ----
 
-// Calls pack(packer, group, &bytes) for all groups; each thread has a packer, which make() returns. Returns false if a
-// group cannot be packed, or if the groups need too much memory.
-template <typename MAKE, typename F>
-static bool pack_groups(int n_threads, int64_t n_groups, group_writer & writer, MAKE && make, F && pack) {
-    std::vector<decltype(make())> packers(static_cast<size_t>(n_threads));
-    parallel_parts(n_threads, n_groups, 1, [&](int64_t group, int64_t, int thread) {
+bool matrix_packer::pack_bundles(const packed_view & view, int n_threads) {
+    const auto & w = std::get<bundles_layout>(matrix_);
+    std::copy(view.arrays().row_ptr, view.arrays().row_ptr + w.rows + 1, w.row_off);
+    std::vector<std::optional<span_packer>> packers(static_cast<size_t>(n_threads));
+    parallel_parts(n_threads, n_bundle_groups(w.rows), 1, [&](int64_t group, int64_t, int thread) {
         auto & packer = packers[static_cast<size_t>(thread)];
         if (!packer) {
-            packer = make();
+            packer.emplace(ops_);
         }
-        group_bytes bytes = writer.take();
-        if (writer.fits() && !pack(*packer, group, &bytes)) {
-            writer.refuse();
+        group_bytes bytes = writer_->take();
+        if (writer_->fits()) {
+            packer->pack(view, group, &bytes);
         }
-        writer.put(group, std::move(bytes));
+        writer_->put(group, std::move(bytes));
     });
-    return writer.finish();
-}
-
-bool matrix_packer::pack_bundles(const packed_view & view, int n_threads) {
-    const auto &  w        = std::get<bundles_layout>(matrix_);
-    const int64_t n_groups = n_bundle_groups(w.rows);
-    std::copy(view.arrays().row_ptr, view.arrays().row_ptr + w.rows + 1, w.row_off);
-    if (w.row_sums) {
-        pack_row_sums(view.arrays(), n_threads, w.row_sums);
-        return pack_groups(
-            n_threads, n_groups, *writer_, [] { return std::make_unique<quant_packer>(); },
-            [&](quant_packer & packer, int64_t group, group_bytes * out) { return packer.pack(view, group, out); });
-    }
-    return pack_groups(
-        n_threads, n_groups, *writer_, [&] { return std::make_unique<span_packer>(ops_); },
-        [&](span_packer & packer, int64_t group, group_bytes * out) {
-            packer.pack(view, group, out);
-            return true;
-        });
+    return writer_->finish();
 }
 
 // Copies the arrays with several threads, and zeros behind them.

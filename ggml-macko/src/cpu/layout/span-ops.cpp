@@ -36,15 +36,15 @@ int read_row(int32_t delta_bits, macko_row * row, int64_t begin, int64_t limit, 
 }
 
 int write_vectors(const int32_t * entries, const int32_t * first, int32_t end, span_vector * out) {
-    const int32_t * next[SPAN_PIECES];
+    const int32_t * next[STEP_SLOTS];
     const auto      least = [&] {
         int32_t all = *next[0];
-        for (int i = 1; i < SPAN_PIECES; i++) {
+        for (int i = 1; i < STEP_SLOTS; i++) {
             all = std::min(all, *next[i]);
         }
         return all >> 16;
     };
-    for (int i = 0; i < SPAN_PIECES; i++) {
+    for (int i = 0; i < STEP_SLOTS; i++) {
         next[i] = entries + first[i];
     }
     int32_t now = least(), window = now;
@@ -56,7 +56,7 @@ int write_vectors(const int32_t * entries, const int32_t * first, int32_t end, s
             window += delta;
             out[n].delta[step]  = static_cast<uint8_t>(delta);
             const int32_t limit = std::min(window + WINDOW, end) << 16;
-            for (int i = 0; i < SPAN_PIECES; i++) { // no branch: the content of the window cannot be predicted
+            for (int i = 0; i < STEP_SLOTS; i++) { // no branch: the content of the window cannot be predicted
                 const int32_t used                     = *next[i] < limit;
                 out[n].value[bundle_value_at(step, i)] = static_cast<uint16_t>(*next[i] & -used);
                 out[n].place[i] =

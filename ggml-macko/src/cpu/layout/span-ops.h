@@ -6,13 +6,11 @@
 
 namespace macko::cpu {
 
-constexpr int SPAN_PIECES = bundle_pieces(GGML_MACKO_TYPE_F16);
-
 struct span_vector {
     uint8_t  delta[2], place[STEP_SLOTS];
     uint16_t value[2 * STEP_SLOTS];
 };
-static_assert(sizeof(span_vector) == bundle_vector_nbytes(GGML_MACKO_TYPE_F16), "no padding");
+static_assert(sizeof(span_vector) == BUNDLE_VECTOR_NBYTES, "no padding");
 
 // An entry is a non-zero: its column, relative to the start of a chunk of columns, times 65536, plus its value.
 constexpr int32_t NO_ENTRY = INT32_MAX; // after the last entry of a row

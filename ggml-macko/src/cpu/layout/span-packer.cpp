@@ -8,7 +8,7 @@ namespace macko::cpu {
 
 namespace {
 
-constexpr int    PIECES       = SPAN_PIECES;
+constexpr int    PIECES       = STEP_SLOTS;
 constexpr int    SORTED       = 2 * PIECES;
 constexpr int    SPANS        = 8; // unpacked together: the entries of a group in these spans must stay in L2
 constexpr int    CHUNK        = SPANS * BUNDLE_SPAN;
@@ -122,7 +122,7 @@ void write_span(const span_ops & ops, span_packer::chunk * c, int64_t rows, int 
     }
     sort_by(c->sorted, n, c->pieces, [&](const piece & p) { return block[p.row]; });
 
-    constexpr auto HEADER = static_cast<size_t>(bundle_header_nbytes(GGML_MACKO_TYPE_F16));
+    constexpr auto HEADER = static_cast<size_t>(BUNDLE_HEADER_NBYTES);
     for (int i = 0; i < n; i += PIECES) {
         uint8_t * bytes = out->room_for(HEADER + MOST_VECTORS * sizeof(span_vector));
         int32_t   first[PIECES];

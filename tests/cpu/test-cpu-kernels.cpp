@@ -699,6 +699,32 @@ TEST(quantized_matrices_are_within_the_error_bound) {
     check_all_sets(problem(random, q.exact, q.w, 3, 70, 600, true), true);
 }
 
+TEST(quantized_matrices_of_all_bits_share_x) {
+    rng                       random(35);
+    const quantized_matrix_of first(random, GGML_MACKO_TYPE_F16, 4, 64, 20, 300, 0.4);
+    for (const int32_t bits : all_bits) {
+        for (const int64_t n : { 1, 5 }) {
+            const quantized_matrix_of  q(random, GGML_MACKO_TYPE_F16, bits, 128, 20, 300, 0.4);
+            const problem              p(random, q.exact, q.w, 0, 20, n, true);
+            const guarded              scratch(mul_mat_scratch_nbytes(300, n));
+            output                     own(n, 20), shared(n, 20);
+            std::vector<const float *> x;
+            for (int64_t i = 0; i < n; i++) {
+                x.push_back(p.x.floats() + i * 300);
+            }
+            const mul_mat_params of_first  = { first.w, 0, 20, n, x.data(), own.y.data(), true, scratch.data };
+            const mul_mat_params with_own  = { q.w, 0, 20, n, x.data(), own.y.data(), true, scratch.data };
+            const mul_mat_params with_that = { q.w, 0, 20, n, x.data(), shared.y.data(), true, scratch.data };
+            CHECK(same_prepared_x(of_first, with_that), "%d bits", bits);
+            mul_mat_prepare(of_first, 0, 1);
+            mul_mat_multiply(with_that, 1, 0, 1);
+            mul_mat_prepare(with_own, 0, 1);
+            mul_mat_multiply(with_own, 0, 0, 1);
+            CHECK(shared.same(own) && scratch.intact(), "%d bits, n %ld", bits, (long)n);
+        }
+    }
+}
+
 TEST(quantized_rows_turn_into_rounded_values) {
     rng random(32);
     for (const int32_t type : all_types) {

@@ -87,14 +87,10 @@ enum ggml_macko_status {
 enum ggml_macko_type {
     GGML_MACKO_TYPE_F32   = 0,
     GGML_MACKO_TYPE_F16   = 1,
-    GGML_MACKO_TYPE_Q4_0  = 2,
-    GGML_MACKO_TYPE_Q5_0  = 6,
-    GGML_MACKO_TYPE_Q8_0  = 8,
     GGML_MACKO_TYPE_I8    = 24, // I8, I16 and I32 are the types of components without values
     GGML_MACKO_TYPE_I16   = 25,
     GGML_MACKO_TYPE_I32   = 26,
     GGML_MACKO_TYPE_BF16  = 30,
-    GGML_MACKO_TYPE_Q4_NL = 1004, // our own type; a file stores its blocks as bytes (I8)
     GGML_MACKO_TYPE_CODED = 1005, // lossless, 10 to 14 bits per value; a file stores it as words (I32)
     GGML_MACKO_TYPE_Q3    = 1013, // values of format `quantized`: 1010 + the bits of a code
     GGML_MACKO_TYPE_Q4    = 1014,
@@ -157,7 +153,7 @@ struct ggml_macko_matrix {
     int64_t                 rows;
     int64_t                 cols;
     int32_t                 type;       // type of the dense matrix: F32, F16 or BF16
-    int32_t                 value_type; // of the stored values: `type`, or a quantized type if the format allows it
+    int32_t                 value_type; // of the stored values: `type`, or another type that the format allows
     int32_t                 index_bits; // macko.tensor.index_bits
     int64_t                 nnz;
     int32_t                 n_arrays;                      // number of components of the format
@@ -185,8 +181,7 @@ GGML_MACKO_API int ggml_macko_codec_at(int32_t i, struct ggml_macko_codec_info *
 struct ggml_macko_encoded;
 // Encodes rows x cols dense elements. ggml_macko_codec_at() lists the options; a missing option has its default value:
 //   macko   index_bits       1, 2, 4 or 8; 0: the width with the fewest bytes
-//   packed  value_type       the dense type, CODED, Q8_0, Q5_0, Q4_0 or Q4_NL; -1: the dense type. Quantization rounds
-//                            like ggml's reference quantizer, and Q4_NL like ggml_macko_quantize_q4_nl without weights
+//   packed  value_type       the dense type or CODED; -1: the dense type
 //           index_bits       0: a bitmap; 2, 4, 8: gap codes; -1: the index with the fewest bytes
 //           mantissa_bits    for CODED: 7 or 10 (BF16: 7); -1: the width with the fewest bytes
 //           exponent_bits    for CODED: 2 or 3; -1: the width with the fewest bytes
@@ -298,18 +293,6 @@ GGML_MACKO_API int ggml_macko_count_dense(const void * dense, int32_t type, int6
 GGML_MACKO_API int ggml_macko_drop_negative_zeros(void * values, int32_t type, int64_t n, int n_threads,
                                                   int64_t * count);
 
-// Quantizes n values of value_type (F32, F16 or BF16) to Q4_NL. Each block of 32 values gets the scale with the least
-// sum of weights[i] * error^2 among the tried scales. blocks has 18 bytes per block, partial blocks included, and at
-// least 18. Weights are not negative; NULL: equal weights. NOT_FINITE if a value is too large for an F16 scale. The
-// bytes do not depend on n_threads.
-GGML_MACKO_API int ggml_macko_quantize_q4_nl(const void * values, int32_t value_type, const float * weights, int64_t n,
-                                             int n_threads, void * blocks);
-
-// In n / 32 blocks of type Q8_0, Q5_0 or Q4_0, replaces each number by the one nearest to its value of value_type, and
-// keeps the scales. n is a multiple of 32. NOT_FINITE if a scale is Inf or NaN. The bytes do not depend on n_threads.
-GGML_MACKO_API int ggml_macko_round_to_scales(const void * values, int32_t value_type, int64_t n, int32_t type,
-                                              int n_threads, void * blocks);
-
 // ---- CPU kernels on plain arrays ----
 
 // A matrix in the layout that is fastest on this CPU; owns its memory.
@@ -357,7 +340,7 @@ struct ggml_macko_sparse_info { // a sparse matrix in a file
     const char * name;       // dense name X
     const char * format;     // a format name from ggml_macko_codec_at()
     int32_t      type;       // dense ggml type
-    int32_t      value_type; // of the stored values: `type`, or a quantized type if the format allows it
+    int32_t      value_type; // of the stored values: `type`, or another type that the format allows
     int32_t      index_bits; // macko.tensor.index_bits
     int32_t      n_dims;     // dimensions of the dense tensor
     int64_t      ne[4];      // dense shape

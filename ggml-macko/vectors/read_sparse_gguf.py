@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-F32, F16, Q4_0, Q5_0, Q8_0, I8, I16, I32, BF16 = 0, 1, 2, 6, 8, 24, 25, 26, 30  # ggml types
+F32, F16, I8, I16, I32, BF16 = 0, 1, 24, 25, 26, 30  # ggml types
 U16, U32, INT32, FLOAT, STRING, ARRAY, U64 = 2, 4, 5, 6, 8, 9, 10  # types of metadata
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 BLOCKS = {  # ggml type -> (elements, bytes) of a block
@@ -37,10 +37,6 @@ COMPONENTS = {
     b"quantized": ["codes", "bitmap", "wscales", "factors", "row_ptr", "levels"],
 }
 MOST = 2**31 - 513
-Q4_NL = [
-    [-127, -100, -81, -67, -54, -42, -31, -17, 10, 25, 38, 50, 63, 77, 94, 121],
-    [-127, -107, -89, -74, -61, -50, -39, -28, 23, 36, 47, 58, 70, 84, 101, 124],
-]
 
 
 class Refused(Exception):
@@ -333,12 +329,10 @@ def read_packed(m: Matrix) -> tuple[np.ndarray, ...]:
         check(len(ends) == m.nnz and len(index) == max(4, align4(-(-used * m.bits // 8))), 7, "the length of the index")
         check(not code[used:].any(), 7, "codes after the last row")
         row, col = columns_of(np.where(code == skip, skip, code + 1), ends, row_ptr)
-    n, kind = max(32, -(-m.nnz // 32) * 32), m.parts[0].type
-    if kind == I32:
+    n = max(32, -(-m.nnz // 32) * 32)
+    if m.parts[0].type == I32:
         return row, col, read_coded(m, m.array(0, I32).view("<u4"), n)
-    if kind != m.type:
-        return row, col, read_blocks(m, kind, n)
-    values, padding = np.split(m.array(0, kind, n), [m.nnz])
+    values, padding = np.split(m.array(0, m.type, n), [m.nnz])
     check(values.all() and not padding.any(), 7, "a zero among the values, or a value after them")
     return row, col, values
 
@@ -375,29 +369,13 @@ def read_coded(m: Matrix, words: np.ndarray, n: int) -> np.ndarray:
     return values
 
 
-def read_blocks(m: Matrix, kind: int, n: int) -> np.ndarray:
-    check(kind in (Q8_0, Q5_0, Q4_0, I8), 7, "the type of the values")
-    nbytes, zero = {Q8_0: (34, 0), Q5_0: (22, 16), Q4_0: (18, 8), I8: (18, 0)}[kind]
-    blocks = m.array(0, kind, n // 32 * 18 if kind == I8 else n).reshape(-1, nbytes)
-    d = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
-    check(np.all(np.isfinite(d)), 7, "a scale is Inf or NaN")
-    u = blocks[:, 2:].view(np.int8).astype(np.int64)
-    if kind != Q8_0:
-        u = np.concatenate([blocks[:, -16:] & 15, blocks[:, -16:] >> 4], axis=1).astype(np.int64)
-    if kind == Q5_0:
-        u += 16 * np.unpackbits(blocks[:, 2:6], axis=1, bitorder="little").astype(np.int64)
-    check(np.all(u.reshape(-1)[m.nnz :] == zero), 7, "padding is not zero")
-    q = np.array(Q4_NL)[blocks[:, :1] & 1, u] if kind == I8 else u - zero
-    return rounded((d * q.astype(np.float32)).reshape(-1)[: m.nnz], m.type, 7)
-
-
-def rounded(product: np.ndarray, kind: int, section: int) -> np.ndarray:
+def rounded(product: np.ndarray, kind: int) -> np.ndarray:
     """The dense bits of values d * q."""
     bits = product.astype(np.float32).view(np.uint32).astype(np.int64)
     if kind == BF16:
         bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     if kind == F16:
-        check(np.all(np.abs(product) < 65536), section, "a value is beyond F16")
+        check(np.all(np.abs(product) < 65536), 2, "a value is beyond F16")
         with np.errstate(over="ignore"):
             bits = product.astype(np.float16).view(np.uint16)
         bits = np.where(bits & 0x7FFF == 0x7C00, bits - 1, bits)
@@ -434,7 +412,7 @@ def read_quantized(m: Matrix) -> tuple[np.ndarray, ...]:
     is_valid = np.where(count > 0, (factor >= 2.0**-90) & (factor <= 2.0**90), factor.view(np.uint32) == 0)
     check(np.all(is_valid), 9, "a factor")
     d = np.where(scale >> 7, -1.0, 1.0) * (1 + (scale & 15) / 16) * 2.0 ** ((scale >> 4 & 7) - 7) * factor[:, None]
-    return row, col, rounded((d[row, window] * level[code[kept]]).astype(np.float32), m.type, 9)
+    return row, col, rounded((d[row, window] * level[code[kept]]).astype(np.float32), m.type)
 
 
 READERS = {b"macko": read_macko, b"ec-csr": read_ec_csr, b"packed": read_packed, b"quantized": read_quantized}

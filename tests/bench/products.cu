@@ -292,7 +292,7 @@ private:
         const float largest = std::fabs(
             *std::max_element(of_x, of_x + file.s.cols, [](float u, float v) { return std::fabs(u) < std::fabs(v); }));
         const double rounding = static_cast<double>(largest) / 65278 * 1.0001; // x is 16-bit integers
-        const bool   rounds   = is_lossy_type(file.header.value_type);
+        const bool   rounds   = code_bits(file.header.value_type) != 0;
 #pragma omp parallel for schedule(static)
         for (int64_t r = 0; r < file.s.rows; r++) {
             double sum = 0, magnitude = 0, weights = 0;

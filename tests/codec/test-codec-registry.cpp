@@ -2,8 +2,8 @@
 // like in a user's program. It must load, validate, decode and encode through the loader and the C API without changes
 // to them.
 #include "capi/struct-size.h"
+#include "codec/floats.h"
 #include "codec/macko/encode.h"
-#include "codec/quants.h"
 #include "codec/registry.h"
 #include "gguf-builder.h"
 #include "load/payload.h"
@@ -355,7 +355,7 @@ TEST(c_api_serves_a_registered_format) {
     wrong.arrays[1].nbytes -= 1;
     CHECK(ggml_macko_validate(&wrong, 1) == GGML_MACKO_STATUS_BAD_COMPONENT, "half an element");
     wrong            = m;
-    wrong.value_type = GGML_MACKO_TYPE_Q8_0;
+    wrong.value_type = GGML_MACKO_TYPE_Q8;
     CHECK(ggml_macko_validate(&wrong, 1) == GGML_MACKO_STATUS_BAD_FORMAT, "values of a type that the format has not");
     ggml_macko_encoded_free(e);
 }

@@ -55,7 +55,7 @@ std::vector<file> small_sparse_files() {
         files.push_back(builder::sparse_file(one_matrix(type, 4, 2, 300, 0.02)));
         files.push_back(builder::sparse_file(one_matrix(type, 4, 4, 16, 0.0)));
     }
-    // every third matrix is packed, with plain, Q4_0, Q8_0, Q5_0 and Q4_NL values in turn
+    // every third matrix is packed, and one is quantized
     builder::model many = one_matrix(builder::TYPE_F16, 4, 2, 16, 0.4);
     for (int i = 1; i < 11; i++) {
         const builder::model next =

@@ -29,9 +29,7 @@ static std::vector<ggml_macko_option> options_of(const std::string & format, con
         return { { "index_bits", choice(d.options[0], { 0, 1, 2, 4, 8 }) } };
     }
     if (format == "packed") {
-        return { { "value_type",
-                   choice(d.options[0], { -1, GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q5_0, GGML_MACKO_TYPE_Q4_0,
-                                          GGML_MACKO_TYPE_Q4_NL, GGML_MACKO_TYPE_CODED }) },
+        return { { "value_type", choice(d.options[0], { -1, GGML_MACKO_TYPE_CODED }) },
                  { "index_bits", choice(d.options[1], { -1, 0, 2, 4, 8 }) },
                  { "mantissa_bits", d.type % 3 == 1 ? 7 : choice(d.options[2], { -1, 7, 10 }) },
                  { "exponent_bits", choice(d.options[3], { -1, 2, 3 }) } };

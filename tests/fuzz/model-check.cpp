@@ -100,14 +100,8 @@ bytes decode_packed(const components & c, const sparse_tensor_info & m) {
         uint8_t * out = &dense[static_cast<size_t>(element) * nb];
         if (m.value_type == GGML_MACKO_TYPE_CODED) {
             memcpy(out, &coded[k], nb);
-        } else if (m.value_type == m.desc.type) {
-            memcpy(out, &values[k * nb], nb);
         } else {
-            const auto      i = static_cast<int64_t>(k);
-            const uint8_t * q = values.data();
-            const uint32_t  v = nb == 4 ? macko::dense_at<uint32_t>(q, m.value_type, i, m.desc.type)
-                                                         : macko::dense_at<uint16_t>(q, m.value_type, i, m.desc.type);
-            memcpy(out, &v, nb);
+            memcpy(out, &values[k * nb], nb);
         }
         k++;
     };

@@ -23,15 +23,12 @@ enum value_type : uint32_t { U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRA
 enum tensor_type : uint32_t {
     TYPE_F32   = 0,
     TYPE_F16   = 1,
-    TYPE_Q4_0  = 2,
-    TYPE_Q5_0  = 6,
     TYPE_Q8_0  = 8,
     TYPE_Q8_1  = 9,
     TYPE_I8    = 24,
     TYPE_I16   = 25,
     TYPE_I32   = 26,
     TYPE_BF16  = 30,
-    TYPE_Q4_NL = 1004,
     TYPE_CODED = 1005
 };
 
@@ -571,8 +568,7 @@ struct packed_components {
     uint64_t nnz, n_values;
 };
 
-// The values are plain, or random quantized ones: only the positions of the non-zeros are those of the matrix.
-inline packed_components encode_packed(const dense_matrix & m, uint32_t value_type) {
+inline packed_components encode_packed(const dense_matrix & m, bool coded) {
     packed_components c  = {};
     const uint64_t    nb = m.value_nbytes(), cols = m.ne[0], rows = m.data.size() / nb / cols;
     const auto        put_i32 = [&](uint64_t v) {
@@ -594,36 +590,16 @@ inline packed_components encode_packed(const dense_matrix & m, uint32_t value_ty
         put_i32(c.nnz);
     }
     c.n_values = std::max<uint64_t>(32, (c.nnz + 31) / 32 * 32);
-    if (value_type == m.type) {
+    if (!coded) {
         c.values.resize(c.n_values * nb, 0);
         return c;
     }
-    if (value_type == TYPE_CODED) {
-        std::vector<uint32_t> values(c.nnz, 0);
-        for (size_t k = 0; k < c.nnz; k++) {
-            memcpy(&values[k], &c.values[k * nb], nb);
-        }
-        c.values   = encode_coded(values, static_cast<int32_t>(m.type), 7, 2);
-        c.n_values = c.values.size() / 4;
-        return c;
+    std::vector<uint32_t> values(c.nnz, 0);
+    for (size_t k = 0; k < c.nnz; k++) {
+        memcpy(&values[k], &c.values[k * nb], nb);
     }
-    const bytes plain = std::move(c.values);
-    c.values.clear();
-    for (uint64_t block = 0; block < c.n_values / 32; block++) {
-        const uint64_t n = value_type == TYPE_Q8_0 ? 32 : 16;
-        c.values.insert(c.values.end(), { static_cast<uint8_t>(block * 37), static_cast<uint8_t>(0x20 + block % 8) });
-        if (value_type == TYPE_Q5_0) { // the fifth bits of 32 values; 1 with four 0 bits means 0
-            c.values.insert(c.values.end(), 4, 0xff);
-        }
-        for (uint64_t i = 0; i < n; i++) {
-            const uint64_t k = block * 32 + i;
-            const auto     q = [&](uint64_t at) {
-                return at < c.nnz ? plain[at * nb] : value_type == TYPE_Q4_0 ? uint8_t(8) : uint8_t(0);
-            };
-            c.values.push_back(
-                static_cast<uint8_t>(value_type == TYPE_Q8_0 ? q(k) : (q(k) & 15) | (q(k + 16) & 15) << 4));
-        }
-    }
+    c.values   = encode_coded(values, static_cast<int32_t>(m.type), 7, 2);
+    c.n_values = c.values.size() / 4;
     return c;
 }
 
@@ -667,8 +643,7 @@ inline quantized_components encode_quantized(const dense_matrix & m) {
 }
 
 // The sparse file of a model. with_ec: matrices with delta_bits 4 or 8 are ec-csr. with_packed: every third matrix is
-// packed, with plain or quantized values; the fifth has Q4_NL values, the sixth coded values, and the eighth is in
-// format `quantized`.
+// packed, with plain values; the sixth has coded values, and the eighth is in format `quantized`.
 inline file sparse_file(const model & m, bool with_ec = false, bool with_packed = false) {
     file f = m.dense;
     f.tensors.clear();
@@ -682,21 +657,11 @@ inline file sparse_file(const model & m, bool with_ec = false, bool with_packed 
             continue;
         }
         const uint64_t nb = m.sparse[next].value_nbytes();
-        if (with_packed && (next % 3 == 0 || next == 4 || next == 5)) {
-            const uint32_t          value_type = next == 4        ? TYPE_Q4_NL
-                                                 : next == 5      ? TYPE_CODED
-                                                 : next % 18 == 9 ? TYPE_Q5_0
-                                                 : next % 9 == 0  ? TYPE_Q8_0
-                                                 : next % 9 == 3  ? TYPE_Q4_0
-                                                                  : t.type;
-            const packed_components c          = encode_packed(m.sparse[next], value_type);
-            if (value_type == TYPE_Q4_NL) { // stored as bytes, because ggml has no such type
-                f.tensors.push_back({ t.name + ".values", { c.values.size() }, TYPE_I8, c.values, 0 });
-            } else if (value_type == TYPE_CODED) { // words, for the same reason
-                f.tensors.push_back({ t.name + ".values", { c.n_values }, TYPE_I32, c.values, 0 });
-            } else {
-                f.tensors.push_back({ t.name + ".values", { c.n_values }, value_type, c.values, 0 });
-            }
+        if (with_packed && (next % 3 == 0 || next == 5)) {
+            const bool              coded = next == 5; // stored as words, because ggml has no such type
+            const packed_components c     = encode_packed(m.sparse[next], coded);
+            f.tensors.push_back(
+                { t.name + ".values", { c.n_values }, coded ? uint32_t(TYPE_I32) : t.type, c.values, 0 });
             f.tensors.push_back({ t.name + ".index", { c.index.size() }, TYPE_I8, c.index, 0 });
             f.tensors.push_back({ t.name + ".row_ptr", { c.row_ptr.size() / 4 }, TYPE_I32, c.row_ptr, 0 });
             nnz.push_back(c.nnz);

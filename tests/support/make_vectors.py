@@ -466,6 +466,7 @@ def refused() -> dict[str, tuple[int, str, gb.GGUF]]:
     add("code-after-last-value", 9, "a code behind the last of a row", q4, data("codes", "u1", (3, 0x10)))
     add("empty-window", 9, "a window without non-zeros has a scale", q4, data("wscales", "u1", (1, 0x70)))
     add("factor", 9, "the factor of a row with non-zeros is 0", q4, data("factors", "<u2", (0, 0)))
+    add("beyond-f16", 2, "a value of 65,536 or more in F16", q4, data("factors", "<u2", (0, 0x4B80)))  # 2^24
     add("act-missing-key", 10, "no `macko.act.kind`", macko, set_activation_keys, lambda f: f.drop(a + "act.kind"))
     add(
         "act-unknown-key",

@@ -4,7 +4,6 @@
 #include "codec/macko/encode.h"
 #include "codec/matrix-error.h"
 #include "codec/negative-zeros.h"
-#include "codec/quantize.h"
 #include "codec/quantized/quantized.h"
 #include "codec/registry.h"
 #include "codec/team.h"
@@ -179,34 +178,5 @@ int ggml_macko_drop_negative_zeros(void * values, int32_t type, int64_t n, int n
         }
         *count = drop_negative_zeros(values, type, n, threads_for(n_threads, n));
         return GGML_MACKO_STATUS_OK;
-    });
-}
-
-static int check_values(const void * values, int32_t value_type, int64_t n, const void * blocks) {
-    return values && blocks && n >= 0 && is_value_type(value_type)
-               ? static_cast<int>(GGML_MACKO_STATUS_OK)
-               : fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer, or %lld values of type %d",
-                      static_cast<long long>(n), value_type);
-}
-
-int ggml_macko_quantize_q4_nl(const void * values, int32_t value_type, const float * weights, int64_t n, int n_threads,
-                              void * blocks) {
-    return c_boundary([&]() -> int {
-        TRY(check_values(values, value_type, n, blocks));
-        return quantize(values, value_type, weights, n, GGML_MACKO_TYPE_Q4_NL, threads_for(n_threads, n),
-                        static_cast<uint8_t *>(blocks));
-    });
-}
-
-int ggml_macko_round_to_scales(const void * values, int32_t value_type, int64_t n, int32_t type, int n_threads,
-                               void * blocks) {
-    return c_boundary([&]() -> int {
-        TRY(check_values(values, value_type, n, blocks));
-        if (!is_quant_type(type) || type == GGML_MACKO_TYPE_Q4_NL || n % QUANT_BLOCK) {
-            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT,
-                        "type %d is not Q8_0 (8), Q5_0 (6) or Q4_0 (2), or %lld values are not whole blocks of 32",
-                        type, static_cast<long long>(n));
-        }
-        return round_to_scales(values, value_type, n, type, threads_for(n_threads, n), static_cast<uint8_t *>(blocks));
     });
 }

@@ -1,5 +1,4 @@
 #include "codec/codec.h"
-#include "codec/quants.h"
 #include "codec/team.h"
 
 #include <algorithm>
@@ -7,19 +6,19 @@
 
 namespace macko {
 
-// Bytes of an element, or of a block of QUANT_BLOCK elements; 0 if no component has the type.
+// Bytes of an element; 0 if no component has the type.
 static int64_t unit_nbytes(int32_t type) {
     switch (type) {
         case GGML_MACKO_TYPE_I8:  return 1;
         case GGML_MACKO_TYPE_I16: return 2;
         case GGML_MACKO_TYPE_I32: return 4;
-        default:                  return is_value_type(type) ? value_nbytes(type) : quant_block_nbytes(type);
+        default:                  return is_value_type(type) ? value_nbytes(type) : 0;
     }
 }
 
 int64_t array_length(const ggml_macko_array & array) {
     const int64_t unit = unit_nbytes(array.type);
-    return unit == 0 ? 0 : array.nbytes / unit * (is_quant_type(array.type) ? QUANT_BLOCK : 1);
+    return unit == 0 ? 0 : array.nbytes / unit;
 }
 
 void for_each_decoded_row(const macko_desc & desc, int n_threads, const std::function<void(int64_t, void *)> & decode,

@@ -1,6 +1,6 @@
 #include "codec/matrix-error.h"
+#include "codec/floats.h"
 #include "codec/nonzero.h"
-#include "codec/quants.h"
 #include "codec/team.h"
 
 #include <algorithm>
@@ -110,9 +110,9 @@ row_error measure_row(const codec_view & view, const dense_source<T> & source, i
     return e;
 }
 
-// Adds the totals of the rows, in row order, and finds the worst row. Two kinds of rows do not compete: a row with less
-// than two blocks of values, because it may share all its scales with larger rows; and a row below what sums in F32
-// resolve next to the largest row, an untrained token for example.
+// Adds the totals of the rows, in row order, and finds the worst row. Two kinds of rows do not compete: a row with
+// fewer than 64 non-zeros, whose error is mostly chance; and a row below what sums in F32 resolve next to the largest
+// row, an untrained token for example.
 ggml_macko_error sum_rows(const std::vector<row_error> & rows, const std::vector<int64_t> & first) {
     ggml_macko_error out     = {};
     double           sum_rms = 0, least = 0, lost = 0, power = 0;
@@ -131,7 +131,7 @@ ggml_macko_error sum_rows(const std::vector<row_error> & rows, const std::vector
         if (e.power > 0) {
             const auto   r   = static_cast<size_t>(&e - rows.data());
             const double rms = std::sqrt(e.lost / e.power);
-            if (e.power >= least && first[r + 1] - first[r] >= 2 * QUANT_BLOCK && rms > out.rms_relative_max) {
+            if (e.power >= least && first[r + 1] - first[r] >= 64 && rms > out.rms_relative_max) {
                 out.rms_relative_max = rms;
                 out.row              = static_cast<int64_t>(r);
             }

@@ -42,7 +42,7 @@ int set_thresholds(model_file * file, const char ** none) {
         }
         double threshold = 0;
         header.get_float(*header.find("macko.act.part.threshold"), i, &threshold);
-        if (it->second && !is_lossy_type(it->second->value_type)) { // quantized values have no columns
+        if (it->second && code_bits(it->second->value_type) == 0) { // quantized values have no columns
             it->second->threshold         = static_cast<float>(threshold);
             it->second->threshold_of_norm = score == "wina";
             *none                         = nullptr;

@@ -7,15 +7,13 @@ TEST(malformed_packed_is_refused) {
         change(f);
         expect(name, expected, check_all(builder::serialize(f), true));
     };
-    const auto q8     = [](const char * component) { return base_model().sparse[0].name + component; }; // Q8_0
-    const auto nl     = [](const char * component) { return base_model().sparse[4].name + component; }; // Q4_NL
+    const auto plain  = [](const char * component) { return base_model().sparse[0].name + component; }; // F16
     const auto coded  = [](const char * component) { return base_model().sparse[5].name + component; };
-    const auto plain  = [](const char * component) { return base_model().sparse[6].name + component; };
     const auto resize = [](const std::string & name, int64_t n, size_t nbytes) {
         return [=](file & f) {
             tensor & t = f.at(name);
             t.ne[0] += static_cast<uint64_t>(n);
-            t.data.resize(nbytes ? t.ne[0] / 32 * nbytes : t.ne[0]);
+            t.data.resize(t.ne[0] * nbytes);
         };
     };
     packed_lie("a valid packed file", S(OK), [](file &) {});
@@ -27,15 +25,13 @@ TEST(malformed_packed_is_refused) {
     });
     for (const char * component : { ".values", ".index", ".row_ptr" }) {
         packed_lie("packed component missing", S(MISSING_COMPONENT), [=](file & f) {
-            f.tensors.erase(f.tensors.begin() + static_cast<int64_t>(f.tensor_index(q8(component))));
+            f.tensors.erase(f.tensors.begin() + static_cast<int64_t>(f.tensor_index(plain(component))));
         });
         packed_lie("packed component of rank 2", S(BAD_COMPONENT),
-                   [=](file & f) { f.at(q8(component)).ne.push_back(1); });
+                   [=](file & f) { f.at(plain(component)).ne.push_back(1); });
     }
-    packed_lie("Q8_0 values too long", S(BAD_COMPONENT), resize(q8(".values"), 32, 34));
-    packed_lie("Q8_0 values too short", S(BAD_COMPONENT), resize(q8(".values"), -32, 34));
-    packed_lie("Q4_NL values too long", S(BAD_COMPONENT), resize(nl(".values"), 18, 0));
-    packed_lie("Q4_NL values too short", S(BAD_COMPONENT), resize(nl(".values"), -1, 0));
+    packed_lie("values too long", S(BAD_COMPONENT), resize(plain(".values"), 32, 2));
+    packed_lie("values too short", S(BAD_COMPONENT), resize(plain(".values"), -32, 2));
     const auto resize_words = [=](int64_t n) {
         return [=](file & f) {
             tensor & t = f.at(coded(".values"));
@@ -53,28 +49,30 @@ TEST(malformed_packed_is_refused) {
     packed_lie("another width of coded values", S(BAD_FORMAT), [=](file & f) { f.at(coded(".values")).data[0] = 9; });
     packed_lie("a base beyond the dense type", S(BAD_FORMAT), [=](file & f) { f.at(coded(".values")).data[2] = 255; });
     packed_lie("more outliers than values", S(BAD_COMPONENT), [=](file & f) { f.at(coded(".values")).data[7] = 0xff; });
-    packed_lie("Q8_0 values called bytes", S(BAD_COMPONENT), [=](file & f) {
-        tensor & t = f.at(q8(".values"));
+    packed_lie("values called bytes", S(BAD_COMPONENT), [=](file & f) {
+        tensor & t = f.at(plain(".values"));
         t.type     = TYPE_I8;
         t.ne[0]    = t.data.size();
     });
-    packed_lie("a scale of Q4_NL is NaN", S(NOT_FINITE), [=](file & f) { f.at(nl(".values")).data[1] = 0x7e; });
-    packed_lie("index too long", S(BAD_COMPONENT), resize(q8(".index"), 4, 0));
-    packed_lie("index too short", S(BAD_COMPONENT), resize(q8(".index"), -4, 0));
-    packed_lie("values of another type", S(BAD_COMPONENT), [=](file & f) {
-        f.at(plain(".values")).type = f.at(plain(".values")).type == TYPE_F16 ? TYPE_BF16 : TYPE_F16;
+    packed_lie("values in blocks of Q8_0", S(BAD_COMPONENT), [=](file & f) {
+        tensor & t = f.at(plain(".values"));
+        t.type     = TYPE_Q8_0;
+        t.data.resize(t.ne[0] / 32 * 34);
     });
+    packed_lie("index too long", S(BAD_COMPONENT), resize(plain(".index"), 4, 1));
+    packed_lie("index too short", S(BAD_COMPONENT), resize(plain(".index"), -4, 1));
+    packed_lie("values of another type", S(BAD_COMPONENT), [=](file & f) { f.at(plain(".values")).type = TYPE_BF16; });
     packed_lie("packed components swapped", S(BAD_COMPONENT),
-               [=](file & f) { std::swap(f.at(q8(".index")), f.at(q8(".row_ptr"))); });
-    packed_lie("a scale is Inf", S(NOT_FINITE), [=](file & f) { f.at(q8(".values")).data[1] = 0x7c; });
+               [=](file & f) { std::swap(f.at(plain(".index")), f.at(plain(".row_ptr"))); });
+    packed_lie("a plain value is Inf or NaN", S(NOT_FINITE), [=](file & f) { f.at(plain(".values")).data[1] = 0x7c; });
     packed_lie("a plain value is zero", S(NOT_CANONICAL), [=](file & f) {
         bytes & d = f.at(plain(".values")).data;
         std::fill(d.begin(), d.begin() + 4, uint8_t(0));
     });
     packed_lie("a bit moves to the next row", S(BAD_ROW_PTR), [=](file & f) {
-        bytes & d = f.at(q8(".index")).data;
+        bytes & d = f.at(plain(".index")).data;
         d[0]      = static_cast<uint8_t>(d[0] ^ 1);
     });
     packed_lie("row_ptr beyond the payload", S(BAD_ROW_PTR),
-               [=](file & f) { patch<int32_t>(&f.at(q8(".row_ptr")).data, 4, INT32_MAX); });
+               [=](file & f) { patch<int32_t>(&f.at(plain(".row_ptr")).data, 4, INT32_MAX); });
 }

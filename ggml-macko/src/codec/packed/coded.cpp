@@ -17,7 +17,7 @@ constexpr int64_t MAX_EXPONENTS = 256;
 using histogram = std::array<int64_t, MAX_EXPONENTS>; // values that fit but for the base, by exponent
 
 int64_t n_ranks(int64_t n_blocks) { return (n_blocks + RANK_BLOCKS - 1) / RANK_BLOCKS; }
-int64_t coded_blocks(int64_t nnz) { return packed_n_values(nnz) / QUANT_BLOCK; }
+int64_t coded_blocks(int64_t nnz) { return packed_n_values(nnz) / CODED_BLOCK; }
 int64_t outliers_words(int64_t n, int32_t type) { return (n * value_nbytes(type) + 3) / 4; }
 // Exponent of Inf and NaN.
 constexpr int infinite_exponent(int32_t type) { return type == GGML_MACKO_TYPE_F16 ? 31 : 255; }
@@ -62,8 +62,8 @@ coded_block_view masks_of(const uint32_t * block, const coded_widths & w) {
 }
 
 uint32_t places_of(int64_t block, int64_t nnz) { // the values of a block that exist, as a mask
-    const int64_t n = nnz - block * QUANT_BLOCK;
-    return n >= QUANT_BLOCK ? ~uint32_t(0) : n <= 0 ? 0 : (uint32_t(1) << n) - 1;
+    const int64_t n = nnz - block * CODED_BLOCK;
+    return n >= CODED_BLOCK ? ~uint32_t(0) : n <= 0 ? 0 : (uint32_t(1) << n) - 1;
 }
 
 // Table that moves bit j of i to bit 16 j.
@@ -181,7 +181,7 @@ int64_t max_short_outliers(int64_t nnz, int32_t type, int64_t nbytes) {
     constexpr coded_widths shortest = { 7, 2, 0 };
     const int64_t          n = packed_n_values(nnz), words = nbytes / 4 - CODED_HEADER_WORDS - shortest.blocks_words(n);
     // blocks with any other widths would need one word more each
-    return words >= 0 && words < n / QUANT_BLOCK ? words * 4 / value_nbytes(type) : -1;
+    return words >= 0 && words < n / CODED_BLOCK ? words * 4 / value_nbytes(type) : -1;
 }
 
 // ---- check ----
@@ -229,7 +229,7 @@ block_counts count_blocks(const uint32_t * blocks, const coded_widths & w, int64
             const coded_block_view m      = masks_of(block, w);
             const uint32_t         places = places_of(b, nnz);
             if (const int i = bad_place(block, m, places); i >= 0) {
-                bad = std::min(bad, b * QUANT_BLOCK + i);
+                bad = std::min(bad, b * CODED_BLOCK + i);
             }
             all.outliers[static_cast<size_t>(b / RANK_BLOCKS)] += __builtin_popcount(places & ~m.has_code());
             count_codes(m, w, &values);
@@ -353,15 +353,15 @@ template <typename T> struct expander {
 };
 
 template <typename T> void expand_values(expander<T> e, int64_t k, int64_t n, T * out) {
-    for (int64_t b = k / QUANT_BLOCK / RANK_BLOCKS * RANK_BLOCKS; b < k / QUANT_BLOCK; b++) {
+    for (int64_t b = k / CODED_BLOCK / RANK_BLOCKS * RANK_BLOCKS; b < k / CODED_BLOCK; b++) {
         e.skip(b, ~uint32_t(0));
     }
     while (n > 0) {
-        const int64_t b = k / QUANT_BLOCK, first = k % QUANT_BLOCK, there = std::min(QUANT_BLOCK - first, n);
-        if (there == QUANT_BLOCK) {
+        const int64_t b = k / CODED_BLOCK, first = k % CODED_BLOCK, there = std::min(CODED_BLOCK - first, n);
+        if (there == CODED_BLOCK) {
             e.expand(b, ~uint32_t(0), out);
         } else {
-            T block[QUANT_BLOCK];
+            T block[CODED_BLOCK];
             e.skip(b, (uint32_t(1) << first) - 1);
             e.expand(b, places_of(0, there) << first, block);
             memcpy(out, block + first, static_cast<size_t>(there) * sizeof(T));
@@ -377,7 +377,7 @@ template <typename T> void expand_values(expander<T> e, int64_t k, int64_t n, T 
 coded_block_view coded_view::block(int64_t i) const { return masks_of(blocks_ + i * widths_.bits(), widths_); }
 
 void coded_view::expand(int64_t k, int64_t n, void * out) const {
-    const int64_t   before = n > 0 ? outliers_before_[static_cast<size_t>(k / QUANT_BLOCK / RANK_BLOCKS)] : 0;
+    const int64_t   before = n > 0 ? outliers_before_[static_cast<size_t>(k / CODED_BLOCK / RANK_BLOCKS)] : 0;
     const uint8_t * next   = outliers_ + before * value_nbytes(type_);
     if (type_ == GGML_MACKO_TYPE_F32) {
         expand_values<uint32_t>({ blocks_, next, widths_, type_ }, k, n, static_cast<uint32_t *>(out));
@@ -437,7 +437,7 @@ coded_widths choose_widths(const T * values, int32_t type, int64_t n, int32_t ma
 template <typename T>
 void encode_blocks(const T * values, int32_t type, int64_t n, const coded_widths & w, int n_threads, uint32_t * blocks,
                    uint8_t * outliers) {
-    const int64_t        n_blocks = coded_blocks(n), per_rank = RANK_BLOCKS * QUANT_BLOCK;
+    const int64_t        n_blocks = coded_blocks(n), per_rank = RANK_BLOCKS * CODED_BLOCK;
     std::vector<int64_t> before(static_cast<size_t>(n_ranks(n_blocks)) + 1, 0);
     const auto           for_each_rank = [&](auto && f) {
         parallel_ranges(n_threads, n_ranks(n_blocks), [&](int64_t begin, int64_t end) {
@@ -456,9 +456,9 @@ void encode_blocks(const T * values, int32_t type, int64_t n, const coded_widths
     }
     for_each_rank([&](size_t rank, int64_t begin, int64_t end) {
         uint8_t * next = outliers + before[rank] * static_cast<int64_t>(sizeof(T));
-        for (int64_t k = begin; k < end; k += QUANT_BLOCK) {
-            uint32_t * block = blocks + k / QUANT_BLOCK * w.bits();
-            uint32_t   mask  = put_values(block, values + k, static_cast<int>(std::min(QUANT_BLOCK, end - k)), type, w);
+        for (int64_t k = begin; k < end; k += CODED_BLOCK) {
+            uint32_t * block = blocks + k / CODED_BLOCK * w.bits();
+            uint32_t   mask  = put_values(block, values + k, static_cast<int>(std::min(CODED_BLOCK, end - k)), type, w);
             for (; mask; mask &= mask - 1) {
                 memcpy(next, values + k + __builtin_ctz(mask), sizeof(T));
                 next += sizeof(T);

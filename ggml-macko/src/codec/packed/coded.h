@@ -2,13 +2,14 @@
 // ggml, no CUDA.
 #pragma once
 
-#include "codec/quants.h"
+#include "codec/floats.h"
 
 #include <vector>
 
 namespace macko {
 
 constexpr int64_t CODED_HEADER_WORDS = 2;
+constexpr int64_t CODED_BLOCK        = 32; // values of a block
 
 constexpr int coded_dense_mantissa_bits(int32_t type) {
     return type == GGML_MACKO_TYPE_F32 ? 23 : type == GGML_MACKO_TYPE_F16 ? 10 : 7;
@@ -22,8 +23,8 @@ struct coded_widths {
 
     constexpr int bits() const { return mantissa_bits + exponent_bits + 1; }
     constexpr int n_codes() const { return (1 << exponent_bits) - 1; }
-    // words of the blocks of n values, a multiple of QUANT_BLOCK
-    constexpr int64_t blocks_words(int64_t n) const { return n / QUANT_BLOCK * bits(); }
+    // words of the blocks of n values, a multiple of CODED_BLOCK
+    constexpr int64_t blocks_words(int64_t n) const { return n / CODED_BLOCK * bits(); }
 };
 constexpr bool is_coded_mantissa_bits(int32_t bits, int32_t type) {
     return bits == 7 || (bits == 10 && type != GGML_MACKO_TYPE_BF16);
@@ -52,7 +53,7 @@ class coded_view {
 public:
     const coded_widths & widths() const { return widths_; }
     int64_t              n_outliers() const { return n_outliers_; }
-    coded_block_view     block(int64_t i) const; // values i * QUANT_BLOCK ...
+    coded_block_view     block(int64_t i) const; // values i * CODED_BLOCK ...
     // Writes values k ... k + n - 1 as bits of the dense type.
     void expand(int64_t k, int64_t n, void * out) const;
 

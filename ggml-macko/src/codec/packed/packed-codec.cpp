@@ -48,24 +48,16 @@ public:
 
     int check_desc(const ggml_macko_matrix & m) const override { return check_packed_desc(desc_of(m)); }
 
-    // ggml has no types for Q4_NL and coded values: a file stores them as bytes and words
+    // ggml has no type for coded values: a file stores them as words
     int32_t value_type_of(const ggml_macko_matrix & m) const override {
-        const int32_t stored = m.arrays[PACKED_VALUES].type;
-        return stored == GGML_MACKO_TYPE_I8    ? GGML_MACKO_TYPE_Q4_NL
-               : stored == GGML_MACKO_TYPE_I32 ? GGML_MACKO_TYPE_CODED
-               : is_quant_type(stored)         ? stored
-                                               : m.type;
+        return m.arrays[PACKED_VALUES].type == GGML_MACKO_TYPE_I32 ? GGML_MACKO_TYPE_CODED : m.type;
     }
 
     // the exact lengths of gap codes and coded values follow from their data
     void component_rules(const ggml_macko_matrix & m, component_rule * rules) const override {
-        const int64_t n_values = packed_n_values(m.nnz);
-        rules[PACKED_VALUES]   = { m.value_type, n_values, 0 };
-        if (m.value_type == GGML_MACKO_TYPE_Q4_NL) {
-            rules[PACKED_VALUES] = { GGML_MACKO_TYPE_I8, values_nbytes(m.value_type, n_values), 0 };
-        } else if (m.value_type == GGML_MACKO_TYPE_CODED) {
-            rules[PACKED_VALUES] = { GGML_MACKO_TYPE_I32, max_coded_words(m.nnz, m.type), 1 };
-        }
+        rules[PACKED_VALUES]  = m.value_type == GGML_MACKO_TYPE_CODED
+                                    ? component_rule{ GGML_MACKO_TYPE_I32, max_coded_words(m.nnz, m.type), 1 }
+                                    : component_rule{ m.value_type, packed_n_values(m.nnz), 0 };
         rules[PACKED_INDEX]   = { GGML_MACKO_TYPE_I8, max_index_nbytes(desc_of(m)),
                                 m.index_bits == INDEX_BITMAP ? 0 : 4 };
         rules[PACKED_ROW_PTR] = { GGML_MACKO_TYPE_I32, m.rows + 1, 0 };
@@ -76,7 +68,7 @@ public:
     int open(const ggml_macko_matrix & m, int n_threads, std::unique_ptr<codec_view> * view) const override {
         const packed_arrays arrays = { desc_of(m),
                                        m.arrays[PACKED_VALUES].data,
-                                       n_values(m),
+                                       array_length(m.arrays[PACKED_VALUES]),
                                        static_cast<const uint8_t *>(m.arrays[PACKED_INDEX].data),
                                        m.arrays[PACKED_INDEX].nbytes,
                                        static_cast<const int32_t *>(m.arrays[PACKED_ROW_PTR].data),
@@ -105,13 +97,6 @@ public:
 private:
     static constexpr int64_t DENSE_TYPE = -1; // option value_type
     static constexpr int64_t SMALLEST   = -1; // options with a number of bits: the width with the fewest bytes
-
-    // values, or words of coded values; for Q4_NL the values in its blocks, not its bytes
-    static int64_t n_values(const ggml_macko_matrix & m) {
-        const ggml_macko_array & a     = m.arrays[PACKED_VALUES];
-        const int64_t            block = quant_block_nbytes(m.value_type);
-        return block == 0 ? array_length(a) : a.nbytes % block ? -1 : a.nbytes / block * QUANT_BLOCK;
-    }
 };
 
 } // namespace

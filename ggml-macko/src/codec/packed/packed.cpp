@@ -3,12 +3,9 @@
 #include "codec/code-writer.h"
 #include "codec/first-bad.h"
 #include "codec/nonzero.h"
-#include "codec/quantize.h"
 #include "codec/team.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstdlib>
 
 namespace macko {
 
@@ -16,12 +13,9 @@ namespace macko {
 
 int check_packed_desc(const packed_desc & desc) {
     TRY(check_desc(desc.dense));
-    if (desc.value_type != desc.dense.type && desc.value_type != GGML_MACKO_TYPE_CODED &&
-        !is_quant_type(desc.value_type)) {
-        return fail(
-            GGML_MACKO_STATUS_BAD_FORMAT,
-            "value type %d is neither the dense type %d nor Q8_0 (8), Q5_0 (6), Q4_0 (2), Q4_NL (1004) or coded (1005)",
-            desc.value_type, desc.dense.type);
+    if (desc.value_type != desc.dense.type && desc.value_type != GGML_MACKO_TYPE_CODED) {
+        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "value type %d is neither the dense type %d nor coded (1005)",
+                    desc.value_type, desc.dense.type);
     }
     if (!is_index_bits(desc.index_bits)) {
         return fail(GGML_MACKO_STATUS_BAD_FORMAT, "index_bits %d of packed is not 0, 2, 4 or 8", desc.index_bits);
@@ -251,57 +245,10 @@ template <typename T> static int check_plain_values(const packed_arrays & a, int
                 static_cast<long long>(k));
 }
 
-// Whether a value d * q of a block exceeds F16 by more than the rounding of d can cause. Other dense types have a
-// larger range.
-static bool leaves_f16(const uint8_t * block, int32_t type) {
-    constexpr float beyond = 65536; // the largest F16 is 65504, and d is rounded by 2^-11 at most
-    const float     d      = std::fabs(float_of_f16(quant_scale_bits(block)));
-    if (d * static_cast<float>(QUANT_MAX) < beyond) {
-        return false;
-    }
-    for (int64_t i = 0; i < QUANT_BLOCK; i++) {
-        if (d * static_cast<float>(std::abs(quant_at(block, type, i))) >= beyond) {
-            return true;
-        }
-    }
-    return false;
-}
-
-static int check_quant_range(const packed_arrays & a, int n_threads) {
-    const int64_t   n = a.n_values / QUANT_BLOCK, nbytes = quant_block_nbytes(a.desc.value_type);
-    const uint8_t * blocks = static_cast<const uint8_t *>(a.values);
-    const int64_t   block  = a.desc.dense.type != GGML_MACKO_TYPE_F16 ? n : first_bad(n, n_threads, [&](int64_t i) {
-        return leaves_f16(blocks + i * nbytes, a.desc.value_type);
-    });
-    return block < n ? fail(GGML_MACKO_STATUS_NOT_FINITE, "block %lld has a value beyond F16, the dense type",
-                            static_cast<long long>(block))
-                     : static_cast<int>(GGML_MACKO_STATUS_OK);
-}
-
-static int check_quant_values(const packed_arrays & a, int n_threads) {
-    const int32_t   type   = a.desc.value_type;
-    const int64_t   nbytes = quant_block_nbytes(type), nnz = a.desc.dense.nnz;
-    const uint8_t * blocks     = static_cast<const uint8_t *>(a.values);
-    const auto      is_special = [&](int64_t i) { return (quant_scale_bits(blocks + i * nbytes) & 0x7c00) == 0x7c00; };
-    const int64_t   block      = first_bad(a.n_values / QUANT_BLOCK, n_threads, is_special);
-    if (block < a.n_values / QUANT_BLOCK) {
-        return fail(GGML_MACKO_STATUS_NOT_FINITE, "the scale of block %lld is Inf or NaN",
-                    static_cast<long long>(block));
-    }
-    for (int64_t k = nnz; k < a.n_values; k++) {
-        if (quant_at(blocks + k / QUANT_BLOCK * nbytes, type, k % QUANT_BLOCK) != padding_quant(type)) {
-            return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "value %lld, after the last non-zero, is not zero",
-                        static_cast<long long>(k));
-        }
-    }
-    return check_quant_range(a, n_threads);
-}
-
 static int check_values(const packed_arrays & a, int n_threads, coded_view * coded) {
     const macko_desc & dense = a.desc.dense;
     return a.desc.value_type == GGML_MACKO_TYPE_CODED ? open_coded(static_cast<const uint32_t *>(a.values), a.n_values,
                                                                    dense.type, dense.nnz, n_threads, coded)
-           : is_quant_type(a.desc.value_type)         ? check_quant_values(a, n_threads)
            : dense.type == GGML_MACKO_TYPE_F32        ? check_plain_values<uint32_t>(a, n_threads)
                                                       : check_plain_values<uint16_t>(a, n_threads);
 }
@@ -324,11 +271,7 @@ template <typename T> static void decode_row_type(const packed_view & view, int6
     const packed_arrays & a = view.arrays();
     int64_t               k = a.row_ptr[row];
     memset(dense, 0, static_cast<size_t>(a.desc.dense.cols) * sizeof(T));
-    if (is_quant_type(a.desc.value_type)) {
-        const auto * blocks = static_cast<const uint8_t *>(a.values);
-        view.for_each_column(
-            row, [&](int64_t col) { dense[col] = dense_at<T>(blocks, a.desc.value_type, k++, a.desc.dense.type); });
-    } else if (a.desc.value_type == GGML_MACKO_TYPE_CODED) {
+    if (a.desc.value_type == GGML_MACKO_TYPE_CODED) {
         std::vector<T> values(static_cast<size_t>(a.row_ptr[row + 1] - k));
         view.copy_values(k, static_cast<int64_t>(values.size()), values.data());
         const T * next = values.data();
@@ -369,47 +312,6 @@ int packed_view::decode(void * dense, int n_threads) const {
         }
     });
     return GGML_MACKO_STATUS_OK;
-}
-
-// Distance of x to the nearest value that a block can represent.
-static double nearest_distance(const uint8_t * block, int32_t type, double d, double x) {
-    constexpr double WHOLE = 0x1.8p52; // adding it rounds to a whole number, ties to even
-    if (type == GGML_MACKO_TYPE_Q4_NL) {
-        double nearest = std::fabs(x - d * Q4_NL_LEVELS[block[0] & 1][0]);
-        for (const int8_t level : Q4_NL_LEVELS[block[0] & 1]) {
-            nearest = std::min(nearest, std::fabs(x - d * level));
-        }
-        return nearest;
-    }
-    const quant_limits range = quant_range(type);
-    const double       q     = std::max<double>(range.low, std::min<double>(range.high, d == 0 ? 0 : x / d));
-    return std::fabs(x - d * ((q + WHOLE) - WHOLE));
-}
-
-// The sum of three distances: to the nearest d * q, the rounding of the scale to F16, and the rounding of the product
-// to the dense type. A value beyond twice the largest |q| cannot belong to its scale: searched scales cut off less than
-// half of a value.
-void packed_view::error_bounds(int64_t row, const int32_t * columns, int64_t k, int64_t n, const float * source,
-                               double * bounds) const {
-    const int32_t type = arrays_.desc.value_type;
-    if (!is_quant_type(type)) {
-        codec_view::error_bounds(row, columns, k, n, source, bounds);
-        return;
-    }
-    const auto * blocks   = static_cast<const uint8_t *>(arrays_.values);
-    const double rounding = rounding_error(desc().type);
-    const double most     = 2 - quant_range(type).low;
-    for (int64_t i = 0; i < n; i++) {
-        const uint8_t * block = blocks + (k + i) / QUANT_BLOCK * quant_block_nbytes(type);
-        const auto      x     = static_cast<double>(source[i]);
-        const auto      d     = static_cast<double>(float_of_f16(quant_scale_bits(block)));
-        const double    scale = 2 * most * (std::fabs(d) * 0x1p-11 + 0x1p-25); // twice: rounding may move a q
-        const double    value = d * quant_at(block, type, (k + i) % QUANT_BLOCK);
-        bounds[i]             = scale + std::fabs(value) * rounding + 0x1p-24;
-        if (std::fabs(x) <= 2 * most * std::fabs(d) + scale) {
-            bounds[i] += nearest_distance(block, type, d, x) + 1e-4 * std::fabs(d);
-        }
-    }
 }
 
 // ---- pack ----
@@ -542,10 +444,10 @@ int pack_type(const T * dense, packed_desc desc, int32_t mantissa_bits, int32_t 
     desc.dense.nnz        = nnz;
     out->desc             = desc;
     out->index.assign(static_cast<size_t>(index_nbytes_of_bits(plan.n_bits)), 0);
-    const bool     is_plain = desc.value_type == desc.dense.type, is_coded = desc.value_type == GGML_MACKO_TYPE_CODED;
-    std::vector<T> source(is_plain ? 0 : static_cast<size_t>(nnz)); // values to code or quantize
-    out->values.assign(is_coded ? 0 : static_cast<size_t>(values_nbytes(desc.value_type, packed_n_values(nnz))), 0);
-    T * values = is_plain ? reinterpret_cast<T *>(out->values.data()) : source.data();
+    const bool     is_coded = desc.value_type == GGML_MACKO_TYPE_CODED;
+    std::vector<T> source(is_coded ? static_cast<size_t>(nnz) : 0); // values to code
+    out->values.assign(is_coded ? 0 : static_cast<size_t>(packed_n_values(nnz)) * sizeof(T), 0);
+    T * values = is_coded ? source.data() : reinterpret_cast<T *>(out->values.data());
     parallel_ranges(n_threads, rows, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; r++) {
             const T * row = dense + r * cols;
@@ -554,14 +456,9 @@ int pack_type(const T * dense, packed_desc desc, int32_t mantissa_bits, int32_t 
                         [&](int64_t col) { values[k++] = row[col]; });
         }
     });
-    if (is_plain) {
-        return GGML_MACKO_STATUS_OK;
-    }
-    if (is_coded) {
-        return encode_coded(source.data(), desc.dense.type, nnz, mantissa_bits, exponent_bits, n_threads, &out->values);
-    }
-    TRY(quantize(source.data(), desc.dense.type, nullptr, nnz, desc.value_type, n_threads, out->values.data()));
-    return check_quant_range(out->arrays(), n_threads); // a searched scale may round a large value up
+    return is_coded ? encode_coded(source.data(), desc.dense.type, nnz, mantissa_bits, exponent_bits, n_threads,
+                                   &out->values)
+                    : static_cast<int>(GGML_MACKO_STATUS_OK);
 }
 
 } // namespace

@@ -1,11 +1,10 @@
-// The packed codec: non-zeros without fillers (plain, coded or quantized), and a bitmap or gap codes with their
+// The packed codec: non-zeros without fillers (plain or coded), and a bitmap or gap codes with their
 // positions (FORMAT.md sections 7 and 8). Plain C++17: no ggml, no CUDA.
 #pragma once
 
 #include "codec/bitmap-rows.h"
 #include "codec/codec.h"
 #include "codec/packed/coded.h"
-#include "codec/quants.h"
 
 #include <algorithm>
 
@@ -20,13 +19,13 @@ constexpr int32_t INDEX_BITMAP = 0; // index_bits of a bitmap; other values are 
 // gap codes of 1 bit do not exist: they would equal a bitmap
 constexpr bool    is_index_bits(int32_t bits) { return bits == INDEX_BITMAP || (bits > 1 && is_delta_bits(bits)); }
 constexpr int64_t packed_n_values(int64_t nnz) {
-    return nnz <= QUANT_BLOCK ? QUANT_BLOCK : (nnz + QUANT_BLOCK - 1) / QUANT_BLOCK * QUANT_BLOCK;
+    return nnz <= CODED_BLOCK ? CODED_BLOCK : (nnz + CODED_BLOCK - 1) / CODED_BLOCK * CODED_BLOCK;
 }
 constexpr int64_t index_nbytes_of_bits(int64_t bits) { return bits <= 32 ? 4 : ((bits + 7) / 8 + 3) & ~int64_t(3); }
 
 struct packed_desc {
     macko_desc dense;      // delta_bits: for the MACKO rows that recode() makes
-    int32_t    value_type; // dense.type, GGML_MACKO_TYPE_CODED, or a quantized type
+    int32_t    value_type; // dense.type or GGML_MACKO_TYPE_CODED
     int32_t    index_bits;
 };
 // Checks the limits of section 4, value_type and index_bits.
@@ -52,8 +51,6 @@ public:
     const macko_desc & desc() const override { return arrays_.desc.dense; }
     int                for_each_row(int n_threads, const std::function<void(int64_t, const void *)> & f) const override;
     int                decode(void * dense, int n_threads) const override;
-    void               error_bounds(int64_t row, const int32_t * columns, int64_t k, int64_t n, const float * source,
-                                    double * bounds) const override;
 
     const packed_arrays & arrays() const { return arrays_; }
     int64_t               row_bit(int64_t row) const {
@@ -64,7 +61,7 @@ public:
     template <typename F> void for_each_column(int64_t row, F && f) const;
     // writes one row as cols dense elements
     void decode_row(int64_t row, void * dense) const;
-    // writes values k ... k + n - 1, which are not quantized, as bits of the dense type
+    // writes values k ... k + n - 1 as bits of the dense type
     void copy_values(int64_t k, int64_t n, void * out) const;
     // only for coded values
     const coded_view & coded() const { return coded_; }

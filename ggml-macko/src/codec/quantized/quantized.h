@@ -4,7 +4,7 @@
 
 #include "codec/bitmap-rows.h"
 #include "codec/codec.h"
-#include "codec/quants.h"
+#include "codec/floats.h"
 
 #include <vector>
 
@@ -34,8 +34,6 @@ constexpr int32_t code_bits(int32_t value_type) {
     const int32_t bits = value_type - (GGML_MACKO_TYPE_Q8 - 8);
     return is_code_bits(bits) ? bits : 0;
 }
-// Whether values of this type are quantized, in blocks or by columns.
-constexpr bool    is_lossy_type(int32_t value_type) { return is_quant_type(value_type) || code_bits(value_type) != 0; }
 constexpr int32_t type_of_code_bits(int32_t bits) { return GGML_MACKO_TYPE_Q8 - 8 + bits; }
 constexpr int64_t windows_of_row(int64_t cols, int64_t window) { return (cols + window - 1) / window; }
 constexpr int64_t code_groups(int64_t nnz) { return (nnz + CODE_GROUP - 1) / CODE_GROUP; }

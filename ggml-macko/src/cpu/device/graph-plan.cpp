@@ -2,7 +2,7 @@
 #include "cpu/device/graph-plan.h"
 #include "abi/op-numbers.h"
 #include "backend/log.h"
-#include "codec/quants.h"
+#include "codec/floats.h"
 #include "cpu/device/weight.h"
 #include "cpu/kernels/rope.h"
 #include "cpu/kernels/row-ops.h"

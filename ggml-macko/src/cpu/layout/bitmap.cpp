@@ -92,8 +92,6 @@ void bitmap_pack(const macko_view & view, int64_t first_value, const bitmap_layo
 
 // ---- coded values ----
 
-constexpr int64_t CODED_BLOCK = 32; // values of a coded_block_view
-
 // Appends the coded values of a row to a bitmap.
 struct coded_writer {
     uint8_t * values;

@@ -1,6 +1,6 @@
 // Converts the packed rows of a matrix to columns (columns.h).
 #include "cpu/layout/columns.h"
-#include "codec/quants.h"
+#include "codec/floats.h"
 #include "codec/team.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@ constexpr int64_t WORD      = 64; // rows of a mask word
 constexpr int64_t TILE_COLS = 64; // columns that are transposed together: a tile of 64 rows stays in L1
 
 bool columns_can_hold(int64_t rows_per_matrix, int32_t value_type) {
-    return rows_per_matrix >= WORD && !is_lossy_type(value_type);
+    return rows_per_matrix >= WORD && code_bits(value_type) == 0;
 }
 
 static macko_desc columns_desc(const macko_desc & desc, int64_t rows_per_matrix) {

@@ -1,0 +1,76 @@
+// Conversions of value types: F16 and BF16 to and from float, and products d * q (FORMAT.md section 2). No ggml.
+#pragma once
+
+#include "codec/macko/macko.h"
+
+#include <cstring>
+
+namespace macko {
+
+inline uint32_t bits_of_float(float f) {
+    uint32_t u;
+    memcpy(&u, &f, sizeof(u));
+    return u;
+}
+inline __attribute__((always_inline)) float float_of_bits(uint32_t u) { // kernels define no symbol
+    float f;
+    memcpy(&f, &u, sizeof(f));
+    return f;
+}
+
+inline float float_of_f16(uint16_t h) {
+    const uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, mantissa = h & 0x3ffu;
+    if (exponent == 0) {
+        return float_of_bits(sign | bits_of_float(static_cast<float>(mantissa) * 0x1p-24f));
+    }
+    return float_of_bits(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13);
+}
+
+// Rounds to nearest, ties to even; Inf from 65520 on.
+inline uint16_t f16_of_float(float f) {
+    const uint32_t sign = (bits_of_float(f) >> 16) & 0x8000u, u = bits_of_float(f) & 0x7fffffffu;
+    if (u > 0x7f800000u) {
+        return static_cast<uint16_t>(sign | 0x7e00u);
+    }
+    if (u >= 0x477ff000u) {
+        return static_cast<uint16_t>(sign | 0x7c00u);
+    }
+    if (u < 0x38800000u) { // multiples of 2^-24, the spacing of floats at 0.5
+        return static_cast<uint16_t>(sign | (bits_of_float(float_of_bits(u) + 0.5f) - 0x3f000000u));
+    }
+    return static_cast<uint16_t>(
+        sign | (((u + 0xfffu + ((u >> 13) & 1)) >> 13) - 0x1c000u)); // F16 exponents are biased by 112 less
+}
+
+// Rounds to nearest, ties to even, for a finite f.
+inline uint16_t bf16_of_float(float f) {
+    const uint32_t u = bits_of_float(f);
+    return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+}
+// Largest relative error of rounding to a dense type, without subnormal numbers.
+constexpr double rounding_error(int32_t type) {
+    return type == GGML_MACKO_TYPE_F32 ? 0x1p-24 : type == GGML_MACKO_TYPE_F16 ? 0x1p-11 : 0x1p-8;
+}
+
+inline float float_of_value(uint16_t bits, int32_t type) {
+    return type == GGML_MACKO_TYPE_F16 ? float_of_f16(bits) : float_of_bits(static_cast<uint32_t>(bits) << 16);
+}
+inline float float_of_value(uint32_t bits, int32_t) { return float_of_bits(bits); }
+
+// d * q as bits of the dense type: rounded to nearest even, finite, +0 if the product is 0.
+template <typename T> inline T dense_of_quant(float d, int q, int32_t type) {
+    const float v = d * static_cast<float>(q); // exact: 11 and 8 bits
+    if (v == 0) {
+        return 0;
+    }
+    if constexpr (sizeof(T) == 4) {
+        return bits_of_float(v);
+    } else if (type == GGML_MACKO_TYPE_F16) {
+        const uint16_t h = f16_of_float(v);
+        return static_cast<T>((h & 0x7fff) == 0x7c00 ? h - 1 : h);
+    } else {
+        return static_cast<T>(bf16_of_float(v));
+    }
+}
+
+} // namespace macko

@@ -44,7 +44,8 @@ TEST(forced_kernel_set_is_the_one_in_use) {
     const std::string best = supported_kernel_set(0)->name;
     std::string       got  = selection_with("");
     CHECK(got == "0 " + best, "%s", got.c_str());
-    for (const char * name : { "portable", "avx2", "avx512", "avx512-vbmi2", "neon", "neon-dotprod", "neon-fhm" }) {
+    for (const char * name :
+         { "portable", "avx2", "avx2-vnni", "avx512", "avx512-vbmi2", "neon", "neon-dotprod", "neon-fhm" }) {
         bool supported = false;
         for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
             supported |= strcmp(set->name, name) == 0;
@@ -370,7 +371,8 @@ struct problem {
 // |y - y64| if x is rounded to integers of 8, 16 or 23 bits (sign included) with a scale for each block: half a unit of
 // them, and the rounding of the scales.
 static std::vector<double> block_bound(const kernel_set & set, const problem & p) {
-    const bool          bytes = strstr(set.name, "vbmi2") || strstr(set.name, "dotprod") || strstr(set.name, "fhm");
+    const bool bytes =
+        strstr(set.name, "vbmi2") || strstr(set.name, "vnni") || strstr(set.name, "dotprod") || strstr(set.name, "fhm");
     const double        step  = 8 * 0x1p-24 + (!p.round_x         ? 1.0 / (127 * 32768)
                                                : bytes && p.n > 4 ? 0.5 / 127
                                                                   : 0.5 / (127 * 256));

@@ -32,6 +32,7 @@ constexpr setting TABLE[] = {
     { ENABLE, "rpc-server", "offer devices for llama.cpp's RPC server; `macko run` sets it" },
     { CPU_KERNELS, "portable", "kernels for any CPU" },
     { CPU_KERNELS, "avx2", "kernels for x86 with AVX2" },
+    { CPU_KERNELS, "avx2-vnni", "kernels for x86 with AVX2 and AVX-VNNI" },
     { CPU_KERNELS, "avx512", "kernels for x86 with AVX-512" },
     { CPU_KERNELS, "avx512-vbmi2", "kernels for x86 with AVX-512 VBMI2" },
     { CPU_KERNELS, "neon", "kernels for arm64" },

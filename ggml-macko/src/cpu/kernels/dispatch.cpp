@@ -33,6 +33,25 @@ static bool cpu_has_f16c() {
 }
 #endif
 
+#if defined(GGML_MACKO_AVX2_VNNI)
+// __builtin_cpu_supports("avxvnni") needs a newer compiler, too
+static bool cpu_has_avx_vnni() {
+    constexpr unsigned AVX_VNNI = 1 << 4;
+    unsigned           eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & AVX_VNNI);
+}
+
+static const kernel_set & avx2_vnni() {
+    static const kernel_set set = [] {
+        kernel_set s = kernels_avx2;
+        s.name       = "avx2-vnni";
+        s.quantized  = kernels_avx2_vnni;
+        return s;
+    }();
+    return set;
+}
+#endif
+
 // Zen 4 CPUs, the only CPUs of AMD's family 25 with VBMI2, split 512-bit operations into two halves. On them, bundles
 // are faster than expanded rows at all densities that allow bundles, and faster than coded values (lab/kernels-cpu.md).
 static bool cpu_is_zen4() {
@@ -58,6 +77,9 @@ static const candidate * candidates(int * n) {
     static const candidate all[] = {
         { &kernels_avx512_vbmi2, vbmi2 },
         { &kernels_avx512, avx512 },
+#if defined(GGML_MACKO_AVX2_VNNI)
+        { &avx2_vnni(), avx2 && cpu_has_avx_vnni() },
+#endif
         { &kernels_avx2, avx2 },
         { &kernels_portable, true },
     };
@@ -138,21 +160,26 @@ bool has_rows16(const kernel_set & set, int32_t type) {
 }
 
 // The function of a layout.
-static auto function_of(const multiply_fns & f, const bitmap_layout &) { return f.bitmap; }
-static auto function_of(const multiply_fns & f, const coded_bitmap_layout &) { return f.coded_bitmap; }
-static auto function_of(const multiply_fns & f, const bundles_layout &) { return f.bundles; }
-static auto function_of(const multiply_fns & f, const quantized_layout &) { return f.quantized; }
+static auto function_of(const kernel_set & s, const bitmap_layout &) { return s.multiply.bitmap; }
+static auto function_of(const kernel_set & s, const coded_bitmap_layout &) { return s.multiply.coded_bitmap; }
+static auto function_of(const kernel_set & s, const bundles_layout &) { return s.multiply.bundles; }
+static auto function_of(const kernel_set & s, const quantized_layout &) { return s.quantized.multiply; }
 
 bool multiplies_with(const kernel_set & set, const cpu_matrix & w) {
-    return std::visit([&](const auto & layout) { return function_of(set.multiply, layout) != nullptr; }, w);
+    return std::visit([&](const auto & layout) { return function_of(set, layout) != nullptr; }, w);
 }
 
 void prepare_with(const kernel_set & set, const mul_mat_params & p, x_layout layout, int ith, int nth) {
+    if (layout == x_layout::blocks) {
+        const auto &  w     = std::get<quantized_layout>(p.w);
+        const int64_t words = mask_words(w.cols);
+        return set.quantized.prepare(w, p, words * ith / nth * 64, words * (ith + 1) / nth * 64);
+    }
     set.prepare(base_of(p.w), p, layout, ith, nth);
 }
 
 void multiply_with(const kernel_set & set, const mul_mat_params & p, x_layout layout, int64_t begin, int64_t end) {
-    std::visit([&](const auto & w) { function_of(set.multiply, w)(w, p, layout, begin, end); }, p.w);
+    std::visit([&](const auto & w) { function_of(set, w)(w, p, layout, begin, end); }, p.w);
 }
 
 constexpr int64_t COUNTER_NBYTES = 64;

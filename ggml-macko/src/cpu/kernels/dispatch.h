@@ -63,14 +63,19 @@ struct multiply_fns {
     multiply_fn<bitmap_layout>       bitmap;
     multiply_fn<coded_bitmap_layout> coded_bitmap;
     multiply_fn<bundles_layout>      bundles;
-    multiply_fn<quantized_layout>    quantized;
+};
+struct quantized_kernels {
+    // copies the columns col_begin ... col_end - 1 of x, multiples of 64, to p.scratch
+    void (*prepare)(const quantized_layout & w, const mul_mat_params & p, int64_t col_begin, int64_t col_end);
+    multiply_fn<quantized_layout> multiply;
 };
 
 struct kernel_set {
     const char * name;
     // Copies the part of x of thread ith to p.scratch. w: p.w.
     void (*prepare)(const layout_base & w, const mul_mat_params & p, x_layout layout, int ith, int nth);
-    multiply_fns multiply;
+    multiply_fns      multiply;
+    quantized_kernels quantized;
     // Writes the sum of x_c times column c over the columns col_begin ... col_end - 1 of p.columns, with col_begin a
     // multiple of 64 and x in p.scratch. w: p.w. sums: one float per row, rounded up to a multiple of 64.
     void (*add_columns)(const layout_base & w, const mul_mat_params & p, int64_t col_begin, int64_t col_end,
@@ -89,9 +94,10 @@ bool multiplies_with(const kernel_set & set, const cpu_matrix & w);
 
 extern const kernel_set kernels_portable;
 #if defined(__x86_64__)
-extern const kernel_set kernels_avx2;
-extern const kernel_set kernels_avx512;
-extern const kernel_set kernels_avx512_vbmi2;
+extern const kernel_set        kernels_avx2;
+extern const quantized_kernels kernels_avx2_vnni; // with GGML_MACKO_AVX2_VNNI
+extern const kernel_set        kernels_avx512;
+extern const kernel_set        kernels_avx512_vbmi2;
 #elif defined(__aarch64__)
 extern const kernel_set kernels_neon;
 extern const kernel_set kernels_neon_dotprod;

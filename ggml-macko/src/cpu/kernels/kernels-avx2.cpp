@@ -1,5 +1,6 @@
 // Kernels for AVX2 + FMA + F16C + BMI2. Processes eight columns at a time: for each mask byte, a table has the
 // permutation that moves the packed values to the lanes of their columns.
+#include "cpu/kernels/kernels-avx2-common.h"
 #include "cpu/kernels/kernels-bundles-avx2.h"
 #include "cpu/kernels/kernels-quantized-avx2.h"
 
@@ -29,11 +30,8 @@ constexpr lane_tables make_lane_tables() {
 }
 constexpr lane_tables tables = make_lane_tables();
 
-struct simd : bundles_avx2, quantized_avx2 {
-    using vec = __m256;
-
+struct simd : avx2, bundles_avx2, quantized_avx2 {
     static constexpr bool                    has_bundles     = true;
-    static constexpr int                     width           = 8;
     static constexpr int                     tile_vecs       = 8;
     template <int TYPE> static constexpr int step            = 8;
     static constexpr bool                    has_rows16      = true;
@@ -53,28 +51,9 @@ struct simd : bundles_avx2, quantized_avx2 {
         return static_cast<uint32_t>(rotate_right(bits, 8 * s)) & 0xff0;
     }
 
-    static vec   zero() { return _mm256_setzero_ps(); }
-    static vec   set1(float a) { return _mm256_set1_ps(a); }
-    static vec   load(const float * p) { return _mm256_loadu_ps(p); }
-    static void  store(float * p, vec v) { _mm256_storeu_ps(p, v); }
-    static vec   add(vec a, vec b) { return _mm256_add_ps(a, b); }
-    static vec   fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
-    static vec   mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
-    static float sum(vec v) {
-        __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-        s        = _mm_add_ps(s, _mm_movehl_ps(s, s));
-        return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-    }
     static uint32_t nonzeros(vec v) {
         return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(v, zero(), _CMP_NEQ_UQ)));
     }
-    static void zip(vec a, vec b, vec & lo, vec & hi) {
-        const vec l = _mm256_unpacklo_ps(a, b);
-        const vec h = _mm256_unpackhi_ps(a, b);
-        lo          = _mm256_permute2f128_ps(l, h, 0x20);
-        hi          = _mm256_permute2f128_ps(l, h, 0x31);
-    }
-
     static vec round_f16(vec v) {
         return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }
@@ -113,14 +92,11 @@ struct simd : bundles_avx2, quantized_avx2 {
         }
     }
     // quantized matrices
-    static constexpr int x_vecs = 2;
-
-    static __m256i no_sum() { return _mm256_setzero_si256(); }
-    static __m256i load_sum(const int32_t * p) { return load_ints(p); }
-    static __m256i load_ints(const void * p) { return _mm256_load_si256(static_cast<const __m256i *>(p)); }
-    static __m256i dot(__m256i sum, __m256i w, __m256i x) { return _mm256_add_epi32(sum, _mm256_madd_epi16(w, x)); }
-    static vec     to_floats(__m256i v) { return _mm256_cvtepi32_ps(v); }
-    static void    store_ints(void * p, __m256i v) { _mm256_store_si256(static_cast<__m256i *>(p), v); }
+    static __m256i dot(__m256i sum, __m256i w, __m256i x) {
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(w, x));
+        __asm__("" : "+x"(sum)); // GCC would make all products first, for which registers are too few
+        return sum;
+    }
     // Moves levels to the columns of a word of the bitmap: four vectors.
     template <typename F> static void for_each_part(uint64_t bits, const uint8_t * levels, F && f) {
 #pragma GCC unroll 4
@@ -128,19 +104,6 @@ struct simd : bundles_avx2, quantized_avx2 {
             f(i, _mm256_cvtepi8_epi16(next_levels(bits, levels)));
         }
     }
-    // 8 / T lanes from p, T times
-    template <int T> static __m256i load_weights(const void * p) {
-        if constexpr (T == 1) {
-            return load_ints(p);
-        } else if constexpr (T == 2) {
-            return _mm256_broadcastsi128_si256(_mm_load_si128(static_cast<const __m128i *>(p)));
-        } else if constexpr (T == 4) {
-            return _mm256_set1_epi64x(*static_cast<const long long *>(p));
-        } else {
-            return _mm256_set1_epi32(*static_cast<const int *>(p));
-        }
-    }
-
     // ---- rows16 ----
 
     // Compresses the x of the non-zeros of some mask words of NR rows, whose masks are `stride` words apart. Writes
@@ -222,6 +185,7 @@ struct simd : bundles_avx2, quantized_avx2 {
 const macko::cpu::kernel_set macko::cpu::kernels_avx2 = { "avx2",
                                                           prepare,
                                                           macko::cpu::MULTIPLY,
+                                                          macko::cpu::QUANTIZED,
                                                           add_columns,
                                                           { 0.17f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f },
                                                           macko::cpu::ROW_OPS,

@@ -57,7 +57,7 @@ struct simd : avx512, bundles_avx2 {
     using weight_t = uint8_t;
     using x_t      = int8_t;
 
-    static constexpr int COLUMNS = 4, OFFSET = 128, precise_n = 4;
+    static constexpr int COLUMNS = 4, OFFSET = 128, TABLE_OFFSET = OFFSET, precise_n = 4;
 
     static __m512i offsets() { return _mm512_set1_epi8(static_cast<char>(OFFSET)); }
     static __m512i dot(__m512i sum, __m512i w, __m512i x) { return _mm512_dpbusd_epi32(sum, w, x); }
@@ -233,12 +233,10 @@ void expand_row(const uint64_t * masks, const uint8_t * values, int64_t cols, ui
 #include "cpu/kernels/row-ops-impl.h"
 #include "cpu/kernels/span-ops-avx2.h"
 
-const macko::cpu::kernel_set macko::cpu::kernels_avx512_vbmi2 = { "avx512-vbmi2",
-                                                                  prepare,
-                                                                  macko::cpu::MULTIPLY,
-                                                                  add_columns,
-                                                                  { 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f },
-                                                                  macko::cpu::ROW_OPS,
-                                                                  { 0.25f, 0.55f, true, 0.45f },
-                                                                  &macko::cpu::SPAN_OPS,
-                                                                  macko::cpu::expand_row };
+const macko::cpu::kernel_set macko::cpu::kernels_avx512_vbmi2 = {
+    "avx512-vbmi2",        prepare,
+    macko::cpu::MULTIPLY,  macko::cpu::QUANTIZED,
+    add_columns,           { 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f },
+    macko::cpu::ROW_OPS,   { 0.25f, 0.55f, true, 0.45f },
+    &macko::cpu::SPAN_OPS, macko::cpu::expand_row
+};

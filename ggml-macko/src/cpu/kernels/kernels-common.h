@@ -1,17 +1,11 @@
-// Shared by the kernels of kernels-impl.h: reading values, and copying x to the scratch memory.
+// Shared by the kernels of kernels-impl.h, except for quantized matrices: reading values, and copying x to the scratch
+// memory.
 #pragma once
 
-#include "cpu/kernels/dispatch.h"
-
-#pragma GCC diagnostic ignored "-Wsign-conversion" // int template arguments as array bounds
-
-#define INLINE inline __attribute__((always_inline))
+#include "cpu/kernels/kernels-basics.h"
 
 namespace macko::cpu {
 namespace {
-
-using vec       = simd::vec;
-constexpr int W = simd::width; // floats in a vector
 
 constexpr int TILE_VECS = simd::tile_vecs; // vectors of tokens in a full tile
 constexpr int TILE      = TILE_VECS * W;   // tokens in a full tile
@@ -48,10 +42,6 @@ template <typename F> INLINE void with_dense_type(int32_t type, F && f) {
 // whether a simd has expand_coded(), load_coded() and store_coded_x()
 template <typename S, typename = void> constexpr bool coded_kernels                                = false;
 template <typename S> constexpr bool coded_kernels<S, decltype(static_cast<void>(&S::load_coded))> = true;
-
-// local versions of mask_words() and std::min(), which are functions of other headers
-INLINE int64_t words_of(int64_t cols) { return (cols + 63) / 64; }
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Bits s * STEP ... (s + 1) * STEP - 1 of a mask word.
 template <int STEP> INLINE uint32_t mask_bits(uint64_t bits, int s) {
@@ -169,19 +159,6 @@ template <int TYPE> INLINE vec load_x(const float * src, int64_t n, bool round) 
         return simd::round_bf16(v);
     }
     return v;
-}
-
-// Transposes a W x W matrix by log2(W) perfect shuffles of its rows.
-INLINE void transpose(vec (&v)[W]) {
-    for (int round = 1; round < W; round *= 2) {
-        vec t[W];
-        for (int i = 0; i < W / 2; i++) {
-            simd::zip(v[i], v[i + W / 2], t[2 * i], t[2 * i + 1]);
-        }
-        for (int i = 0; i < W; i++) {
-            v[i] = t[i];
-        }
-    }
 }
 
 // Copies columns col_begin ... col_end-1 of all x. Both bounds are multiples of W, and columns from cols on become

@@ -86,9 +86,6 @@ void prepare(const layout_base & w, const mul_mat_params & p, x_layout layout, i
     const int64_t words = words_of(w.cols);
     const int64_t begin = words * ith / nth * 64;
     const int64_t end   = words * (ith + 1) / nth * 64;
-    if (layout == x_layout::blocks) {
-        return prepare_blocks(static_cast<const quantized_layout &>(w), p, begin, end);
-    }
     with_dense_type(w.dense_type, [&](auto type) { prepare_type<type.value>(w, p, layout, begin, end); });
 }
 
@@ -125,7 +122,7 @@ void multiply_in_bundles(const bundles_layout & w, const mul_mat_params & p, x_l
 
 // The functions of this set; those of layouts without kernels are null.
 template <typename S> constexpr multiply_fns multiply_of() {
-    multiply_fns all = { multiply_bitmap, nullptr, nullptr, multiply_quantized };
+    multiply_fns all = { multiply_bitmap, nullptr, nullptr };
     if constexpr (coded_kernels<S>) {
         all.coded_bitmap = multiply_type<GGML_MACKO_TYPE_CODED>;
     }
@@ -134,7 +131,8 @@ template <typename S> constexpr multiply_fns multiply_of() {
     }
     return all;
 }
-constexpr multiply_fns MULTIPLY = multiply_of<simd>();
+constexpr multiply_fns      MULTIPLY  = multiply_of<simd>();
+constexpr quantized_kernels QUANTIZED = { prepare_blocks, multiply_quantized };
 
 } // namespace
 } // namespace macko::cpu

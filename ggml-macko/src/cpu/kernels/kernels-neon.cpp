@@ -12,6 +12,11 @@ struct simd : neon {};
 #include "cpu/kernels/kernels-impl.h"
 #include "cpu/kernels/row-ops-impl.h"
 
-const macko::cpu::kernel_set macko::cpu::kernels_neon = {
-    "neon", prepare, macko::cpu::MULTIPLY, add_columns, macko::cpu::NEON_COSTS, macko::cpu::ROW_OPS, {}
-};
+const macko::cpu::kernel_set macko::cpu::kernels_neon = { "neon",
+                                                          prepare,
+                                                          macko::cpu::MULTIPLY,
+                                                          macko::cpu::QUANTIZED,
+                                                          add_columns,
+                                                          macko::cpu::NEON_COSTS,
+                                                          macko::cpu::ROW_OPS,
+                                                          {} };

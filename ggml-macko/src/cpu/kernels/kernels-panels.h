@@ -98,33 +98,6 @@ template <int NV, typename LIST> INLINE void accumulate(const float * x, const L
     }
 }
 
-// acc is [row][NV * W], y is [token][row]
-template <int NV>
-void store_block(const mul_mat_params & p, const float * acc, int64_t row, int64_t n_rows, int64_t token,
-                 int64_t n_tokens) {
-    for (int64_t r = 0; r < n_rows; r += W) {
-        for (int g = 0; g < NV; g++) {
-            vec v[W];
-            for (int i = 0; i < W; i++) {
-                v[i] = simd::load(acc + ((r + i) * NV + g) * W); // rows from n_rows on are not stored
-            }
-            transpose(v);
-            for (int i = 0; i < W && g * W + i < n_tokens; i++) {
-                float * dst = p.y[token + g * W + i] + (row + r - p.row_begin);
-                if (n_rows - r >= W) {
-                    simd::store(dst, v[i]);
-                } else {
-                    float part[W];
-                    simd::store(part, v[i]);
-                    for (int64_t k = 0; k < n_rows - r; k++) {
-                        dst[k] = part[k];
-                    }
-                }
-            }
-        }
-    }
-}
-
 template <int TYPE, int NV>
 void multiply_tile(const layout_of<TYPE> & w, const mul_mat_params & p, int64_t row_begin, int64_t row_end,
                    int64_t token, int64_t n_tokens) {

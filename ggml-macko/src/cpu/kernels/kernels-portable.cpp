@@ -119,7 +119,7 @@ struct simd : plain_mask_bits {
     using x_t      = int16_t;
     typedef int32_t ints __attribute__((vector_size(16)));
 
-    static constexpr int  COLUMNS = 1, OFFSET = 0, precise_n = 0, x_vecs = 2;
+    static constexpr int  COLUMNS = 1, OFFSET = 0, TABLE_OFFSET = 0, precise_n = 0, x_vecs = 2;
     static constexpr bool has_levels_at = false;
 
     static ints                  no_sum() { return ints{ 0, 0, 0, 0 }; }
@@ -170,6 +170,8 @@ struct simd : plain_mask_bits {
 #include "cpu/kernels/row-ops-impl.h"
 
 const macko::cpu::kernel_set macko::cpu::kernels_portable = {
-    "portable",          prepare, macko::cpu::MULTIPLY, add_columns, { 0.0f, 4, 3.5f, 0.1f, 1.7f, 4.0f, 0.25f },
-    macko::cpu::ROW_OPS, {}
+    "portable",           prepare,
+    macko::cpu::MULTIPLY, macko::cpu::QUANTIZED,
+    add_columns,          { 0.0f, 4, 3.5f, 0.1f, 1.7f, 4.0f, 0.25f },
+    macko::cpu::ROW_OPS,  {}
 };

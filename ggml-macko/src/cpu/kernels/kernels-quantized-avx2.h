@@ -1,5 +1,5 @@
-// Functions of the AVX2 and AVX-512 sets for quantized matrices (kernels-quantized.h): codes to levels, and levels to
-// 16-bit weights in their columns.
+// Functions of the AVX2 sets and the set avx512 for quantized matrices (kernels-quantized.h): codes to levels, and levels
+// to their columns.
 #pragma once
 
 #include "cpu/kernels/mask-tables.h"
@@ -13,7 +13,7 @@ struct quantized_avx2 {
     using weight_t = int16_t;
     using x_t      = int16_t;
 
-    static constexpr int  COLUMNS = 2, OFFSET = 0, precise_n = 0;
+    static constexpr int  COLUMNS = 2, OFFSET = 0, TABLE_OFFSET = 0, precise_n = 0;
     static constexpr bool has_levels_at = false;
 
     // 64 levels at a time

@@ -17,13 +17,14 @@
 //
 // The sum of a block is an exact integer. It is multiplied by the scales of the block's window and of x, and added to
 // floats. If x needs more digits than its elements have, they are in several planes: x = 256 * (256 * top + middle) +
-// low. Weights may be stored with an OFFSET, so that they are not negative; then sums begin with -OFFSET * x.
+// low. Weights may be stored with an OFFSET, so that they are not negative; then sums begin with -OFFSET * x. A part of it,
+// TABLE_OFFSET, is in the table; spread() adds the rest.
 //
 // One x has no use for dense rows: add_words() multiplies the weights of a word of the bitmap when they are in
 // registers. Sets with levels_at() do not store levels either (add_coded_words()).
 #pragma once
 
-#include "cpu/kernels/kernels-panels.h"
+#include "cpu/kernels/kernels-basics.h"
 
 #include <type_traits>
 
@@ -207,7 +208,7 @@ struct row_source {
             log_window++;
         }
         for (int i = 0; i < 64 && w.bits < 8; i++) {
-            table.levels[i] = static_cast<uint8_t>(w.levels[i & ((1 << w.bits) - 1)] + OFFSET);
+            table.levels[i] = static_cast<uint8_t>(w.levels[i & ((1 << w.bits) - 1)] + simd::TABLE_OFFSET);
         }
     }
 };

@@ -225,8 +225,8 @@ def test_chat_stream_grammar_and_embedding_work(pair):
     np.testing.assert_allclose(vectors[1], vectors[0], atol=0.02 * np.abs(vectors[0]).max())
 
 
-@pytest.mark.parametrize("kind", ["macko", "sparse-q8"])
-def test_embeddings_of_a_list_are_as_close_as_the_limits_page_states(tmp_path, kind):
+@pytest.mark.parametrize("kind, limit", [("macko", 1e-3), ("sparse-q8", 3e-2)])
+def test_embeddings_of_a_list_are_as_close_as_the_limits_page_states(tmp_path, kind, limit):
     import llama_cpp
 
     run_macko("convert", generators.DEMO, tmp_path / "sparse.gguf", kind)
@@ -234,7 +234,7 @@ def test_embeddings_of_a_list_are_as_close_as_the_limits_page_states(tmp_path, k
     words = generators.SAMPLE.read_text().split()
     texts = [" ".join(words[n * n : n * n + n]) for n in range(1, 16)]  # of 1 to 15 words
     got, alone = np.array(llama.embed(texts)), np.array([llama.embed(text) for text in texts])
-    assert np.all(np.linalg.norm(got - alone, axis=1) <= 1e-3 * np.linalg.norm(alone, axis=1))
+    assert np.all(np.linalg.norm(got - alone, axis=1) <= limit * np.linalg.norm(alone, axis=1))
 
 
 def test_vocab_only_loads(pair):

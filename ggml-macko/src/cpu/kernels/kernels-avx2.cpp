@@ -93,8 +93,9 @@ struct simd : avx2, bundles_avx2, quantized_avx2 {
     }
     // quantized matrices
     static __m256i dot(__m256i sum, __m256i w, __m256i x) {
+        // GCC would make all products first, for which registers are too few
         sum = _mm256_add_epi32(sum, _mm256_madd_epi16(w, x));
-        __asm__("" : "+x"(sum)); // GCC would make all products first, for which registers are too few
+        __asm__("" : "+x"(sum));
         return sum;
     }
     // Moves levels to the columns of a word of the bitmap: four vectors.

@@ -57,7 +57,7 @@ struct simd : avx512, bundles_avx2 {
     using weight_t = uint8_t;
     using x_t      = int8_t;
 
-    static constexpr int COLUMNS = 4, OFFSET = 128, TABLE_OFFSET = OFFSET, precise_n = 4;
+    static constexpr int COLUMNS = 4, OFFSET = 128, TABLE_OFFSET = OFFSET, precise_n = 4, unrolled_steps = 16;
 
     static __m512i offsets() { return _mm512_set1_epi8(static_cast<char>(OFFSET)); }
     static __m512i dot(__m512i sum, __m512i w, __m512i x) { return _mm512_dpbusd_epi32(sum, w, x); }

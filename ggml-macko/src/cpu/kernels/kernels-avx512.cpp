@@ -10,7 +10,10 @@ namespace {
 struct simd : avx512, bundles_avx2, quantized_avx2 {
     static constexpr bool has_bundles = true;
 
-    static __m512i dot(__m512i sum, __m512i w, __m512i x) { return _mm512_add_epi32(sum, _mm512_madd_epi16(w, x)); }
+    static __m512i dot(__m512i sum, __m512i w, __m512i x) {
+        // GCC would make all products first, for which registers are too few
+        return in_register(_mm512_add_epi32(sum, _mm512_madd_epi16(w, x)));
+    }
     // Moves levels to the columns of a word of the bitmap: two vectors.
     template <typename F> static void for_each_part(uint64_t bits, const uint8_t * levels, F && f) {
         for (int i = 0; i < 2; i++) {

@@ -13,7 +13,7 @@ struct quantized_avx2 {
     using weight_t = int16_t;
     using x_t      = int16_t;
 
-    static constexpr int  COLUMNS = 2, OFFSET = 0, TABLE_OFFSET = 0, precise_n = 0;
+    static constexpr int  COLUMNS = 2, OFFSET = 0, TABLE_OFFSET = 0, precise_n = 0, unrolled_steps = 4;
     static constexpr bool has_levels_at = false;
 
     // 64 levels at a time

@@ -425,8 +425,7 @@ void add_blocks(const weight_t * weights, const float * scales, int shift, uint8
                 }
             }
         }
-#pragma GCC unroll 16
-        for (int step = 0; step < X::STEPS; step++) {
+        const auto add_step = [&](int step) __attribute__((always_inline)) {
             decltype(simd::load_ints(X::x(x, 0, 0, 0))) xs[X::VECS][X::PLANES];
 #pragma GCC unroll 4
             for (int v = 0; v < X::VECS; v++) {
@@ -446,6 +445,13 @@ void add_blocks(const weight_t * weights, const float * scales, int shift, uint8
                         sum[r][v][plane] = simd::dot(sum[r][v][plane], w, xs[v][plane]);
                     }
                 }
+            }
+        };
+        constexpr int TOGETHER = X::STEPS < simd::unrolled_steps ? X::STEPS : simd::unrolled_steps; // powers of two
+        for (int step = 0; step < X::STEPS; step += TOGETHER) {
+#pragma GCC unroll 16
+            for (int i = 0; i < TOGETHER; i++) {
+                add_step(step + i);
             }
         }
 #pragma GCC unroll 4

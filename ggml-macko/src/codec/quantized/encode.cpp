@@ -545,10 +545,10 @@ private:
             }
             return std::fabs(scale_of_code(code) * factor) * most;
         };
-        bool beyond = set() >= 65536 && m_.desc.type == GGML_MACKO_TYPE_F16;
+        bool beyond = set() >= BEYOND_F16 && m_.desc.type == GGML_MACKO_TYPE_F16;
         while (beyond && !m_.has_scales) { // a scale was rounded up
             code--;
-            beyond = set() >= 65536;
+            beyond = set() >= BEYOND_F16;
         }
         return !beyond;
     }

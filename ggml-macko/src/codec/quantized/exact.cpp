@@ -69,7 +69,8 @@ template <typename T> struct row_finder {
     bool is_exact(size_t w, float d) const {
         for (size_t i = first[w]; i < first[w + 1]; i++) {
             const int level = nearest(float_of_value(values[i], desc.type) / d);
-            if (level == 0 || dense_of_quant<T>(d, level, desc.type) != values[i]) {
+            if (level == 0 || dense_of_quant<T>(d, level, desc.type) != values[i] ||
+                (desc.type == GGML_MACKO_TYPE_F16 && std::fabs(d * static_cast<float>(level)) >= BEYOND_F16)) {
                 return false;
             }
         }

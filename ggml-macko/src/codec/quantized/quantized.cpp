@@ -83,12 +83,11 @@ static int check_factor(const quantized_arrays & a, int64_t row) {
                 static_cast<double>(float_of_value(factor, GGML_MACKO_TYPE_BF16)), has_codes ? "2^-90 ... 2^90" : "0");
 }
 
-// Windows without non-zeros have the code 0. If the dense type is F16, all values stay below 65536.
+// Windows without non-zeros have the code 0. If the dense type is F16, all values stay below BEYOND_F16.
 static int check_scales_row(const quantized_arrays & a, int64_t row) {
-    constexpr float LIMIT   = 65536; // the largest F16 is 65504; the rounding of a scale may exceed it
-    const bool      is_f16  = a.dense.type == GGML_MACKO_TYPE_F16;
-    const int64_t   windows = a.windows();
-    int64_t         k       = 0;
+    const bool    is_f16  = a.dense.type == GGML_MACKO_TYPE_F16;
+    const int64_t windows = a.windows();
+    int64_t       k       = 0;
     for (int64_t w = 0; w < windows; w++) {
         const int64_t begin = w * a.window, end = std::min(begin + a.window, a.dense.cols);
         const int64_t n = set_bits(a.row_bitmap(row) + begin / 8, (end - begin + 7) / 8);
@@ -98,13 +97,13 @@ static int check_scales_row(const quantized_arrays & a, int64_t row) {
                         "row %lld: window %lld has no non-zeros, but scale code %d instead of 0",
                         static_cast<long long>(row), static_cast<long long>(w), a.row_scales(row)[w]);
         }
-        if (!is_f16 || d * 127 < LIMIT) {
+        if (!is_f16 || d * 127 < BEYOND_F16) {
             k += n;
             continue;
         }
         bool beyond = false;
         for_each_code(a, row, begin, end, &k, [&](int64_t, uint32_t code) {
-            beyond = beyond || d * static_cast<float>(std::abs(a.levels[code])) >= LIMIT;
+            beyond = beyond || d * static_cast<float>(std::abs(a.levels[code])) >= BEYOND_F16;
         });
         if (beyond) {
             return fail(GGML_MACKO_STATUS_NOT_FINITE, "row %lld: window %lld has a value beyond F16, the dense type",

@@ -305,9 +305,9 @@ GGML_MACKO_API int64_t ggml_macko_cpu_matrix_nbytes(const struct ggml_macko_cpu_
 // y[n][rows] = x[n][cols] * W^T, float32, contiguous; y must not overlap x
 GGML_MACKO_API int ggml_macko_cpu_mul_mat(const struct ggml_macko_cpu_matrix * m, const float * x, float * y, int64_t n,
                                           int n_threads);
-// Name of the kernel set in use ("avx512-vbmi2", "avx512", "avx2", "portable"). It is chosen once, from the CPU or from
-// the environment variable GGML_MACKO_CPU_KERNELS. With an unknown or unsupported name in that variable, the plugin
-// refuses to load any sparse model.
+// Name of the kernel set in use ("avx512-vbmi2", "avx2-vnni", "avx2", "portable" ...). It is chosen once, from the CPU
+// or from the environment variable GGML_MACKO_CPU_KERNELS. With an unknown or unsupported name in that variable, the
+// plugin refuses to load any sparse model.
 GGML_MACKO_API const char * ggml_macko_cpu_kernels(void);
 
 // ---- files ----

@@ -507,11 +507,15 @@ def test_speeds_are_those_of_the_page():
         for column, machine in enumerate((measured_speed.AVX512_VBMI2, measured_speed.AVX2)):
             speed = machine.sparse[measured_speed.SPARSE_F16].get(density)
             assert cells[column] == ("not measured" if speed is None else f"{speed:.1f}")
-    epyc = measured_speed.AVX512_VBMI2_4_BITS
-    for stored, speeds in epyc.sparse.items():
-        assert first_row(page, f"{stored}, AVX-512 VBMI2")[-1] == f"{speeds[0.5]:.1f}"
-    for name, speed in epyc.dense.items():
-        assert re.search(rf"^\| dense {name} \| .* \| {speed:.1f}\b[^|]*\|$", page, re.MULTILINE), name
+    for label, machine in (
+        ("AVX-512 VBMI2", measured_speed.AVX512_VBMI2_4_BITS),
+        ("AVX2 with AVX-VNNI", measured_speed.AVX2_VNNI_4_BITS),
+        ("AVX2", measured_speed.AVX2_4_BITS),
+    ):
+        for stored, speeds in machine.sparse.items():
+            assert first_row(page, f"{stored}, {label}")[-1] == f"{speeds[0.5]:.1f}"
+        for name, speed in machine.dense.items():
+            assert re.search(rf"^\| dense {name} \| .*[|;] {speed:.1f}\b[^|]*\|$", page, re.MULTILINE), name
     h100 = measured_speed.H100
     for label, speed in (("llama.cpp F16", h100.dense["F16"]), ("llama.cpp Q4_K_M", h100.dense["Q4_K_M"])):
         assert first_row(page, label)[1].startswith(f"{speed:g} /")

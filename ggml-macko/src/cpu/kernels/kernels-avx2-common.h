@@ -1,4 +1,4 @@
-// Vector operations of the kernel sets avx2 and avx2-vnni, in an unnamed namespace. Only kernels-avx2*.cpp include this.
+// Vector operations of the sets avx2 and avx2-vnni, in an unnamed namespace. Only kernels-avx2*.cpp include this.
 #pragma once
 
 #include "cpu/kernels/dispatch.h"

@@ -1,5 +1,5 @@
-// Functions of the AVX2 sets and the set avx512 for quantized matrices (kernels-quantized.h): codes to levels, and levels
-// to their columns.
+// Functions of the sets avx2, avx2-vnni and avx512 for quantized matrices (kernels-quantized.h): codes to levels, and
+// levels to their columns.
 #pragma once
 
 #include "cpu/kernels/mask-tables.h"

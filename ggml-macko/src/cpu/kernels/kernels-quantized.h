@@ -17,8 +17,8 @@
 //
 // The sum of a block is an exact integer. It is multiplied by the scales of the block's window and of x, and added to
 // floats. If x needs more digits than its elements have, they are in several planes: x = 256 * (256 * top + middle) +
-// low. Weights may be stored with an OFFSET, so that they are not negative; then sums begin with -OFFSET * x. A part of it,
-// TABLE_OFFSET, is in the table; spread() adds the rest.
+// low. Weights may be stored with an OFFSET, so that they are not negative; then sums begin with -OFFSET * x. A part of
+// it, TABLE_OFFSET, is in the table; spread() adds the rest.
 //
 // One x has no use for dense rows: add_words() multiplies the weights of a word of the bitmap when they are in
 // registers. Sets with levels_at() do not store levels either (add_coded_words()).

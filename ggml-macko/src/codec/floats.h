@@ -60,7 +60,7 @@ inline float float_of_value(uint32_t bits, int32_t) { return float_of_bits(bits)
 constexpr float BEYOND_F16 = 65536; // |d * q| must be less; from 65,520 on, it is rounded to 65,504
 // d * q as bits of the dense type: rounded to nearest even, finite, +0 if the product is 0.
 template <typename T> inline T dense_of_quant(float d, int q, int32_t type) {
-    const float v = d * static_cast<float>(q); // exact: 11 and 8 bits
+    const float v = d * static_cast<float>(q); // exact: d has 13 bits, q has 8
     if (v == 0) {
         return 0;
     }

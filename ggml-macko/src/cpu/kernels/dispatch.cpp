@@ -170,12 +170,13 @@ bool multiplies_with(const kernel_set & set, const cpu_matrix & w) {
 }
 
 void prepare_with(const kernel_set & set, const mul_mat_params & p, x_layout layout, int ith, int nth) {
+    const int64_t words = mask_words(base_of(p.w).cols), begin = words * ith / nth * 64,
+                  end = words * (ith + 1) / nth * 64;
     if (layout == x_layout::blocks) {
-        const auto &  w     = std::get<quantized_layout>(p.w);
-        const int64_t words = mask_words(w.cols);
-        return set.quantized.prepare(w, p, words * ith / nth * 64, words * (ith + 1) / nth * 64);
+        set.quantized.prepare(std::get<quantized_layout>(p.w), p, begin, end);
+    } else {
+        set.prepare(base_of(p.w), p, layout, begin, end);
     }
-    set.prepare(base_of(p.w), p, layout, ith, nth);
 }
 
 void multiply_with(const kernel_set & set, const mul_mat_params & p, x_layout layout, int64_t begin, int64_t end) {

@@ -65,15 +65,16 @@ struct multiply_fns {
     multiply_fn<bundles_layout>      bundles;
 };
 struct quantized_kernels {
-    // copies the columns col_begin ... col_end - 1 of x, multiples of 64, to p.scratch
+    // kernel_set::prepare() for the layout `blocks`
     void (*prepare)(const quantized_layout & w, const mul_mat_params & p, int64_t col_begin, int64_t col_end);
     multiply_fn<quantized_layout> multiply;
 };
 
 struct kernel_set {
     const char * name;
-    // Copies the part of x of thread ith to p.scratch. w: p.w.
-    void (*prepare)(const layout_base & w, const mul_mat_params & p, x_layout layout, int ith, int nth);
+    // Copies the columns col_begin ... col_end - 1 of x, multiples of 64, to p.scratch. w: p.w.
+    void (*prepare)(const layout_base & w, const mul_mat_params & p, x_layout layout, int64_t col_begin,
+                    int64_t col_end);
     multiply_fns      multiply;
     quantized_kernels quantized;
     // Writes the sum of x_c times column c over the columns col_begin ... col_end - 1 of p.columns, with col_begin a

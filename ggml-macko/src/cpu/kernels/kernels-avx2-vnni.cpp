@@ -21,8 +21,7 @@ struct simd : avx2, quantized_avx2 {
     template <typename F> static void for_each_part(uint64_t bits, const uint8_t * levels, F && f) {
 #pragma GCC unroll 2
         for (int i = 0; i < 2; i++) {
-            const __m128i low = next_levels(bits, levels), high = next_levels(bits, levels);
-            f(i, _mm256_xor_si256(_mm256_set_m128i(high, low), offsets()));
+            f(i, _mm256_xor_si256(next_32_levels(bits, levels), offsets()));
         }
     }
 };

@@ -17,8 +17,7 @@ struct simd : avx512, bundles_avx2, quantized_avx2 {
     // Moves levels to the columns of a word of the bitmap: two vectors.
     template <typename F> static void for_each_part(uint64_t bits, const uint8_t * levels, F && f) {
         for (int i = 0; i < 2; i++) {
-            const __m128i low = next_levels(bits, levels), high = next_levels(bits, levels);
-            f(i, _mm512_cvtepi8_epi16(_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1)));
+            f(i, _mm512_cvtepi8_epi16(next_32_levels(bits, levels)));
         }
     }
 };

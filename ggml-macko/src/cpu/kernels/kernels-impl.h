@@ -82,11 +82,8 @@ void prepare_type(const layout_base & w, const mul_mat_params & p, x_layout layo
     }
 }
 
-void prepare(const layout_base & w, const mul_mat_params & p, x_layout layout, int ith, int nth) {
-    const int64_t words = words_of(w.cols);
-    const int64_t begin = words * ith / nth * 64;
-    const int64_t end   = words * (ith + 1) / nth * 64;
-    with_dense_type(w.dense_type, [&](auto type) { prepare_type<type.value>(w, p, layout, begin, end); });
+void prepare(const layout_base & w, const mul_mat_params & p, x_layout layout, int64_t col_begin, int64_t col_end) {
+    with_dense_type(w.dense_type, [&](auto type) { prepare_type<type.value>(w, p, layout, col_begin, col_end); });
 }
 
 template <int TYPE>

@@ -35,6 +35,11 @@ struct quantized_avx2 {
         bits >>= 16;
         return all;
     }
+    // The levels of the next 32 columns.
+    static __m256i next_32_levels(uint64_t & bits, const uint8_t *& levels) {
+        const __m128i low = next_levels(bits, levels), high = next_levels(bits, levels);
+        return _mm256_set_m128i(high, low);
+    }
 
 private:
     static __m256i load_bytes(const void * p) { return _mm256_loadu_si256(static_cast<const __m256i *>(p)); }

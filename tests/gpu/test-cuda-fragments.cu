@@ -93,46 +93,50 @@ struct test_matrix {
 
 // ---- products against float64 ----
 
-// exact: x are integers of up to INTEGERS, which a kernel keeps
+// exact: x are integers of up to INTEGERS, which a kernel keeps: the largest one is in each step
 static std::vector<float> random_x(rng & random, int64_t ldx, int64_t n, bool exact) {
     std::vector<float> x(static_cast<size_t>(ldx * n));
     for (float & v : x) {
         v = static_cast<float>((random.unit() - 0.5) * (random.unit() < 0.01 ? 40 : 2));
         v = exact ? static_cast<float>(random.range(-INTEGERS, INTEGERS)) : v;
     }
-    for (int64_t j = 0; j < n && exact; j++) {
-        x[static_cast<size_t>(j * ldx)] = static_cast<float>(random.unit() < 0.5 ? INTEGERS : -INTEGERS);
+    for (int64_t i = 0; i < ldx * n && exact; i++) {
+        if (i % ldx % FRAGMENT_STEP == 0) {
+            x[static_cast<size_t>(i)] = static_cast<float>(random.unit() < 0.5 ? INTEGERS : -INTEGERS);
+        }
     }
     return x;
 }
 
-// Rows of W x in float64, and their error bound: float32 sums, and x rounded to multiples of max |x| / INTEGERS.
+// Rows of W x in float64, and their error bound: float32 sums, and x rounded to multiples of max |x| / INTEGERS. one:
+// x is a single column, whose steps have a scale each
 static void reference(const test_matrix & w, int64_t row0, int64_t rows, const float * x,
-                      const std::vector<float> & norm, float eps, bool exact, std::vector<double> & y,
+                      const std::vector<float> & norm, float eps, bool exact, bool one, std::vector<double> & y,
                       std::vector<double> & bound) {
-    std::vector<double> column(static_cast<size_t>(w.cols()));
-    double              squares = 0, largest = 0;
+    const size_t        shared = static_cast<size_t>(one ? FRAGMENT_STEP : w.cols()); // columns with a scale
+    std::vector<double> column(static_cast<size_t>(w.cols())), largest(column.size() / shared + 1, 0.0);
+    double              squares = 0;
     for (size_t c = 0; c < column.size(); c++) {
         const double v = static_cast<double>(x[c]);
         squares += v * v;
-        column[c] = norm.empty() ? v : v * static_cast<double>(norm[c]);
-        largest   = std::max(largest, std::fabs(column[c]));
+        column[c]           = norm.empty() ? v : v * static_cast<double>(norm[c]);
+        largest[c / shared] = std::max(largest[c / shared], std::fabs(column[c]));
     }
     const double scale =
         norm.empty() ? 1 : 1 / std::sqrt(squares / static_cast<double>(column.size()) + static_cast<double>(eps));
     y.assign(static_cast<size_t>(rows), 0.0);
     bound = y;
     for (int64_t r = 0; r < rows; r++) {
-        double sum = 0, magnitude = 0, weights = 0;
+        double sum = 0, magnitude = 0, rounded = 0;
         for (size_t c = 0; c < column.size(); c++) {
             const double weight = w.weights[static_cast<size_t>((row0 + r) * w.cols()) + c];
             sum += weight * column[c];
             magnitude += std::fabs(weight * column[c]);
-            weights += std::fabs(weight);
+            rounded += std::fabs(weight) * largest[c / shared];
         }
         y[static_cast<size_t>(r)] = sum * scale;
         bound[static_cast<size_t>(r)] =
-            (MAX_ERROR * magnitude + (exact ? 0 : weights * largest / (2 * INTEGERS) * 1.0001)) * scale + 1e-30;
+            (MAX_ERROR * magnitude + (exact ? 0 : rounded / (2 * INTEGERS) * 1.0001)) * scale + 1e-30;
     }
 }
 
@@ -157,10 +161,11 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
         int64_t       worst_row = 0, worst_column = 0;
         for (int64_t j = 0; j < n; j++) {
             std::vector<double> want, bound, up, up_bound;
-            reference(*w[i], p.row_begin[i], m, &x[static_cast<size_t>(j * ldx)], in.norm, p.norm_eps, exact, want,
-                      bound);
+            reference(*w[i], p.row_begin[i], m, &x[static_cast<size_t>(j * ldx)], in.norm, p.norm_eps, exact, n == 1,
+                      want, bound);
             if (o.silu) {
-                reference(*w[1], 0, m, &x[static_cast<size_t>(j * ldx)], in.norm, p.norm_eps, exact, up, up_bound);
+                reference(*w[1], 0, m, &x[static_cast<size_t>(j * ldx)], in.norm, p.norm_eps, exact, n == 1, up,
+                          up_bound);
             }
             for (int64_t r = 0; r < m; r++) {
                 const size_t k        = static_cast<size_t>(r);
@@ -196,7 +201,8 @@ static void check_experts(rng & random, const test_matrix & w, int64_t rows, int
     for (int64_t j = 0; j < N_EXPERT_COLUMNS; j++) {
         std::vector<double> want(static_cast<size_t>(rows), 0.0), bound(static_cast<size_t>(rows), 1e-30);
         if (expert_row(j, rows) >= 0) {
-            reference(w, expert_row(j, rows), rows, &values[static_cast<size_t>(j * ldx)], {}, 0, true, want, bound);
+            reference(w, expert_row(j, rows), rows, &values[static_cast<size_t>(j * ldx)], {}, 0, true, true, want,
+                      bound);
         }
         for (int64_t r = 0; r < rows; r++) {
             const double error = std::fabs(static_cast<double>(y.at(j * rows + r)) - want[static_cast<size_t>(r)]);

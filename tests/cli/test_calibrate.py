@@ -144,6 +144,14 @@ def test_sparse_model_has_the_statistics_of_its_dense_twin(tmp_path, macko, demo
         assert abs(got[name].sum() / want[name].sum() - 1) < 1e-4
 
 
+def test_quantized_values_without_an_imatrix_have_a_note(tmp_path, macko, demo_imatrix):
+    for kind, options, has_note in [
+        ("sparse-q4", [], True), ("sparse-q4", ["--imatrix", demo_imatrix], False), ("auto", [], False)
+    ]:  # fmt: skip
+        done = macko("convert", DEMO, tmp_path / "out.gguf", kind, *options, "--force")
+        assert done.code == 0 and ("note: an imatrix" in done.err) == has_note, done.err
+
+
 def test_sums_do_not_depend_on_batches(tmp_path, macko, demo_imatrix):
     """Batches contain several chunks or parts of one; no token is lost or counted twice, also with micro-batches."""
     for i, args in enumerate((["-b", 2048], ["-ub", 96], ["-b", 200])):

@@ -17,7 +17,8 @@ from support import generators
 TOOL = generators.ROOT / "tools" / "real_model.py"
 SMALL = [
     "--prune", "--method wanda --sparsity 0.8 --chunks 2 -c 64", "--recover",
-    "--chunks 24 -c 32 --epochs 1 --evaluations 1", "--report", "--chunks 2 -c 64 -p 4 -n 4 -r 1", "--types", "Q4_0",
+    "--chunks 24 -c 32 --epochs 1 --evaluations 1", "--calibrate", "--chunks 2 -c 64", "--report",
+    "--chunks 2 -c 64 -p 4 -n 4 -r 1", "--types", "Q4_0",
 ]  # fmt: skip
 
 
@@ -31,7 +32,7 @@ def test_a_quantized_model_goes_through_all_steps(tmp_path):
     done = run(tmp_path, *args)
     assert done.returncode == 0, done.stderr
     made = ["pruned"] + ["recovered"] * (importlib.util.find_spec("torch") is not None)
-    files = {"README.md", "dense-f16.gguf"} | {f"{m}{s}.gguf" for m in made for s in ("", "-sparse")}
+    files = {"README.md", "dense-f16.gguf", "imatrix.gguf"} | {f"{m}{s}.gguf" for m in made for s in ("", "-sparse")}
     if importlib.util.find_spec("matplotlib") is not None:
         files |= {"report.html", "report.png", "report.svg"}
     assert {p.name for p in (tmp_path / "real-model").iterdir()} == files

@@ -264,9 +264,14 @@ def _special(arch: str, s: Shape) -> dict[str, Any]:
     }.get(arch, {})
 
 
-def metadata(arch: str, experts: bool, n_experts: int = 2) -> GGUF:
-    """A GGUF file that has metadata and no tensors. A token uses two experts."""
-    s = SHAPES.get(arch, Shape())
+def metadata(
+    arch: str, experts: bool, n_experts: int = 2, shape: Shape | None = None, other: dict[str, Any] | None = None
+) -> GGUF:
+    """A GGUF file that has metadata and no tensors. A token uses two experts.
+
+    shape: dimensions instead of those of SHAPES. other: values of keys of the architecture; None removes a key.
+    """
+    s = shape or SHAPES.get(arch, Shape())
     f = GGUF()
     f.set("general.architecture", STRING, arch.encode())
     keys: dict[str, Any] = {
@@ -292,9 +297,11 @@ def metadata(arch: str, experts: bool, n_experts: int = 2) -> GGUF:
         **(_experts(arch, s, n_experts) if experts else {}),
         **_recurrent(arch, s),
         **_special(arch, s),
+        **(other or {}),
     }
     for name, value in keys.items():
-        f.set(f"{arch}.{name}", *_typed(value))
+        if value is not None:
+            f.set(f"{arch}.{name}", *_typed(value))
     for name, number in (("alpha_n", 1.0), ("alpha_p", 1.0), ("beta", 1.0), ("eps", 1e-7)):
         f.set(f"xielu.{name}", F32, number)
     _vocabulary(f, arch, s.n_vocab)
@@ -363,7 +370,7 @@ def tensors(f: GGUF, n_layer: int) -> dict[str, tuple[int, list[int]]]:
     return found
 
 
-def _values(name: str, ne: list[int]) -> np.ndarray:
+def values(name: str, ne: list[int]) -> np.ndarray:
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     x = rng.standard_normal(ne[::-1], dtype=np.float32)
     if "ssm_a" in name:
@@ -391,6 +398,6 @@ def make(arch: str, experts: bool, n_experts: int = 2) -> GGUF:
         else:
             if may_be_sparse(name, n_dims):
                 type_id = TYPE_F16
-            data = _values(name, ne).astype(np.float16 if type_id == TYPE_F16 else np.float32).tobytes()
+            data = values(name, ne).astype(np.float16 if type_id == TYPE_F16 else np.float32).tobytes()
         f.tensors.append(Tensor(name.encode(), ne[:n_dims], type_id, data))
     return f

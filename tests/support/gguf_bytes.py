@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pathlib
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
@@ -81,6 +82,11 @@ def _pack(type_: int, value) -> bytes:
 
 
 def write(f: GGUF) -> bytes:
+    return b"".join(pieces(f))
+
+
+def pieces(f: GGUF) -> Iterator[bytes]:
+    """The bytes of a file: its header, then the data and the padding of each tensor."""
     out = bytearray(struct.pack("<4sIQQ", b"GGUF", 3, len(f.tensors), len(f.keys)))
     for k in f.keys:
         out += _pack(STRING, k.name) + struct.pack("<I", k.type)
@@ -95,9 +101,10 @@ def write(f: GGUF) -> bytes:
         out += _pack(STRING, t.name) + struct.pack("<I", len(t.ne)) + b"".join(_pack(U64, n) for n in t.ne)
         out += struct.pack("<IQ", t.type, offset)
         offset += -(-len(t.data) // f.alignment) * f.alignment
+    yield bytes(out + bytes(-len(out) % f.alignment))
     for t in f.tensors:
-        out += bytes(-len(out) % f.alignment) + t.data
-    return bytes(out + bytes(-len(out) % f.alignment))
+        yield t.data
+        yield bytes(-len(t.data) % f.alignment)
 
 
 def read(data: bytes) -> GGUF:

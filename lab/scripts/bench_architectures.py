@@ -1,0 +1,487 @@
+#!/usr/bin/env python3
+"""Measures models of this year's architectures with the plugin and with llama.cpp's own CUDA backend in one run: one
+token, a step of 8 sequences, and a prompt of 512 tokens.
+
+  cmake -S LLAMA_CPP -B cuda -DGGML_BACKEND_DL=ON -DGGML_NATIVE=OFF -DGGML_CUDA=ON   # of the same llama-cpp-python
+  cmake --build cuda --target ggml-cuda
+  lab/scripts/bench_architectures.py folder --cuda cuda/bin/libggml-cuda.so --json speeds.jsonl
+
+The folder gets random models of the widths of real ones, with a few layers, fewer experts and a small vocabulary. Those
+that it already has are not built again. Experts are F16, also those of gpt-oss, whose files have MXFP4. All layers of a
+model, and all of its experts, have the same random weights. Half of the weights of blocks are pruned by magnitude.
+
+The columns of an architecture take turns on the GPU; each has a process of its own, since a failed assertion ends it.
+Without --cuda, all of them run on the CPU. Prints medians of the repetitions, in milliseconds, and speeds relative to
+llama.cpp's; --json adds a line per figure to a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import ctypes
+import json
+import math
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tabulate import tabulate
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "tests"))
+from support import architectures, gguf_bytes  # noqa: E402
+from support.architectures import Shape  # noqa: E402
+
+SPARSITY = 0.5
+N_SEQUENCES, N_PROMPT = 8, 512
+N_WARM, N_TOKENS = 16, 64
+ALL_LAYERS = 999
+Q4_K_M = 15  # LLAMA_FTYPE_MOSTLY_Q4_K_M
+TIMEOUT = 60
+"""Seconds after which a process that loads or measures a model is stopped."""
+
+
+class Wide(NamedTuple):
+    """A model as wide as a real one."""
+
+    shape: Shape
+    n_experts: int = 0
+    keys: dict[str, Any] = {}
+    """Metadata that differ from those of the small model; None: without this key."""
+    absent: str = "$^"
+    """A regular expression of optional tensors that the real model does not have."""
+
+
+BIASES = r"attn_(q|k|v|output)\.bias|ffn_(up|down)\.bias"
+HEADS_128 = {"attention.head_count": 32, "attention.head_count_kv": 8}
+
+WIDE = {
+    # Qwen3-Next 80B-A3B, with 32 of 512 experts
+    "qwen3next": Wide(
+        Shape(n_vocab=8192, n_embd=2048, n_head=16, n_ff=512, n_layer=8), 32,
+        {"attention.head_count_kv": 2, "attention.key_length": 256, "attention.value_length": 256,
+         "rope.dimension_count": 64, "full_attention_interval": 4, "expert_used_count": 10,
+         "expert_shared_feed_forward_length": 512, "ssm.inner_size": 4096, "ssm.state_size": 128,
+         "ssm.time_step_rank": 32, "ssm.group_count": 16},
+        rf"{BIASES}|ssm_in",
+    ),
+    # Nemotron-H 8B: three Mamba-2 and three feed-forward layers, and one of attention
+    "nemotron_h": Wide(
+        Shape(n_vocab=8192, n_embd=4096, n_head=32, n_ff=21504, n_layer=7), 0,
+        {"attention.head_count": 32, "attention.head_count_kv": [0, 0, 0, 0, 0, 8, 0],
+         "feed_forward_length": [0, 21504, 0, 21504, 0, 0, 21504], "ssm.inner_size": 8192,
+         "ssm.time_step_rank": 128, "ssm.group_count": 8},
+        BIASES,
+    ),
+    # LFM2 2.6B: two layers of attention, the others are convolutions
+    "lfm2": Wide(
+        Shape(n_vocab=16384, n_embd=2048, n_head=32, n_ff=10752, n_layer=8), 0,
+        {"attention.head_count": 32, "attention.head_count_kv": [0, 0, 8, 0, 0, 8, 0, 0],
+         "attention.sliding_window": None},
+        rf"{BIASES}|dense_2|^output",
+    ),
+    # Command R7B's widths
+    "command-r": Wide(Shape(n_vocab=16384, n_embd=4096, n_head=32, n_ff=14336, n_layer=4), 0, HEADS_128, BIASES),
+    # gpt-oss 20B, with a third of the width of its experts
+    "gpt-oss": Wide(
+        Shape(n_vocab=8192, n_embd=2880, n_head=64, n_ff=960, n_layer=4), 32,
+        {"attention.head_count_kv": 8, "attention.key_length": 64, "attention.value_length": 64,
+         "attention.sliding_window": 128, "expert_used_count": 4},
+    ),
+    # DeepSeek-V2-Lite with DeepSeek-V3's queries of low rank and its router, and with 32 of 64 experts
+    "deepseek2": Wide(
+        Shape(n_vocab=8192, n_embd=2048, n_head=16, n_ff=10944, n_layer=4), 32,
+        {"attention.head_count_kv": 1, "attention.q_lora_rank": 1536, "expert_feed_forward_length": 1408,
+         "expert_used_count": 6, "expert_shared_count": 2, "expert_weights_norm": True},
+    ),
+}  # fmt: skip
+
+
+class Column(NamedTuple):
+    """A model file, and what runs it."""
+
+    file: str
+    plugin: bool
+
+
+COLUMNS = {
+    "llama.cpp F16": Column("f16", False),
+    "llama.cpp Q4_K_M": Column("q4_k_m", False),
+    "F16": Column("f16", True),
+    "sparse": Column("sparse", True),
+    "sparse-q4": Column("sparse-q4", True),
+}
+REFERENCES = ("llama.cpp F16", "llama.cpp Q4_K_M")
+
+
+# ---- models ----
+
+
+def wide_model(arch: str) -> gguf_bytes.GGUF:
+    """A dense F16 model. Tensors of the same part of different layers share one object with their bytes."""
+    from ggml_macko.gguf.tensor_rules import may_be_sparse
+
+    wide = WIDE[arch]
+    f = architectures.metadata(
+        arch, wide.n_experts > 0, wide.n_experts, wide.shape, {"context_length": 4096, **wide.keys}
+    )
+    absent = re.compile(rf"\.(input_)?scale$|{wide.absent}")
+    found: dict[str, bytes] = {}
+    for name, (_, ne) in split_experts(architectures.tensors(f, wide.shape.n_layer)).items():
+        if absent.search(name):
+            continue
+        n_dims = max([d + 1 for d in range(4) if ne[d] > 1] or [1])
+        is_f16 = may_be_sparse(name, n_dims)
+        part = re.sub(r"^blk\.\d+\.", "", name)
+        if part not in found:
+            weights = architectures.values(name, [*ne[:2], 1, 1]).astype("f2" if is_f16 else "f4")
+            found[part] = weights.tobytes() * ne[2]
+        f.tensors.append(
+            gguf_bytes.Tensor(
+                name.encode(), ne[:n_dims], architectures.TYPE_F16 if is_f16 else architectures.TYPE_F32, found[part]
+            )
+        )
+    return f
+
+
+def split_experts(tensors: dict[str, tuple[int, list[int]]]) -> dict[str, tuple[int, list[int]]]:
+    """Gate and up of experts as two tensors, as files have them by default."""
+    found = {}
+    for name, (type_id, ne) in tensors.items():
+        halves = [name.replace("gate_up_exps", x) for x in ("gate_exps", "up_exps")] if "gate_up_exps" in name else []
+        found.update({half: (type_id, [ne[0], ne[1] // 2, *ne[2:]]) for half in halves} or {name: (type_id, ne)})
+    return found
+
+
+def quantize(source: pathlib.Path, out: pathlib.Path) -> None:
+    import llama_cpp.llama_cpp as api
+
+    params = api.llama_model_quantize_default_params()
+    params.ftype, params.nthread = Q4_K_M, os.cpu_count() or 1
+    if api.llama_model_quantize(os.fsencode(source), os.fsencode(out), ctypes.byref(params)) != 0:
+        raise SystemExit("error: llama.cpp did not quantize the model")
+
+
+def build(folder: pathlib.Path, arch: str, small: bool) -> None:
+    """Writes all files of an architecture, and prints seconds and sizes."""
+    import ggml_macko
+
+    raw, pruned = folder / f"{arch}-f16.gguf", folder / f"{arch}-pruned.gguf"
+    seconds = {}
+
+    def step(name: str, function: Callable[[], Any]) -> None:
+        begin = time.perf_counter()
+        report = function()
+        seconds[name] = round(time.perf_counter() - begin, 1)
+        if getattr(report, "load_error", None):
+            raise SystemExit(f"error: {name}: {report.load_error}")
+
+    def write() -> None:
+        model = architectures.make(arch, arch in architectures.EXPERTS) if small else wide_model(arch)
+        with raw.open("wb") as out:
+            out.writelines(gguf_bytes.pieces(model))
+
+    step("f16", write)
+    step("q4_k_m", lambda: quantize(raw, folder / f"{arch}-q4_k_m.gguf"))
+    step("prune", lambda: ggml_macko.prune(raw, pruned, ggml_macko.PruneOptions(sparsity=SPARSITY), force=True))
+    for name, kind in (("sparse", "auto"), ("sparse-q4", "sparse-q4")):
+        path = folder / f"{arch}-{name}.gguf"
+        step(name, lambda: ggml_macko.convert(pruned, path, kind, force=True))  # noqa: B023 - runs at once
+    pruned.unlink()
+    sizes = {c.file: (folder / f"{arch}-{c.file}.gguf").stat().st_size >> 20 for c in COLUMNS.values()}
+    (folder / f"{arch}-built").touch()
+    print(json.dumps({"arch": arch, "seconds": seconds, "MiB": sizes}), flush=True)
+
+
+# ---- a process that measures one model ----
+
+
+class Runner:
+    """A loaded model, and contexts for one sequence and for several."""
+
+    def __init__(self, path: pathlib.Path, plugin: bool, cuda: str | None) -> None:
+        import llama_cpp.llama_cpp as api
+
+        log: list[str] = []
+
+        @api.llama_log_callback
+        def keep(_level: int, text: bytes, _data: Any) -> None:
+            log.append(text.decode(errors="replace"))
+            sys.stderr.write(log[-1])
+            sys.stderr.flush()
+
+        self._api, self._keep = api, keep
+        if plugin:
+            from ggml_macko import register
+
+            register()
+        elif cuda:
+            api._lib.ggml_backend_load.argtypes = [ctypes.c_char_p]
+            api._lib.ggml_backend_load.restype = ctypes.c_void_p
+            if not api._lib.ggml_backend_load(os.fsencode(cuda)):
+                raise SystemExit(f"error: {cuda} was not loaded")
+        api.llama_log_set(keep, None)
+        params = api.llama_model_default_params()
+        params.n_gpu_layers = ALL_LAYERS if cuda else 0
+        params.use_extra_bufts = bool(cuda)  # on the CPU, llama.cpp stops at the matrices of MLA with them
+        self._model = api.llama_model_load_from_file(os.fsencode(path), params)
+        if not self._model:
+            raise SystemExit("error: the model was not loaded")
+        self._n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
+        self._one = self._context(1, 1024)
+        if not self._one:
+            raise SystemExit("error: no context")
+        sizes = re.findall(r"(\S+) model buffer size = +([\d.]+) MiB", "".join(log))
+        splits = re.findall(r"splits = (\d+)", "".join(log))
+        self._several = self._context(N_SEQUENCES, N_SEQUENCES * 256)
+        self.loaded = {"MiB": {name: float(size) for name, size in sizes}, "splits": [int(n) for n in splits[-1:]]}
+        if cuda and not any(re.fullmatch(r"(CUDA|MACKO)\d+", name) for name in self.loaded["MiB"]):
+            raise SystemExit(f"error: no weight is on a GPU: {self.loaded['MiB']}")
+
+    def _context(self, n_sequences: int, n_ctx: int) -> Any:
+        params = self._api.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = n_ctx, n_sequences
+        params.n_batch = params.n_ubatch = N_PROMPT
+        return self._api.llama_init_from_model(self._model, params)
+
+    def _batch(self, rows: list[tuple[int, int]]) -> Any:
+        """A batch of (position, sequence). Only the last token of each sequence has logits."""
+        batch = self._api.llama_batch_init(len(rows), 0, 1)
+        batch.n_tokens = len(rows)
+        for i, (position, sequence) in enumerate(rows):
+            batch.token[i] = (7919 * (position + 101 * sequence) + 1009) % self._n_vocab
+            batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = position, 1, sequence
+            batch.logits[i] = rows[i + 1 :][:1] != [(position + 1, sequence)]
+        return batch
+
+    def _milliseconds(self, context: Any, batches: list[Any]) -> float:
+        """The time of all batches; each waits for its logits."""
+        begin = time.perf_counter()
+        for batch in batches:
+            code = self._api.llama_decode(context, batch)
+            if code != 0:
+                raise SystemExit(f"error: llama_decode returned {code}")
+            logits = self._api.llama_get_logits_ith(context, -1)
+        seconds = time.perf_counter() - begin
+        if not math.isfinite(logits[0]):
+            raise SystemExit("error: the logits are not finite")
+        for batch in batches:
+            self._api.llama_batch_free(batch)
+        return 1000 * seconds
+
+    def _clear(self, context: Any) -> None:
+        self._api.llama_memory_clear(self._api.llama_get_memory(context), False)
+
+    def _steps(self, context: Any, n_sequences: int, n_tokens: int) -> float:
+        self._clear(context)
+        steps = [self._batch([(i, s) for s in range(n_sequences)]) for i in range(N_WARM + n_tokens)]
+        self._milliseconds(context, steps[:N_WARM])
+        return self._milliseconds(context, steps[N_WARM:]) / n_tokens
+
+    def token(self) -> float:
+        return self._steps(self._one, 1, N_TOKENS)
+
+    def sequences(self) -> float | None:
+        return self._steps(self._several, N_SEQUENCES, N_TOKENS // 2) if self._several else None
+
+    def prompt(self) -> float:
+        found = []
+        for _ in range(3):
+            self._clear(self._one)
+            found.append(self._milliseconds(self._one, [self._batch([(i, 0) for i in range(N_PROMPT)])]))
+        return statistics.median(found)
+
+
+MEASURES: dict[str, Callable[[Runner], float | None]] = {
+    "token": Runner.token,
+    f"{N_SEQUENCES} sequences": Runner.sequences,
+    f"prompt of {N_PROMPT}": Runner.prompt,
+}
+
+
+def work(path: pathlib.Path, plugin: bool, cuda: str | None) -> None:
+    """Loads a model, and measures what each line of the standard input names."""
+    runner = Runner(path, plugin, cuda)
+    for measure in MEASURES.values():  # the first use of weights, and graphs that are captured
+        measure(runner)
+    print(json.dumps(runner.loaded), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(MEASURES[line.strip()](runner)), flush=True)
+
+
+# ---- all architectures ----
+
+
+def why(log: pathlib.Path) -> str:
+    """The last line of a log that looks like the reason of a failure."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    wanted = [line for line in lines if re.search("GGML_ASSERT|GGML_ABORT|error", line, re.IGNORECASE)]
+    return (wanted or lines or ["no output"])[-1]
+
+
+class Worker:
+    """The process of one column. Its log is in the folder of the models."""
+
+    def __init__(self, args: argparse.Namespace, arch: str, name: str) -> None:
+        column = COLUMNS[name]
+        path = args.folder / f"{arch}-{column.file}.gguf"
+        self.name, self._log = name, args.folder / f"{arch}-{name.replace(' ', '-')}.log"
+        command = [sys.executable, __file__, str(args.folder), "--work", str(path), *["--plugin"][: column.plugin]]
+        command += ["--cuda", args.cuda] if args.cuda else []
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                env={**os.environ, "GGML_NO_BACKTRACE": "1"}  # failed threads would wait for each other
+            )  # fmt: skip
+
+    def answer(self) -> Any:
+        """The next line of the process. Raises RuntimeError if it ends without one, or is killed after TIMEOUT."""
+        assert self._process.stdout
+        timer = threading.Timer(TIMEOUT, self._process.kill)
+        timer.start()
+        line = self._process.stdout.readline()
+        timer.cancel()
+        if not line:
+            raise RuntimeError(f"exited with {self._process.wait()}: {why(self._log)}")
+        return json.loads(line)
+
+    def ask(self, measure: str) -> Any:
+        assert self._process.stdin
+        print(measure, file=self._process.stdin, flush=True)
+        return self.answer()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class Bench:
+    """The figures of all architectures."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self.found: dict[tuple[str, str, str], list[float]] = {}
+        """(architecture, column, measure) -> milliseconds."""
+
+    def note(self, **fields: object) -> None:
+        line = json.dumps(fields)
+        print(line, file=sys.stderr, flush=True)
+        if self._args.json:
+            with self._args.json.open("a") as out:
+                print(line, file=out)
+
+    def build(self, arch: str) -> bool:
+        """Whether the architecture has its files."""
+        args = self._args
+        if (args.folder / f"{arch}-built").exists():
+            return True
+        log = args.folder / f"{arch}-build.log"
+        command = [sys.executable, __file__, str(args.folder), "--build", arch, *["--small"][: args.small]]
+        with log.open("w") as out:
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=out, text=True)
+        if done.returncode == 0:
+            self.note(**json.loads(done.stdout.splitlines()[-1]))
+        else:
+            self.note(arch=arch, failed="build", why=f"exited with {done.returncode}: {why(log)}")
+        return done.returncode == 0
+
+    def measure(self, arch: str) -> None:
+        """Measures all columns in turn. Their processes start together; all but one then wait."""
+        workers = [Worker(self._args, arch, name) for name in self._args.columns]
+        alive = []
+
+        def attempt(worker: Worker, function: Callable[[], Any]) -> Any:
+            try:
+                return function()
+            except (RuntimeError, OSError) as problem:
+                self.note(arch=arch, column=worker.name, failed=True, why=str(problem))
+                return RuntimeError
+
+        for worker in workers:
+            loaded = attempt(worker, worker.answer)
+            if loaded is not RuntimeError:
+                self.note(arch=arch, column=worker.name, loaded=loaded)
+                alive.append(worker)
+        for _ in range(self._args.repetitions):
+            for measure in MEASURES:
+                for worker in [*alive]:
+                    ms = attempt(worker, lambda: worker.ask(measure))  # noqa: B023 - runs at once
+                    if ms is RuntimeError:
+                        alive.remove(worker)
+                    elif ms is not None:
+                        self.note(arch=arch, column=worker.name, measure=measure, ms=round(ms, 4))
+                        self.found.setdefault((arch, worker.name, measure), []).append(ms)
+        for worker in workers:
+            worker.end()
+
+    def cell(self, arch: str, column: str) -> list[str]:
+        """Milliseconds of all measures, and speeds relative to the references."""
+
+        def median(name: str, measure: str) -> float:
+            return statistics.median(self.found.get((arch, name, measure), [math.nan]))
+
+        def joined(texts: list[str]) -> str:
+            return " / ".join(text.replace("nan", "-") for text in texts)
+
+        cells = [joined([f"{median(column, m):.3g}" for m in MEASURES])]
+        if column not in REFERENCES:
+            for name in REFERENCES:
+                cells.append(joined([f"{median(name, m) / median(column, m):.2f}" for m in MEASURES]))
+        return cells
+
+    def table(self) -> str:
+        titles = ["architecture"]
+        for column in self._args.columns:
+            titles.append(f"{column}, ms")
+            titles += [] if column in REFERENCES else [f"/ {name}" for name in REFERENCES]
+        rows = [[a, *(c for column in self._args.columns for c in self.cell(a, column))] for a in self._args.names]
+        return f"{' / '.join(MEASURES)}:\n\n" + tabulate(rows, titles, tablefmt="pipe", disable_numparse=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "folder", type=pathlib.Path, help="folder of the models: 24 GB for all of them, 12 GB more while they are built"
+    )
+    parser.add_argument("names", nargs="*", metavar="ARCHITECTURE", help=f"(default: {' '.join(WIDE)})")
+    parser.add_argument("--cuda", metavar="FILE", help="llama.cpp's libggml-cuda.so")
+    parser.add_argument("--small", action="store_true", help="models of a few hundred kilobytes, to try the script")
+    parser.add_argument("--only-build", action="store_true", help="build the models, and measure nothing")
+    parser.add_argument("-j", "--jobs", type=int, default=6, help="models built at a time (default: %(default)s)")
+    parser.add_argument("-r", "--repetitions", type=int, default=5, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
+    parser.add_argument("--build", help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser.add_argument("--plugin", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--columns", type=lambda text: text.split(","), default=list(COLUMNS), metavar="NAME,...",
+        help=f"(default: {','.join(COLUMNS)})"
+    )  # fmt: skip
+    args = parser.parse_args()
+    if args.work:
+        return work(args.work, args.plugin, args.cuda)
+    if args.build:
+        return build(args.folder, args.build, args.small)
+    unknown = [x for x in [*args.names, *args.columns] if x not in WIDE and x not in COLUMNS]
+    if unknown:
+        parser.error(f"{unknown[0]}: must be one of {', '.join([*WIDE, *COLUMNS])}")
+    args.folder.mkdir(parents=True, exist_ok=True)
+    args.names = args.names or list(WIDE)
+    bench = Bench(args)
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        built = list(pool.map(bench.build, args.names))
+    if not args.only_build:
+        for arch in [name for name, is_built in zip(args.names, built) if is_built]:
+            bench.measure(arch)
+        print(bench.table())
+
+
+if __name__ == "__main__":
+    main()

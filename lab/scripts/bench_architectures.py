@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Measures models of this year's architectures with the plugin and with llama.cpp's own CUDA backend in one run: one
-token, a step of 8 sequences, and a prompt of 512 tokens.
+"""Measures models with the plugin and with llama.cpp's own CUDA backend in one run: one token, steps of several
+sequences, and a prompt of 512 tokens. By default, the models have this year's architectures.
 
   cmake -S LLAMA_CPP -B cuda -DGGML_BACKEND_DL=ON -DGGML_NATIVE=OFF -DGGML_CUDA=ON   # of the same llama-cpp-python
   cmake --build cuda --target ggml-cuda
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import ctypes
+import functools
 import json
 import math
 import os
@@ -40,7 +41,7 @@ from support import architectures, gguf_bytes  # noqa: E402
 from support.architectures import Shape  # noqa: E402
 
 SPARSITY = 0.5
-N_SEQUENCES, N_PROMPT = 8, 512
+N_PROMPT = 512
 N_WARM, N_TOKENS = 16, 64
 ALL_LAYERS = 999
 Q4_K_M = 15  # LLAMA_FTYPE_MOSTLY_Q4_K_M
@@ -57,6 +58,8 @@ class Wide(NamedTuple):
     """Metadata that differ from those of the small model; None: without this key."""
     absent: str = "$^"
     """A regular expression of optional tensors that the real model does not have."""
+    arch: str = ""
+    """The architecture, unless it is the name."""
 
 
 BIASES = r"attn_(q|k|v|output)\.bias|ffn_(up|down)\.bias"
@@ -102,6 +105,25 @@ WIDE = {
          "expert_used_count": 6, "expert_shared_count": 2, "expert_weights_norm": True},
     ),
 }  # fmt: skip
+KNOWN = {
+    "llama2-7b": Wide(Shape(n_vocab=32000, n_embd=4096, n_head=32, n_ff=11008, n_layer=32), 0, {}, BIASES, "llama"),
+    "llama3-8b": Wide(
+        Shape(n_vocab=32000, n_embd=4096, n_head=32, n_ff=14336, n_layer=8), 0, HEADS_128, BIASES, "llama"
+    ),
+    "qwen2.5-7b": Wide(
+        Shape(n_vocab=32000, n_embd=3584, n_head=28, n_ff=18944, n_layer=8), 0,
+        {"attention.head_count_kv": 4}, r"attn_output\.bias|ffn_(up|down)\.bias", "qwen2"
+    ),
+    # Qwen3 30B-A3B with 32 of 128 experts
+    "qwen3-30b-a3b": Wide(
+        Shape(n_vocab=32000, n_embd=2048, n_head=32, n_ff=768, n_layer=8), 32,
+        {"attention.head_count_kv": 4, "attention.key_length": 128, "attention.value_length": 128,
+         "rope.dimension_count": 128, "expert_feed_forward_length": 768, "expert_used_count": 8},
+        BIASES, "qwen3moe"
+    ),
+}  # fmt: skip
+"""Shapes of well-known models, which are measured if they are named."""
+MODELS = {**WIDE, **KNOWN}
 
 
 class Column(NamedTuple):
@@ -124,11 +146,12 @@ REFERENCES = ("llama.cpp F16", "llama.cpp Q4_K_M")
 # ---- models ----
 
 
-def wide_model(arch: str) -> gguf_bytes.GGUF:
+def wide_model(name: str) -> gguf_bytes.GGUF:
     """A dense F16 model. Tensors of the same part of different layers share one object with their bytes."""
     from ggml_macko.gguf.tensor_rules import may_be_sparse
 
-    wide = WIDE[arch]
+    wide = MODELS[name]
+    arch = wide.arch or name
     f = architectures.metadata(
         arch, wide.n_experts > 0, wide.n_experts, wide.shape, {"context_length": 4096, **wide.keys}
     )
@@ -184,7 +207,8 @@ def build(folder: pathlib.Path, arch: str, small: bool) -> None:
             raise SystemExit(f"error: {name}: {report.load_error}")
 
     def write() -> None:
-        model = architectures.make(arch, arch in architectures.EXPERTS) if small else wide_model(arch)
+        kind = MODELS[arch].arch or arch
+        model = architectures.make(kind, kind in architectures.EXPERTS) if small else wide_model(arch)
         with raw.open("wb") as out:
             out.writelines(gguf_bytes.pieces(model))
 
@@ -206,7 +230,7 @@ def build(folder: pathlib.Path, arch: str, small: bool) -> None:
 class Runner:
     """A loaded model, and contexts for one sequence and for several."""
 
-    def __init__(self, path: pathlib.Path, plugin: bool, cuda: str | None) -> None:
+    def __init__(self, path: pathlib.Path, plugin: bool, cuda: str | None, most_sequences: int) -> None:
         import llama_cpp.llama_cpp as api
 
         log: list[str] = []
@@ -240,7 +264,7 @@ class Runner:
             raise SystemExit("error: no context")
         sizes = re.findall(r"(\S+) model buffer size = +([\d.]+) MiB", "".join(log))
         splits = re.findall(r"splits = (\d+)", "".join(log))
-        self._several = self._context(N_SEQUENCES, N_SEQUENCES * 256)
+        self._several = self._context(most_sequences, most_sequences * 256)
         self.loaded = {"MiB": {name: float(size) for name, size in sizes}, "splits": [int(n) for n in splits[-1:]]}
         if cuda and not any(re.fullmatch(r"(CUDA|MACKO)\d+", name) for name in self.loaded["MiB"]):
             raise SystemExit(f"error: no weight is on a GPU: {self.loaded['MiB']}")
@@ -288,8 +312,8 @@ class Runner:
     def token(self) -> float:
         return self._steps(self._one, 1, N_TOKENS)
 
-    def sequences(self) -> float | None:
-        return self._steps(self._several, N_SEQUENCES, N_TOKENS // 2) if self._several else None
+    def sequences(self, n: int) -> float | None:
+        return self._steps(self._several, n, N_TOKENS // 2) if self._several else None
 
     def prompt(self) -> float:
         found = []
@@ -299,21 +323,20 @@ class Runner:
         return statistics.median(found)
 
 
-MEASURES: dict[str, Callable[[Runner], float | None]] = {
-    "token": Runner.token,
-    f"{N_SEQUENCES} sequences": Runner.sequences,
-    f"prompt of {N_PROMPT}": Runner.prompt,
-}
+def measures(sequences: list[int]) -> dict[str, Callable[[Runner], float | None]]:
+    several = {f"{n} sequences": functools.partial(Runner.sequences, n=n) for n in sequences}
+    return {"token": Runner.token, **several, f"prompt of {N_PROMPT}": Runner.prompt}
 
 
-def work(path: pathlib.Path, plugin: bool, cuda: str | None) -> None:
+def work(args: argparse.Namespace) -> None:
     """Loads a model, and measures what each line of the standard input names."""
-    runner = Runner(path, plugin, cuda)
-    for measure in MEASURES.values():  # the first use of weights, and graphs that are captured
+    runner = Runner(args.work, args.plugin, args.cuda, max(args.sequences))
+    functions = measures(args.sequences)
+    for measure in functions.values():  # the first use of weights, and graphs that are captured
         measure(runner)
     print(json.dumps(runner.loaded), flush=True)
     for line in sys.stdin:
-        print(json.dumps(MEASURES[line.strip()](runner)), flush=True)
+        print(json.dumps(functions[line.strip()](runner)), flush=True)
 
 
 # ---- all architectures ----
@@ -335,6 +358,7 @@ class Worker:
         self.name, self._log = name, args.folder / f"{arch}-{name.replace(' ', '-')}.log"
         command = [sys.executable, __file__, str(args.folder), "--work", str(path), *["--plugin"][: column.plugin]]
         command += ["--cuda", args.cuda] if args.cuda else []
+        command += ["--sequences", ",".join(map(str, args.sequences))]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
@@ -366,7 +390,7 @@ class Bench:
     """The figures of all architectures."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
+        self._args, self._measures = args, list(measures(args.sequences))
         self.found: dict[tuple[str, str, str], list[float]] = {}
         """(architecture, column, measure) -> milliseconds."""
 
@@ -410,7 +434,7 @@ class Bench:
                 self.note(arch=arch, column=worker.name, loaded=loaded)
                 alive.append(worker)
         for _ in range(self._args.repetitions):
-            for measure in MEASURES:
+            for measure in self._measures:
                 for worker in [*alive]:
                     ms = attempt(worker, lambda: worker.ask(measure))  # noqa: B023 - runs at once
                     if ms is RuntimeError:
@@ -430,10 +454,10 @@ class Bench:
         def joined(texts: list[str]) -> str:
             return " / ".join(text.replace("nan", "-") for text in texts)
 
-        cells = [joined([f"{median(column, m):.3g}" for m in MEASURES])]
+        cells = [joined([f"{median(column, m):.3g}" for m in self._measures])]
         if column not in REFERENCES:
             for name in REFERENCES:
-                cells.append(joined([f"{median(name, m) / median(column, m):.2f}" for m in MEASURES]))
+                cells.append(joined([f"{median(name, m) / median(column, m):.2f}" for m in self._measures]))
         return cells
 
     def table(self) -> str:
@@ -442,7 +466,7 @@ class Bench:
             titles.append(f"{column}, ms")
             titles += [] if column in REFERENCES else [f"/ {name}" for name in REFERENCES]
         rows = [[a, *(c for column in self._args.columns for c in self.cell(a, column))] for a in self._args.names]
-        return f"{' / '.join(MEASURES)}:\n\n" + tabulate(rows, titles, tablefmt="pipe", disable_numparse=True)
+        return f"{' / '.join(self._measures)}:\n\n" + tabulate(rows, titles, tablefmt="pipe", disable_numparse=True)
 
 
 def main() -> None:
@@ -450,12 +474,18 @@ def main() -> None:
     parser.add_argument(
         "folder", type=pathlib.Path, help="folder of the models: 24 GB for all of them, 12 GB more while they are built"
     )
-    parser.add_argument("names", nargs="*", metavar="ARCHITECTURE", help=f"(default: {' '.join(WIDE)})")
+    parser.add_argument(
+        "names", nargs="*", metavar="MODEL", help=f"(default: {' '.join(WIDE)}; also: {' '.join(KNOWN)})"
+    )
     parser.add_argument("--cuda", metavar="FILE", help="llama.cpp's libggml-cuda.so")
     parser.add_argument("--small", action="store_true", help="models of a few hundred kilobytes, to try the script")
     parser.add_argument("--only-build", action="store_true", help="build the models, and measure nothing")
     parser.add_argument("-j", "--jobs", type=int, default=6, help="models built at a time (default: %(default)s)")
     parser.add_argument("-r", "--repetitions", type=int, default=5, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--sequences", type=lambda text: [int(n) for n in text.split(",")], default=[8], metavar="N,...",
+        help="sequences of a step (default: 8)"
+    )  # fmt: skip
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
     parser.add_argument("--build", help=argparse.SUPPRESS)
     parser.add_argument("--work", type=pathlib.Path, help=argparse.SUPPRESS)
@@ -466,12 +496,12 @@ def main() -> None:
     )  # fmt: skip
     args = parser.parse_args()
     if args.work:
-        return work(args.work, args.plugin, args.cuda)
+        return work(args)
     if args.build:
         return build(args.folder, args.build, args.small)
-    unknown = [x for x in [*args.names, *args.columns] if x not in WIDE and x not in COLUMNS]
+    unknown = [x for x in [*args.names, *args.columns] if x not in MODELS and x not in COLUMNS]
     if unknown:
-        parser.error(f"{unknown[0]}: must be one of {', '.join([*WIDE, *COLUMNS])}")
+        parser.error(f"{unknown[0]}: must be one of {', '.join([*MODELS, *COLUMNS])}")
     args.folder.mkdir(parents=True, exist_ok=True)
     args.names = args.names or list(WIDE)
     bench = Bench(args)

@@ -44,7 +44,6 @@ SPARSITY = 0.5
 N_PROMPT = 512
 N_WARM, N_TOKENS = 16, 64
 ALL_LAYERS = 999
-Q4_K_M = 15  # LLAMA_FTYPE_MOSTLY_Q4_K_M
 TIMEOUT = 60
 """Seconds after which a process that loads or measures a model is stopped."""
 
@@ -183,18 +182,10 @@ def split_experts(tensors: dict[str, tuple[int, list[int]]]) -> dict[str, tuple[
     return found
 
 
-def quantize(source: pathlib.Path, out: pathlib.Path) -> None:
-    import llama_cpp.llama_cpp as api
-
-    params = api.llama_model_quantize_default_params()
-    params.ftype, params.nthread = Q4_K_M, os.cpu_count() or 1
-    if api.llama_model_quantize(os.fsencode(source), os.fsencode(out), ctypes.byref(params)) != 0:
-        raise SystemExit("error: llama.cpp did not quantize the model")
-
-
 def build(folder: pathlib.Path, arch: str, small: bool) -> None:
     """Writes all files of an architecture, and prints seconds and sizes."""
     import ggml_macko
+    from ggml_macko.benchmark.forms import quantize
 
     raw, pruned = folder / f"{arch}-f16.gguf", folder / f"{arch}-pruned.gguf"
     seconds = {}
@@ -213,7 +204,7 @@ def build(folder: pathlib.Path, arch: str, small: bool) -> None:
             out.writelines(gguf_bytes.pieces(model))
 
     step("f16", write)
-    step("q4_k_m", lambda: quantize(raw, folder / f"{arch}-q4_k_m.gguf"))
+    step("q4_k_m", lambda: quantize(raw, folder / f"{arch}-q4_k_m.gguf", "Q4_K_M", os.cpu_count() or 1))
     step("prune", lambda: ggml_macko.prune(raw, pruned, ggml_macko.PruneOptions(sparsity=SPARSITY), force=True))
     for name, kind in (("sparse", "auto"), ("sparse-q4", "sparse-q4")):
         path = folder / f"{arch}-{name}.gguf"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -598,7 +599,7 @@ def test_plot_shows_each_evaluation(tmp_path, macko, pair, text):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--batch-size", "0"], "--batch-size 0: at least 1"),
+        (["--evaluations", "0"], "--evaluations 0: at least 1"),
         (["--chunks", "0"], "--chunks 0"),
         (["--patience", "0"], "--patience 0: at least 1"),
         (
@@ -693,6 +694,15 @@ def test_each_epoch_reads_every_token_in_another_order():
     assert np.array_equal(np.concatenate(stream), np.concatenate(epochs))
     for step in range(7):  # from which an interrupted run goes on
         assert np.array_equal(next(batches(Texts(train, train, None), options, step)), stream[step])
+
+
+@pytest.mark.parametrize(
+    "n_chunks, epochs, batch_size", [(4, 1, 2), (449, 4, 2), (1499, 4, 2), (1500, 4, 4), (14705, 1, 8), (38000, 1, 8)]
+)
+def test_batches_are_as_large_as_the_run_has_steps_for(n_chunks, epochs, batch_size):
+    options = RecoverOptions(text="x", n_epochs=epochs)
+    assert options.with_batch_size(n_chunks).batch_size == batch_size
+    assert dataclasses.replace(options, batch_size=3).with_batch_size(n_chunks).batch_size == 3
 
 
 # ---- text that the dense model writes ----

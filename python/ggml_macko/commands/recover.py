@@ -83,7 +83,13 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     )
     for option, name, default, what in (
         ("--epochs", "n_epochs", 0, f"passes over the text (default: {epochs['distill']}; blocks: {epochs['blocks']})"),
-        ("--batch-size", "batch_size", options.BATCH_SIZE, "chunks per training step (default: %(default)s)"),
+        (
+            "--batch-size",
+            "batch_size",
+            0,
+            f"chunks per training step (default: {', '.join(map(str, options.BATCH_SIZES))}: the first with which the "
+            f"run has {options.LEAST_STEPS} steps or more)",
+        ),
         (
             "--evaluations",
             "n_evaluations",

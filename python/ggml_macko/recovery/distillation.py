@@ -22,7 +22,7 @@ from ..evaluation.transformer import Transformer, as_tokens
 from ..recovery.checkpoint import Checkpoint, Saved
 from ..recovery.divergence import divergence_of_hidden, log_probabilities, pieces
 from ..recovery.masked_adam import MaskedAdam
-from ..recovery.options import FIRST_RATE, MAX_POWER, RATE_FACTOR, TRIAL_STEPS, RecoverOptions
+from ..recovery.options import FIRST_RATE, MAX_POWER, RATE_FACTOR, TRIAL_SHARE, TRIAL_STEPS, RecoverOptions
 from ..recovery.ranks import N_RANKS, RANK, Ranks
 from ..recovery.schedule import Point, Texts, batches, learning_rate, n_steps
 from ..values import Array
@@ -221,7 +221,7 @@ class _Run:
         """The learning rate with which a short run ends at the lowest divergence: from FIRST_RATE, up or down until the
         divergence rises.
         """
-        n = min(TRIAL_STEPS, max(8, self.n_steps // 16))
+        n = max(8, min(TRIAL_STEPS, self.n_steps // 16), round(TRIAL_SHARE * self.n_steps))
         first = list(itertools.islice(batches(self._training.texts, self._training.options, 0), n))
         states = ("first.", "second.")  # 0 at the start
         start = {name: a.cpu().clone() for name, a in self.optimizer.arrays() if not name.startswith(states)}

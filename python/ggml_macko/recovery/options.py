@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from dataclasses import dataclass
@@ -24,8 +25,10 @@ two that are tried. The best of short trials was that of whole runs for docs-4m 
 MAX_POWER = 6
 """Largest power of RATE_FACTOR that is tried, up or down."""
 
-TRIAL_STEPS = 32
-"""Largest number of steps of the trial of a rate."""
+TRIAL_STEPS, TRIAL_SHARE = 32, 1 / 28
+"""The steps of the trial of a rate: the larger of this number and this share of the run, in short runs a sixteenth. A
+trial that is shorter relative to its run prefers rates that are too low: with 32 of 7,400 steps, a tenth of the best.
+"""
 
 BLOCKS_RATE = 1e-2
 """Default of the highest learning rate of --method blocks."""
@@ -33,8 +36,10 @@ BLOCKS_RATE = 1e-2
 EPOCHS = {"distill": 4, "blocks": 4}
 """Method -> default number of passes over the text."""
 
-BATCH_SIZE = 2
-"""Chunks per training step. With 8 chunks and the same passes over the text, far less was recovered."""
+BATCH_SIZES, LEAST_STEPS = (8, 4, 2), 1500
+"""Chunks per training step: the first of them with which a run has at least this number of steps, else the last. Few
+large steps recover less than many small ones, but a long run of small ones needs a low rate, and recovers less too.
+"""
 
 N_HELD_OUT = 32
 """Largest number of chunks of the held-out text."""
@@ -64,14 +69,14 @@ class RecoverOptions:
     turn learns the hidden states. held_out: text that selects the best weights, up to n_held_out chunks of it (default:
     the last sixteenth of the text). n_self_generated: additional training chunks that the dense model writes, each
     starting with a few tokens of the text. n_epochs: passes over the text; 0: EPOCHS of the method. batch_size: chunks
-    per step. learning_rate: the highest one, relative to the root mean square of each tensor; 0: a trial chooses it.
-    n_evaluations: on the held-out text during a run; patience: in the second half of the run, the number without
-    improvement that ends it. gradient_checkpointing: less memory for a third more time. quant_values: "q8", "q5", "q4"
-    or "q3": train matrices with values of this type, which `convert` to its sparse type finds; "dense-q4_0",
-    "dense-q4_k", "dense-q3_k" or "dense-q2_k": train all weights of a dense model with values of this type of ggml, and
-    write the matrices in it (q4_0 if their columns are no multiple of 256). keep_mantissa: give weights all bits of
-    their type (default: round them to their former significant bits). seed: of the order of the text. device: "auto"
-    for a GPU if PyTorch finds one, or "cpu". n_threads: of the CPU; 0: all cores.
+    per step; 0: by the length of the run (BATCH_SIZES). learning_rate: the highest one, relative to the root mean
+    square of each tensor; 0: a trial chooses it. n_evaluations: on the held-out text during a run; patience: in the
+    second half of the run, the number without improvement that ends it. gradient_checkpointing: less memory for a third
+    more time. quant_values: "q8", "q5", "q4" or "q3": train matrices with values of this type, which `convert` to its
+    sparse type finds; "dense-q4_0", "dense-q4_k", "dense-q3_k" or "dense-q2_k": train all weights of a dense model with
+    values of this type of ggml, and write the matrices in it (q4_0 if their columns are no multiple of 256).
+    keep_mantissa: give weights all bits of their type (default: round them to their former significant bits). seed: of
+    the order of the text. device: "auto" for a GPU if PyTorch finds one, or "cpu". n_threads: of the CPU; 0: all cores.
     """
 
     text: str | os.PathLike[str]
@@ -82,7 +87,7 @@ class RecoverOptions:
     n_ctx: int = N_CTX
     n_self_generated: int = 0
     n_epochs: int = 0
-    batch_size: int = BATCH_SIZE
+    batch_size: int = 0
     learning_rate: float = 0.0
     n_evaluations: int = N_EVALUATIONS
     patience: int = PATIENCE
@@ -96,6 +101,11 @@ class RecoverOptions:
     @property
     def epochs(self) -> int:
         return self.n_epochs or EPOCHS[self.method]
+
+    def with_batch_size(self, n_chunks: int) -> RecoverOptions:
+        """These options with a batch size. n_chunks: of one pass over the text."""
+        fitting = (size for size in BATCH_SIZES if n_chunks * self.epochs >= LEAST_STEPS * size)
+        return dataclasses.replace(self, batch_size=self.batch_size or next(fitting, BATCH_SIZES[-1]))
 
     @property
     def start(self) -> str:
@@ -116,7 +126,7 @@ class RecoverOptions:
         for option, number, least in (
             ("--epochs", self.n_epochs, 0),
             ("--self-generated", self.n_self_generated, 0),
-            ("--batch-size", self.batch_size, 1),
+            ("--batch-size", self.batch_size, 0),
             ("--held-out-chunks", self.n_held_out, 1),
             ("--evaluations", self.n_evaluations, 1),
             ("--patience", self.patience, 1),

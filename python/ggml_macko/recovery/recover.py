@@ -208,6 +208,7 @@ def _train(
     from ..recovery.blockwise import fit_blocks
     from ..recovery.distillation import Arithmetic, HeldOut, Training, distill
     from ..recovery.ranks import Ranks, assign, whole
+    from ..recovery.ranks import check as check_ranks
     from ..recovery.sampling import sample
 
     ranks = Ranks(device)
@@ -222,6 +223,8 @@ def _train(
         n = options.n_self_generated
         written = sample(teacher, texts.train, n, texts.first_token, device, options.seed, ranks)
         texts = texts._replace(train=np.concatenate([texts.train, written]))
+    options = options.with_batch_size(len(texts.train))
+    check_ranks(options)
     weights = read_weights(pruned, device)
     trained: Mapping[str, torch.Tensor] = {t.name: weights[t.name] for t in tensors}
     if device.type == "cuda":  # as the teacher's

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Measures models with the plugin and with llama.cpp's own CUDA backend in one run: one token, steps of several
-sequences, and a prompt of 512 tokens. By default, the models have this year's architectures.
+sequences, and prompts. By default, the models have this year's architectures.
 
   cmake -S LLAMA_CPP -B cuda -DGGML_BACKEND_DL=ON -DGGML_NATIVE=OFF -DGGML_CUDA=ON   # of the same llama-cpp-python
   cmake --build cuda --target ggml-cuda
@@ -41,7 +41,7 @@ from support import architectures, gguf_bytes  # noqa: E402
 from support.architectures import Shape  # noqa: E402
 
 SPARSITY = 0.5
-N_PROMPT = 512
+MICRO_BATCH = 512
 N_WARM, N_TOKENS = 16, 64
 ALL_LAYERS = 999
 TIMEOUT = 60
@@ -137,8 +137,9 @@ COLUMNS = {
     "llama.cpp Q4_K_M": Column("q4_k_m", False),
     "F16": Column("f16", True),
     "sparse": Column("sparse", True),
-    "sparse-q4": Column("sparse-q4", True),
+    **{name: Column(name, True) for name in ("sparse-q4", "sparse-q8", "sparse-q5", "sparse-q3")},
 }
+DEFAULT_COLUMNS = list(COLUMNS)[:5]
 REFERENCES = ("llama.cpp F16", "llama.cpp Q4_K_M")
 
 
@@ -182,8 +183,8 @@ def split_experts(tensors: dict[str, tuple[int, list[int]]]) -> dict[str, tuple[
     return found
 
 
-def build(folder: pathlib.Path, arch: str, small: bool) -> None:
-    """Writes all files of an architecture, and prints seconds and sizes."""
+def build(folder: pathlib.Path, arch: str, small: bool, columns: list[Column]) -> None:
+    """Writes the files of an architecture, and prints seconds and sizes."""
     import ggml_macko
     from ggml_macko.benchmark.forms import quantize
 
@@ -206,11 +207,11 @@ def build(folder: pathlib.Path, arch: str, small: bool) -> None:
     step("f16", write)
     step("q4_k_m", lambda: quantize(raw, folder / f"{arch}-q4_k_m.gguf", "Q4_K_M", os.cpu_count() or 1))
     step("prune", lambda: ggml_macko.prune(raw, pruned, ggml_macko.PruneOptions(sparsity=SPARSITY), force=True))
-    for name, kind in (("sparse", "auto"), ("sparse-q4", "sparse-q4")):
-        path = folder / f"{arch}-{name}.gguf"
+    for name in (c.file for c in columns if c.file.startswith("sparse")):
+        kind, path = {"sparse": "auto"}.get(name, name), folder / f"{arch}-{name}.gguf"
         step(name, lambda: ggml_macko.convert(pruned, path, kind, force=True))  # noqa: B023 - runs at once
     pruned.unlink()
-    sizes = {c.file: (folder / f"{arch}-{c.file}.gguf").stat().st_size >> 20 for c in COLUMNS.values()}
+    sizes = {path.stem.removeprefix(f"{arch}-"): path.stat().st_size >> 20 for path in folder.glob(f"{arch}-*.gguf")}
     (folder / f"{arch}-built").touch()
     print(json.dumps({"arch": arch, "seconds": seconds, "MiB": sizes}), flush=True)
 
@@ -221,7 +222,7 @@ def build(folder: pathlib.Path, arch: str, small: bool) -> None:
 class Runner:
     """A loaded model, and contexts for one sequence and for several."""
 
-    def __init__(self, path: pathlib.Path, plugin: bool, cuda: str | None, most_sequences: int) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         import llama_cpp.llama_cpp as api
 
         log: list[str] = []
@@ -233,7 +234,9 @@ class Runner:
             sys.stderr.flush()
 
         self._api, self._keep = api, keep
-        if plugin:
+        cuda, most_sequences = args.cuda, max(args.sequences)
+        self._n_batch, self._depth = max(MICRO_BATCH, *args.prompts), args.depth
+        if args.plugin:
             from ggml_macko import register
 
             register()
@@ -246,11 +249,11 @@ class Runner:
         params = api.llama_model_default_params()
         params.n_gpu_layers = ALL_LAYERS if cuda else 0
         params.use_extra_bufts = bool(cuda)  # on the CPU, llama.cpp stops at the matrices of MLA with them
-        self._model = api.llama_model_load_from_file(os.fsencode(path), params)
+        self._model = api.llama_model_load_from_file(os.fsencode(args.work), params)
         if not self._model:
             raise SystemExit("error: the model was not loaded")
         self._n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
-        self._one = self._context(1, 1024)
+        self._one = self._context(1, max(args.depth + 256, 1024, *args.prompts))
         if not self._one:
             raise SystemExit("error: no context")
         sizes = re.findall(r"(\S+) model buffer size = +([\d.]+) MiB", "".join(log))
@@ -263,7 +266,7 @@ class Runner:
     def _context(self, n_sequences: int, n_ctx: int) -> Any:
         params = self._api.llama_context_default_params()
         params.n_ctx, params.n_seq_max = n_ctx, n_sequences
-        params.n_batch = params.n_ubatch = N_PROMPT
+        params.n_batch, params.n_ubatch = self._n_batch, MICRO_BATCH
         return self._api.llama_init_from_model(self._model, params)
 
     def _batch(self, rows: list[tuple[int, int]]) -> Any:
@@ -294,35 +297,45 @@ class Runner:
     def _clear(self, context: Any) -> None:
         self._api.llama_memory_clear(self._api.llama_get_memory(context), False)
 
-    def _steps(self, context: Any, n_sequences: int, n_tokens: int) -> float:
+    def _steps(self, context: Any, n_sequences: int, n_tokens: int, depth: int = 0) -> float:
         self._clear(context)
-        steps = [self._batch([(i, s) for s in range(n_sequences)]) for i in range(N_WARM + n_tokens)]
+        for begin in range(0, depth, self._n_batch):
+            n = min(self._n_batch, depth - begin)
+            self._milliseconds(context, [self._batch([(begin + i, 0) for i in range(n)])])
+        places = range(depth, depth + N_WARM + n_tokens)
+        steps = [self._batch([(i, s) for s in range(n_sequences)]) for i in places]
         self._milliseconds(context, steps[:N_WARM])
         return self._milliseconds(context, steps[N_WARM:]) / n_tokens
 
     def token(self) -> float:
         return self._steps(self._one, 1, N_TOKENS)
 
+    def deep_token(self) -> float:
+        return self._steps(self._one, 1, N_TOKENS, self._depth)
+
     def sequences(self, n: int) -> float | None:
         return self._steps(self._several, n, N_TOKENS // 2) if self._several else None
 
-    def prompt(self) -> float:
+    def prompt(self, n: int) -> float:
         found = []
         for _ in range(3):
             self._clear(self._one)
-            found.append(self._milliseconds(self._one, [self._batch([(i, 0) for i in range(N_PROMPT)])]))
+            found.append(self._milliseconds(self._one, [self._batch([(i, 0) for i in range(n)])]))
         return statistics.median(found)
 
 
-def measures(sequences: list[int]) -> dict[str, Callable[[Runner], float | None]]:
-    several = {f"{n} sequences": functools.partial(Runner.sequences, n=n) for n in sequences}
-    return {"token": Runner.token, **several, f"prompt of {N_PROMPT}": Runner.prompt}
+def measures(args: argparse.Namespace) -> dict[str, Callable[[Runner], float | None]]:
+    return {
+        "token": Runner.token,
+        **{f"token after {args.depth}": Runner.deep_token for _ in range(args.depth > 0)},
+        **{f"{n} sequences": functools.partial(Runner.sequences, n=n) for n in args.sequences},
+        **{f"prompt of {n}": functools.partial(Runner.prompt, n=n) for n in args.prompts},
+    }
 
 
 def work(args: argparse.Namespace) -> None:
     """Loads a model, and measures what each line of the standard input names."""
-    runner = Runner(args.work, args.plugin, args.cuda, max(args.sequences))
-    functions = measures(args.sequences)
+    runner, functions = Runner(args), measures(args)
     for measure in functions.values():  # the first use of weights, and graphs that are captured
         measure(runner)
     print(json.dumps(runner.loaded), flush=True)
@@ -349,7 +362,8 @@ class Worker:
         self.name, self._log = name, args.folder / f"{arch}-{name.replace(' ', '-')}.log"
         command = [sys.executable, __file__, str(args.folder), "--work", str(path), *["--plugin"][: column.plugin]]
         command += ["--cuda", args.cuda] if args.cuda else []
-        command += ["--sequences", ",".join(map(str, args.sequences))]
+        for name, numbers in (("--sequences", args.sequences), ("--prompts", args.prompts), ("--depth", [args.depth])):
+            command += [name, ",".join(map(str, numbers))]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
@@ -381,7 +395,7 @@ class Bench:
     """The figures of all architectures."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._args, self._measures = args, list(measures(args.sequences))
+        self._args, self._measures = args, list(measures(args))
         self.found: dict[tuple[str, str, str], list[float]] = {}
         """(architecture, column, measure) -> milliseconds."""
 
@@ -399,6 +413,7 @@ class Bench:
             return True
         log = args.folder / f"{arch}-build.log"
         command = [sys.executable, __file__, str(args.folder), "--build", arch, *["--small"][: args.small]]
+        command += ["--columns", ",".join(args.columns)]
         with log.open("w") as out:
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=out, text=True)
         if done.returncode == 0:
@@ -473,23 +488,25 @@ def main() -> None:
     parser.add_argument("--only-build", action="store_true", help="build the models, and measure nothing")
     parser.add_argument("-j", "--jobs", type=int, default=6, help="models built at a time (default: %(default)s)")
     parser.add_argument("-r", "--repetitions", type=int, default=5, metavar="N", help="(default: %(default)s)")
-    parser.add_argument(
-        "--sequences", type=lambda text: [int(n) for n in text.split(",")], default=[8], metavar="N,...",
-        help="sequences of a step (default: 8)"
-    )  # fmt: skip
+    for option, default, what in (("--sequences", 8, "sequences of a step"), ("--prompts", 512, "tokens of a prompt")):
+        parser.add_argument(
+            option, type=lambda text: [int(n) for n in text.split(",")], default=[default], metavar="N,...",
+            help=f"{what} (default: {default})"
+        )  # fmt: skip
+    parser.add_argument("--depth", type=int, default=0, metavar="N", help="also measure a token after N others")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
     parser.add_argument("--build", help=argparse.SUPPRESS)
     parser.add_argument("--work", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--plugin", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--columns", type=lambda text: text.split(","), default=list(COLUMNS), metavar="NAME,...",
-        help=f"(default: {','.join(COLUMNS)})"
+        "--columns", type=lambda text: text.split(","), default=DEFAULT_COLUMNS, metavar="NAME,...",
+        help=f"(default: {','.join(DEFAULT_COLUMNS)}; also: {','.join(list(COLUMNS)[5:])})"
     )  # fmt: skip
     args = parser.parse_args()
     if args.work:
         return work(args)
     if args.build:
-        return build(args.folder, args.build, args.small)
+        return build(args.folder, args.build, args.small, [COLUMNS[name] for name in args.columns])
     unknown = [x for x in [*args.names, *args.columns] if x not in MODELS and x not in COLUMNS]
     if unknown:
         parser.error(f"{unknown[0]}: must be one of {', '.join([*MODELS, *COLUMNS])}")

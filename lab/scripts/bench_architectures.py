@@ -346,13 +346,6 @@ def work(args: argparse.Namespace) -> None:
 # ---- all architectures ----
 
 
-def why(log: pathlib.Path) -> str:
-    """The last line of a log that looks like the reason of a failure."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    wanted = [line for line in lines if re.search("GGML_ASSERT|GGML_ABORT|error", line, re.IGNORECASE)]
-    return (wanted or lines or ["no output"])[-1]
-
-
 class Worker:
     """The process of one column. Its log is in the folder of the models."""
 
@@ -378,7 +371,7 @@ class Worker:
         line = self._process.stdout.readline()
         timer.cancel()
         if not line:
-            raise RuntimeError(f"exited with {self._process.wait()}: {why(self._log)}")
+            raise RuntimeError(f"exited with {self._process.wait()}: {architectures.reason(self._log)}")
         return json.loads(line)
 
     def ask(self, measure: str) -> Any:
@@ -419,7 +412,7 @@ class Bench:
         if done.returncode == 0:
             self.note(**json.loads(done.stdout.splitlines()[-1]))
         else:
-            self.note(arch=arch, failed="build", why=f"exited with {done.returncode}: {why(log)}")
+            self.note(arch=arch, failed="build", why=f"exited with {done.returncode}: {architectures.reason(log)}")
         return done.returncode == 0
 
     def measure(self, arch: str) -> None:

@@ -321,6 +321,13 @@ class _TensorHead(ctypes.Structure):
     _fields_ = [("type", ctypes.c_int), ("buffer", ctypes.c_void_p), ("ne", ctypes.c_int64 * 4)]
 
 
+def reason(log: pathlib.Path, otherwise: str | None = None) -> str:
+    """The first line of a process's log that looks like the reason of its failure; otherwise: instead of the last."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    wanted = [line for line in lines if "GGML_ASSERT" in line or "GGML_ABORT" in line or "error" in line.lower()]
+    return (wanted or [otherwise or (lines or ["no output"])[-1]])[0]
+
+
 def names() -> list[str]:
     """The names of all architectures of the installed llama.cpp, as model files contain them."""
     import llama_cpp.llama_cpp as api

@@ -220,10 +220,10 @@ def step(name: str, folder: pathlib.Path, arch: str) -> tuple[dict[str, Any], st
     found = json.loads(printed[-1]) if printed else {}
     if process.exitcode == 0:
         return found, ""
-    lines = [line for line in (folder / "stderr").read_text(errors="replace").splitlines() if line.strip()]
-    wanted = [line for line in lines if "GGML_ASSERT" in line or "GGML_ABORT" in line or "error" in line.lower()]
-    wanted = wanted or ([f"signal {-process.exitcode}"] if process.exitcode < 0 else lines[-1:])
-    return found, re.sub(r"^.*/llama\.cpp/", "", wanted[0].strip())
+    from support import architectures
+
+    other = f"signal {-process.exitcode}" if process.exitcode < 0 else None
+    return found, re.sub(r"^.*/llama\.cpp/", "", architectures.reason(folder / "stderr", other))
 
 
 def check(arch: str, gpu: bool) -> dict[str, Any]:

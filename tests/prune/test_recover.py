@@ -404,15 +404,19 @@ def test_trained_values_are_better_than_rounded_ones(tmp_path, macko, pair, text
 @needs_torch
 @pytest.mark.parametrize("more", [[], ["--quant-values", "q4"]], ids=["f16", "q4"])
 def test_trials_choose_a_rate_and_leave_no_trace(tmp_path, macko, pair, text, more):
-    """The run is that with the chosen rate, which is better in its trial than the rates beside it."""
+    """The run is that with the chosen rate, the highest whose trial recovers nine tenths of what the best one does."""
     chosen, given = tmp_path / "chosen.gguf", tmp_path / "given.gguf"
     done = run(macko, pair, text, chosen, "--epochs", 1, "-t", 1, "--json", *more)
     assert done.code == 0, done.err
-    rate = json.loads(done.out)["learning_rate"]
+    report = json.loads(done.out)
+    rate, before = report["learning_rate"], report["divergence_before"]
     trials = {
         float(r): float(d) for r, d in re.findall(r"^learning rate (\S+): divergence (\S+) after", done.err, re.M)
     }
-    assert len(trials) >= 3 and rate == min(trials, key=trials.get) and min(trials) < rate < max(trials)
+    best = min(trials, key=trials.get)
+    assert len(trials) >= 3 and min(trials) < best < max(trials)
+    gains = {r: before - d for r, d in trials.items()}
+    assert rate == max(r for r, gain in gains.items() if gain >= 0.9 * gains[best] - 1e-4)  # as printed
     assert run(macko, pair, text, given, "--epochs", 1, "-t", 1, "--learning-rate", rate, *more).code == 0
     assert {n: w.tobytes() for n, (_, w) in weights(chosen).items()} == {
         n: w.tobytes() for n, (_, w) in weights(given).items()

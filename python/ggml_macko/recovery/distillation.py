@@ -22,7 +22,15 @@ from ..evaluation.transformer import Transformer, as_tokens
 from ..recovery.checkpoint import Checkpoint, Saved
 from ..recovery.divergence import divergence_of_hidden, log_probabilities, pieces
 from ..recovery.masked_adam import MaskedAdam
-from ..recovery.options import FIRST_RATE, MAX_POWER, RATE_FACTOR, TRIAL_SHARE, TRIAL_STEPS, RecoverOptions
+from ..recovery.options import (
+    FIRST_RATE,
+    MAX_POWER,
+    RATE_FACTOR,
+    TRIAL_SHARE,
+    TRIAL_STEPS,
+    TRIAL_TOLERANCE,
+    RecoverOptions,
+)
 from ..recovery.ranks import N_RANKS, RANK, Ranks
 from ..recovery.schedule import Point, Texts, batches, learning_rate, n_steps
 from ..values import Array
@@ -218,8 +226,8 @@ class _Run:
         return self._training.ranks.of_first(self._training.held_out.evaluate(self._training.student))
 
     def find_rate(self) -> float:
-        """The learning rate with which a short run ends at the lowest divergence: from FIRST_RATE, up or down until the
-        divergence rises.
+        """The highest learning rate with which a short run ends at about the lowest divergence: from FIRST_RATE, up or
+        down until the divergence rises.
         """
         n = max(8, min(TRIAL_STEPS, self.n_steps // 16), round(TRIAL_SHARE * self.n_steps))
         first = list(itertools.islice(batches(self._training.texts, self._training.options, 0), n))
@@ -237,7 +245,9 @@ class _Run:
             found[untried[0]] = divergence if math.isfinite(divergence) else math.inf
             best = min(found, key=lambda i: (found[i], i))
             untried = [i for i in (best - 1, best + 1) if i not in found and abs(i) <= MAX_POWER]
-        return float(f"{FIRST_RATE * RATE_FACTOR**best:.1e}")
+        limit = found[best] + TRIAL_TOLERANCE * max(0.0, self.before.divergence - found[best])
+        chosen = max(i for i, divergence in found.items() if divergence <= limit)
+        return float(f"{FIRST_RATE * RATE_FACTOR**chosen:.1e}")
 
     def save(self) -> None:
         """The checkpoint has whole tensors, so that a run goes on with another number of processes."""

@@ -30,6 +30,11 @@ TRIAL_STEPS, TRIAL_SHARE = 32, 1 / 28
 trial that is shorter relative to its run prefers rates that are too low: with 32 of 7,400 steps, a tenth of the best.
 """
 
+TRIAL_TOLERANCE = 0.1
+"""The highest rate is chosen whose trial lacks at most this share of what the best trial recovers, because the noise of
+a high rate fades in a run, and the progress of a low one ends.
+"""
+
 BLOCKS_RATE = 1e-2
 """Default of the highest learning rate of --method blocks."""
 

@@ -1860,6 +1860,86 @@ TEST(gated_delta_networks_and_their_snapshots) {
     }
 }
 
+// RWKV 6, RWKV 7 and gated linear attention. A row of the state is a row of its matrix in RWKV 7, and a column in the
+// others.
+TEST(rwkv_and_gated_linear_attention) {
+    for (int k = 0; k < 45; k++) {
+        const bool    rwkv6 = k % 3 == 0, rwkv7 = k % 3 == 1;
+        const int64_t size = pick({ 16, 32, 64, 128 }), heads = pick({ 1, 3 }), tokens = pick({ 1, 2, 30 }),
+                      sequences = pick({ 1, 3 }), states = size * size * heads;
+        const auto ne  = std::vector<int64_t>{ size, heads, tokens * sequences };
+        auto       key = make(TYPE_F32, ne), v = make(TYPE_F32, ne), q = make(TYPE_F32, ne), decay = make(TYPE_F32, ne),
+             a = make(TYPE_F32, ne), b = make(TYPE_F32, ne), first = make(TYPE_F32, { size, heads }),
+             state = make(TYPE_F32, { states, sequences });
+        key->random(), v->random(), q->random(), first->random(), state->random();
+        a->random(0.5 / std::sqrt(static_cast<double>(size))), b->random(0.5 / std::sqrt(static_cast<double>(size)));
+        decay->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t) { decay->set(random_source.unit(), i0, i1, i2); });
+        decay->upload();
+        const double scale = rwkv6 || rwkv7 ? 1 : 0.125;
+
+        recurrent_result expected(size * heads * tokens * sequences, states * sequences, 1);
+        for (int64_t sequence = 0; sequence < sequences; sequence++) {
+            for (int64_t row = 0; row < size * heads; row++) {
+                const int64_t head = row / size, r = row % size;
+                const auto    place = [&](int64_t i) {
+                    return head * size * size + (rwkv7 ? r * size + i : i * size + r);
+                };
+                std::vector<double> m(static_cast<size_t>(size)), magnitude(m.size());
+                for (int64_t i = 0; i < size; i++) {
+                    m[static_cast<size_t>(i)]         = state->get(place(i), sequence);
+                    magnitude[static_cast<size_t>(i)] = std::fabs(m[static_cast<size_t>(i)]);
+                }
+                for (int64_t t = 0; t < tokens; t++) {
+                    const int64_t token = sequence * tokens + t;
+                    const double  error = U32 * (48 + 16 * static_cast<double>(t)), value = v->get(r, head, token);
+                    double        ma = 0, ma_size = 0, y = 0, y_size = 0;
+                    for (int64_t i = 0; i < size && rwkv7; i++) {
+                        ma += m[static_cast<size_t>(i)] * a->get(i, head, token);
+                        ma_size += magnitude[static_cast<size_t>(i)] * std::fabs(a->get(i, head, token));
+                    }
+                    for (int64_t i = 0; i < size; i++) {
+                        const auto   at = static_cast<size_t>(i);
+                        const double kv = key->get(i, head, token) * value, of_q = q->get(i, head, token),
+                                     w = decay->get(i, head, token), of_b = b->get(i, head, token);
+                        if (rwkv6) {
+                            y += of_q * (m[at] + first->get(i, head) * kv);
+                            y_size += std::fabs(of_q) * (magnitude[at] + std::fabs(first->get(i, head) * kv));
+                        }
+                        m[at]         = m[at] * w + kv + ma * of_b;
+                        magnitude[at] = magnitude[at] * w + std::fabs(kv) + ma_size * std::fabs(of_b);
+                        y += rwkv6 ? 0 : m[at] * of_q;
+                        y_size += rwkv6 ? 0 : magnitude[at] * std::fabs(of_q);
+                        if (t == tokens - 1) {
+                            expected.set_states(0, sequence * states + place(i), { m[at] }, { magnitude[at] * error });
+                        }
+                    }
+                    expected.output((token * heads + head) * size + r) = { y * scale, y_size * scale * error };
+                }
+            }
+        }
+        expected.compare(
+            rwkv6   ? "rwkv6"
+            : rwkv7 ? "rwkv7"
+                    : "gated linear attention",
+            [&](const op_tensor & dst) {
+                if (rwkv6) {
+                    CHECK(op_rwkv6_supported(key->t, v->t, q->t, first->t, decay->t, state->t, dst), "rwkv6");
+                    return op_rwkv6(ctx, key->t, v->t, q->t, first->t, decay->t, state->t, dst);
+                }
+                if (rwkv7) {
+                    CHECK(op_rwkv7_supported(q->t, decay->t, key->t, v->t, a->t, b->t, state->t, dst), "rwkv7");
+                    return op_rwkv7(ctx, q->t, decay->t, key->t, v->t, a->t, b->t, state->t, dst);
+                }
+                CHECK(op_gated_linear_attention_supported(key->t, v->t, q->t, decay->t, state->t, dst),
+                      "linear attention");
+                return op_gated_linear_attention(ctx, 0.125f, key->t, v->t, q->t, decay->t, state->t, dst);
+            });
+    }
+    const auto x = make(TYPE_F32, { 64, 2, 6 }), state = make(TYPE_F32, { 64 * 64 * 2, 4 }),
+               dst = make(TYPE_F32, { 128, 6 + 64 * 4 });
+    CHECK(!op_gated_linear_attention_supported(x->t, x->t, x->t, x->t, state->t, dst->t), "6 tokens of 4 sequences");
+}
+
 // Any bytes to any address, several of them to the same address: the result must equal consecutive memcpy calls.
 TEST(small_writes_in_one_launch) {
     constexpr size_t NBYTES = 6000;

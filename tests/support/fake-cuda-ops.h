@@ -162,6 +162,18 @@ bool op_gated_delta_net_supported(const op_tensor &, const op_tensor &, const op
                                   const op_tensor &, const op_tensor &, const op_tensor &) {
     return fake::supports;
 }
+bool op_rwkv6_supported(const op_tensor &, const op_tensor &, const op_tensor &, const op_tensor &, const op_tensor &,
+                        const op_tensor &, const op_tensor &) {
+    return fake::supports;
+}
+bool op_rwkv7_supported(const op_tensor &, const op_tensor &, const op_tensor &, const op_tensor &, const op_tensor &,
+                        const op_tensor &, const op_tensor &, const op_tensor &) {
+    return fake::supports;
+}
+bool op_gated_linear_attention_supported(const op_tensor &, const op_tensor &, const op_tensor &, const op_tensor &,
+                                         const op_tensor &, const op_tensor &) {
+    return fake::supports;
+}
 bool op_argsort_supported(const op_tensor &, const op_tensor &) { return fake::supports; }
 bool op_rope_supported(const rope_params &, const op_tensor &, const op_tensor &, const op_tensor *,
                        const op_tensor &) {
@@ -260,6 +272,20 @@ cudaError_t op_gated_delta_net(const op_context &, const op_tensor & q, const op
                                const op_tensor & g, const op_tensor & beta, const op_tensor & state,
                                const op_tensor & dst) {
     return add("gated_delta_net", q, k, v, g, beta, state, dst);
+}
+cudaError_t op_rwkv6(const op_context &, const op_tensor & k, const op_tensor & v, const op_tensor & r,
+                     const op_tensor & first, const op_tensor & decay, const op_tensor & state, const op_tensor & dst) {
+    return add("rwkv6", k, v, r, first, decay, state, dst);
+}
+cudaError_t op_rwkv7(const op_context &, const op_tensor & r, const op_tensor & decay, const op_tensor & k,
+                     const op_tensor & v, const op_tensor & a, const op_tensor & b, const op_tensor & state,
+                     const op_tensor & dst) {
+    return add("rwkv7", r, decay, k, v, a, b, state, dst);
+}
+cudaError_t op_gated_linear_attention(const op_context &, float scale, const op_tensor & k, const op_tensor & v,
+                                      const op_tensor & q, const op_tensor & gate, const op_tensor & state,
+                                      const op_tensor & dst) {
+    return add("gated_linear_attention", scale, k, v, q, gate, state, dst);
 }
 cudaError_t op_argsort(const op_context &, bool descending, const op_tensor & x, const op_tensor & dst) {
     return add("argsort", descending, x, dst);

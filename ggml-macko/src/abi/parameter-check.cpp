@@ -94,6 +94,10 @@ const char * first_different_parameter() {
     if (!has(ggml_concat(c, x, x, 2), 0, { 2 })) {
         return "the parameter of CONCAT";
     }
+    ggml_tensor * state = ggml_new_tensor_1d(c, GGML_TYPE_F32, 64);
+    if (!has(ggml_gated_linear_attn(c, x, x, x, x, state, 2), 0, { 2.0f })) {
+        return "the parameter of GATED_LINEAR_ATTN";
+    }
     if (!has(ggml_scale_bias(c, x, 2, 3), 0, { 2.0f, 3.0f })) {
         return "the parameters of SCALE";
     }

@@ -47,6 +47,11 @@ constexpr auto ssm_scan_supported   = supports<op_ssm_scan_supported, 7>;
 constexpr auto enqueue_ssm_scan     = enqueue<op_ssm_scan, 7>;
 constexpr auto delta_net_supported  = supports<op_gated_delta_net_supported, 6>;
 constexpr auto enqueue_delta_net    = enqueue<op_gated_delta_net, 6>;
+constexpr auto rwkv6_supported      = supports<op_rwkv6_supported, 6>;
+constexpr auto enqueue_rwkv6        = enqueue<op_rwkv6, 6>;
+constexpr auto rwkv7_supported      = supports<op_rwkv7_supported, 7>;
+constexpr auto enqueue_rwkv7        = enqueue<op_rwkv7, 7>;
+constexpr auto linear_att_supported = supports<op_gated_linear_attention_supported, 5>;
 constexpr auto argsort_supported    = supports<op_argsort_supported, 1>;
 constexpr auto mul_mat_supported    = supports<op_mul_mat_supported, 2>;
 constexpr auto mul_mat_id_supported = supports<op_mul_mat_id_supported, 3>;
@@ -57,6 +62,12 @@ bool concat_supported(const ggml_tensor * op) {
 cudaError_t enqueue_concat(panel_pipeline & panels, ggml_tensor * node) {
     return op_concat(panels.ctx, ggml_get_op_params_i32(node, 0), operand(node->src[0]), operand(node->src[1]),
                      operand(node));
+}
+
+cudaError_t enqueue_linear_att(panel_pipeline & panels, ggml_tensor * node) {
+    const float scale = ggml_get_op_params_f32(node, 0);
+    return std::apply([&](const auto &... t) { return op_gated_linear_attention(panels.ctx, scale, t...); },
+                      operands<5>(node));
 }
 
 // ---- elementwise ----
@@ -232,6 +243,9 @@ const op_row OP_TABLE[] = {
     { GGML_OP_SSM_CONV,       DENSE,  2,  ssm_conv_supported,       nullptr,                   enqueue_ssm_conv  },
     { GGML_OP_SSM_SCAN,       DENSE,  7,  ssm_scan_supported,       nullptr,                   enqueue_ssm_scan  },
     { GGML_OP_GATED_DELTA_NET, DENSE, 6,  delta_net_supported,      nullptr,                   enqueue_delta_net },
+    { GGML_OP_RWKV_WKV6,      DENSE,  6,  rwkv6_supported,          nullptr,                   enqueue_rwkv6     },
+    { GGML_OP_RWKV_WKV7,      DENSE,  7,  rwkv7_supported,          nullptr,                   enqueue_rwkv7     },
+    { GGML_OP_GATED_LINEAR_ATTN, DENSE, 5, linear_att_supported,    nullptr,                   enqueue_linear_att},
     { GGML_OP_ARGSORT,        DENSE,  1,  argsort_supported,        nullptr,                   enqueue_argsort   },
     { GGML_OP_ROPE,           DENSE,  2,  rope_supported,           nullptr,                   enqueue_rope      },
     { GGML_OP_FLASH_ATTN_EXT, DENSE,  3,  attention_supported,      attention_scratch_nbytes,  enqueue_attention },

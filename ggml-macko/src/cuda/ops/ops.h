@@ -210,6 +210,25 @@ bool op_gated_delta_net_supported(const op_tensor & q, const op_tensor & k, cons
 cudaError_t op_gated_delta_net(const op_context & ctx, const op_tensor & q, const op_tensor & k, const op_tensor & v,
                                const op_tensor & g, const op_tensor & beta, const op_tensor & state,
                                const op_tensor & dst);
+// RWKV and gated linear attention. Inputs are [size, heads, tokens of all sequences], first is [size, heads], and dst
+// has y and then the states: a matrix S of size x size for each head and sequence, stored transposed in RWKV 7.
+//     RWKV 6                    y = r^T (S + diag(first) k v^T),  S = diag(decay) S + k v^T
+//     gated linear attention    S = diag(gate) S + k v^T,  y = scale q^T S
+//     RWKV 7                    S = diag(decay) S + k v^T + b (a^T S),  y = r^T S
+bool        op_rwkv6_supported(const op_tensor & k, const op_tensor & v, const op_tensor & r, const op_tensor & first,
+                               const op_tensor & decay, const op_tensor & state, const op_tensor & dst);
+cudaError_t op_rwkv6(const op_context & ctx, const op_tensor & k, const op_tensor & v, const op_tensor & r,
+                     const op_tensor & first, const op_tensor & decay, const op_tensor & state, const op_tensor & dst);
+bool        op_gated_linear_attention_supported(const op_tensor & k, const op_tensor & v, const op_tensor & q,
+                                                const op_tensor & gate, const op_tensor & state, const op_tensor & dst);
+cudaError_t op_gated_linear_attention(const op_context & ctx, float scale, const op_tensor & k, const op_tensor & v,
+                                      const op_tensor & q, const op_tensor & gate, const op_tensor & state,
+                                      const op_tensor & dst);
+bool        op_rwkv7_supported(const op_tensor & r, const op_tensor & decay, const op_tensor & k, const op_tensor & v,
+                               const op_tensor & a, const op_tensor & b, const op_tensor & state, const op_tensor & dst);
+cudaError_t op_rwkv7(const op_context & ctx, const op_tensor & r, const op_tensor & decay, const op_tensor & k,
+                     const op_tensor & v, const op_tensor & a, const op_tensor & b, const op_tensor & state,
+                     const op_tensor & dst);
 
 // ---- rotary embedding (rope.cu) ----
 

@@ -1,8 +1,11 @@
-// Recurrent layers: short convolutions along tokens, state space models (Mamba) and gated delta networks. The state of
-// a row stays in the registers of LANES threads from the first token to the last one. Sums have a fixed order.
+// Recurrent layers: short convolutions along tokens, state space models (Mamba), gated delta networks, RWKV and gated
+// linear attention. The state of a row stays in the registers of LANES threads from the first token to the last one.
+// Sums have a fixed order.
 #include "cuda/ops/common.cuh"
 
+#include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <type_traits>
 
 namespace macko::cuda {
@@ -15,7 +18,7 @@ constexpr int ROWS_PER_BLOCK = THREADS / LANES;
 constexpr int MAX_PER_LANE   = 32; // elements of a row's state
 constexpr int CONV_ROWS = 32, CONV_TOKENS = 32, MAX_CONV = 32;
 
-__device__ __forceinline__ const float * floats(const char * p) { return reinterpret_cast<const float *>(p); }
+__host__ __device__ __forceinline__ const float * floats(const char * p) { return reinterpret_cast<const float *>(p); }
 
 // A lane has PER elements of a row: quadruples of neighbors, or single ones if there are fewer than four.
 template <int PER> constexpr int                  NEIGHBORS = PER < 4 ? 1 : 4;
@@ -26,8 +29,10 @@ template <int PER> __device__ __forceinline__ int element_of(int lane, int k) {
 template <int PER> __device__ __forceinline__ bool has_quadruples(const float * row) {
     return NEIGHBORS<PER> == 4 && reinterpret_cast<uintptr_t>(row) % sizeof(float4) == 0;
 }
-template <int PER> __device__ __forceinline__ void load_lane(const float * row, int lane, float (&x)[PER]) {
-    if (has_quadruples<PER>(row)) {
+// APART: floats from an element to the next one
+template <int64_t APART = 1, int PER>
+__device__ __forceinline__ void load_lane(const float * row, int lane, float (&x)[PER]) {
+    if (APART == 1 && has_quadruples<PER>(row)) {
 #pragma unroll
         for (int k = 0; k < PER; k += 4) {
             const float4 v = reinterpret_cast<const float4 *>(row)[k / 4 * LANES + lane];
@@ -37,11 +42,12 @@ template <int PER> __device__ __forceinline__ void load_lane(const float * row, 
     }
 #pragma unroll
     for (int k = 0; k < PER; k++) {
-        x[k] = row[element_of<PER>(lane, k)];
+        x[k] = row[element_of<PER>(lane, k) * APART];
     }
 }
-template <int PER> __device__ __forceinline__ void store_lane(float * row, int lane, const float (&x)[PER]) {
-    if (has_quadruples<PER>(row)) {
+template <int64_t APART, int PER>
+__device__ __forceinline__ void store_lane(float * row, int lane, const float (&x)[PER]) {
+    if (APART == 1 && has_quadruples<PER>(row)) {
 #pragma unroll
         for (int k = 0; k < PER; k += 4) {
             reinterpret_cast<float4 *>(row)[k / 4 * LANES + lane] = make_float4(x[k], x[k + 1], x[k + 2], x[k + 3]);
@@ -50,7 +56,7 @@ template <int PER> __device__ __forceinline__ void store_lane(float * row, int l
     }
 #pragma unroll
     for (int k = 0; k < PER; k++) {
-        row[element_of<PER>(lane, k)] = x[k];
+        row[element_of<PER>(lane, k) * APART] = x[k];
     }
 }
 template <int PER> __device__ __forceinline__ float dot(const float (&a)[PER], const float (&b)[PER]) {
@@ -69,12 +75,12 @@ struct snapshots {
     int64_t nbytes; // of the states in a slot
     int64_t slots;
 };
-template <int PER>
+template <int64_t APART = 1, int PER>
 __device__ __forceinline__ void store_snapshot(const snapshots & to, int64_t tokens_left, int64_t at, int lane,
                                                const float (&state)[PER]) {
     if (tokens_left < to.slots) {
         char * slot = reinterpret_cast<char *>(to.first) + tokens_left * to.nbytes;
-        store_lane(reinterpret_cast<float *>(slot) + at, lane, state);
+        store_lane<APART>(reinterpret_cast<float *>(slot) + at, lane, state);
     }
 }
 
@@ -167,51 +173,81 @@ template <int PER, bool SCALAR_A> __global__ void __launch_bounds__(THREADS) ssm
     }
 }
 
-struct delta_args {
-    op_tensor q, k, v, g, beta, state;
-    float *   y;
-    snapshots to;
-    float     scale;
+// The state of a head is a matrix of SIZE x SIZE for layers with keys and values; a thread block has whole rows of it.
+struct matrix_args {
+    const float * state;
+    float *       y; // [SIZE, heads, tokens, sequences]
+    snapshots     to;
+    int64_t       heads, tokens;
+};
+struct matrix_row {
+    int64_t head, row, sequence;
+    int     lane;
 };
 
-template <int PER, int GATES> struct delta_inputs {
-    float q[PER], k[PER], gate[GATES];
-    float v, beta;
-};
+// A LAYER loads the inputs of a row for one token t with load(begin(at), at, t), and returns y from step(state, inputs).
+// BY_COLUMN: elements of a row are SIZE apart in memory.
+template <int PER, typename LAYER>
+__global__ void __launch_bounds__(THREADS) matrix_state_kernel(LAYER p, matrix_args m) {
+    wait_for_previous();
+    constexpr int64_t SIZE  = PER * LANES;
+    const int64_t     row   = static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK + threadIdx.x / LANES;
+    const matrix_row  at    = { row / SIZE, row % SIZE, blockIdx.y, static_cast<int>(threadIdx.x) % LANES };
+    constexpr int64_t APART = LAYER::BY_COLUMN ? SIZE : 1;
+    const int64_t     first = (at.sequence * m.heads + at.head) * SIZE * SIZE + at.row * (LAYER::BY_COLUMN ? 1 : SIZE);
+    float             state[PER];
+    load_lane<APART>(m.state + first, at.lane, state);
+    const auto begin = p.begin(at);
+    auto       next  = p.load(begin, at, 0);
+    for (int64_t t = 0; t < m.tokens; t++) {
+        const auto in = next;
+        next          = p.load(begin, at, min(t + 1, m.tokens - 1));
+        const float y = p.step(state, in);
+        if (at.lane == 0) {
+            m.y[((at.sequence * m.tokens + t) * m.heads + at.head) * SIZE + at.row] = y;
+        }
+        store_snapshot<APART>(m.to, m.tokens - 1 - t, first, at.lane, state);
+    }
+}
 
 // A row of the transposed state: its column of the key-value matrix. With m = the row after the gate,
 //     d = (v - m k) beta,  m' = m + d k,  y = m' q = m q + d (k q),
 // so that the sums over lanes do not wait for each other. GATES: 1 for all elements, or PER.
-template <int PER, int GATES> __global__ void __launch_bounds__(THREADS) gated_delta_net_kernel(delta_args p) {
-    wait_for_previous();
-    constexpr int64_t SIZE  = PER * LANES;
-    const int64_t     heads = p.v.ne[1], tokens = p.v.ne[2], sequences = p.v.ne[3];
-    const int         lane = static_cast<int>(threadIdx.x) % LANES;
-    const int64_t     row  = static_cast<int64_t>(blockIdx.x) * ROWS_PER_BLOCK + threadIdx.x / LANES;
-    const int64_t     head = row / SIZE, r = row % SIZE, seq = blockIdx.y; // blocks are full: SIZE has whole blocks
-    const int64_t     at = (seq * heads * SIZE + row) * SIZE;
-    const char *      q  = p.q.data + head % p.q.ne[1] * p.q.nb[1] + seq / (sequences / p.q.ne[3]) * p.q.nb[3];
-    const char *      k  = p.k.data + head % p.k.ne[1] * p.k.nb[1] + seq / (sequences / p.k.ne[3]) * p.k.nb[3];
-    float             state[PER];
-    load_lane(floats(p.state.data) + at, lane, state);
-    const auto load = [&](int64_t t) {
-        delta_inputs<PER, GATES> in;
-        load_lane(floats(q + t * p.q.nb[2]), lane, in.q);
-        load_lane(floats(k + t * p.k.nb[2]), lane, in.k);
-        const float * gate = floats(p.g.data + head * p.g.nb[1] + t * p.g.nb[2] + seq * p.g.nb[3]);
-        if constexpr (GATES == 1) {
-            in.gate[0] = gate[0];
-        } else {
-            load_lane(gate, lane, in.gate);
-        }
-        in.v    = floats(p.v.data + head * p.v.nb[1] + t * p.v.nb[2] + seq * p.v.nb[3])[r];
-        in.beta = floats(p.beta.data + head * p.beta.nb[1] + t * p.beta.nb[2] + seq * p.beta.nb[3])[0];
-        return in;
+template <int PER, int GATES> struct delta_layer {
+    op_tensor             q, k, v, g, beta;
+    float                 scale;
+    static constexpr bool BY_COLUMN = false;
+    struct inputs {
+        float q[PER], k[PER], gate[GATES];
+        float v, beta;
     };
-    delta_inputs<PER, GATES> next = load(0);
-    for (int64_t t = 0; t < tokens; t++) {
-        const delta_inputs<PER, GATES> in = next;
-        next                              = load(min(t + 1, tokens - 1));
+
+    struct place {
+        const char *q, *k, *v, *g, *beta;
+    };
+
+    __device__ __forceinline__ place begin(const matrix_row & at) const {
+        const auto of_keys = [&](const op_tensor & x) {
+            return x.data + at.head % x.ne[1] * x.nb[1] + at.sequence / (v.ne[3] / x.ne[3]) * x.nb[3];
+        };
+        const auto of_head = [&](const op_tensor & x) { return x.data + at.head * x.nb[1] + at.sequence * x.nb[3]; };
+        return { of_keys(q), of_keys(k), of_head(v), of_head(g), of_head(beta) };
+    }
+    __device__ __forceinline__ inputs load(const place & from, const matrix_row & at, int64_t t) const {
+        inputs        in;
+        const float * gates = floats(from.g + t * g.nb[2]);
+        load_lane(floats(from.q + t * q.nb[2]), at.lane, in.q);
+        load_lane(floats(from.k + t * k.nb[2]), at.lane, in.k);
+        if constexpr (GATES == 1) {
+            in.gate[0] = gates[0];
+        } else {
+            load_lane(gates, at.lane, in.gate);
+        }
+        in.v    = floats(from.v + t * v.nb[2])[at.row];
+        in.beta = floats(from.beta + t * beta.nb[2])[0];
+        return in;
+    }
+    __device__ __forceinline__ float step(float (&state)[PER], const inputs & in) const {
         float gate[GATES];
 #pragma unroll
         for (int i = 0; i < GATES; i++) {
@@ -229,26 +265,98 @@ template <int PER, int GATES> __global__ void __launch_bounds__(THREADS) gated_d
         for (int i = 0; i < PER; i++) {
             state[i] += delta * in.k[i];
         }
-        if (lane == 0) {
-            p.y[((seq * tokens + t) * heads + head) * SIZE + r] = (mq + delta * kq) * p.scale;
-        }
-        store_snapshot(p.to, tokens - 1 - t, at, lane, state);
+        return (mq + delta * kq) * scale;
     }
-}
+};
 
-// Calls f with the number of elements of a lane, PER or a multiple; returns cudaErrorInvalidValue for other sizes.
-template <int PER, typename F> cudaError_t with_per_lane(int64_t size, const F & f) {
+// Rows of [PER * LANES, heads, tokens of all sequences] without gaps.
+template <int PER> struct token_rows {
+    static constexpr int PER_LANE = PER;
+    int64_t              heads, tokens; // of a sequence
+
+    __device__ __forceinline__ int64_t begin(const matrix_row & at) const {
+        return (at.sequence * tokens * heads + at.head) * PER * LANES;
+    }
+    __device__ __forceinline__ int64_t token(int64_t t) const { return t * heads * PER * LANES; }
+};
+
+// A column m of the state: m' = decay m + v k. y = m' q, or in RWKV 6, which has `first`, y = m q + v (first k q).
+template <int PER, bool HAS_FIRST> struct linear_attention_layer {
+    token_rows<PER>       rows;
+    const float *         k, *v, *q, *decay, *first;
+    float                 scale;
+    static constexpr bool BY_COLUMN = true;
+    struct inputs {
+        float k[PER], q[PER], decay[PER], first[HAS_FIRST ? PER : 1];
+        float v;
+    };
+
+    __device__ __forceinline__ int64_t begin(const matrix_row & at) const { return rows.begin(at); }
+    __device__ __forceinline__ inputs  load(int64_t begin, const matrix_row & at, int64_t t) const {
+        inputs        in;
+        const int64_t i = begin + rows.token(t);
+        load_lane(k + i, at.lane, in.k), load_lane(q + i, at.lane, in.q), load_lane(decay + i, at.lane, in.decay);
+        if constexpr (HAS_FIRST) {
+            load_lane(first + at.head * PER * LANES, at.lane, in.first);
+        }
+        in.v = v[i + at.row];
+        return in;
+    }
+    __device__ __forceinline__ float step(float (&state)[PER], const inputs & in) const {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < PER; i++) {
+            const float kv  = in.k[i] * in.v;
+            const float old = state[i];
+            state[i]        = old * in.decay[i] + kv;
+            sum += in.q[i] * (HAS_FIRST ? old + in.first[HAS_FIRST ? i : 0] * kv : state[i]);
+        }
+        return warp_sum<LANES>(sum) * scale;
+    }
+};
+
+// RWKV 7. A row m of the state: m' = decay m + v k + (m a) b, y = m' r.
+template <int PER> struct rwkv7_layer {
+    token_rows<PER>       rows;
+    const float *         r, *decay, *k, *v, *a, *b;
+    static constexpr bool BY_COLUMN = false;
+    struct inputs {
+        float r[PER], decay[PER], k[PER], a[PER], b[PER];
+        float v;
+    };
+
+    __device__ __forceinline__ int64_t begin(const matrix_row & at) const { return rows.begin(at); }
+    __device__ __forceinline__ inputs  load(int64_t begin, const matrix_row & at, int64_t t) const {
+        inputs        in;
+        const int64_t i = begin + rows.token(t);
+        load_lane(r + i, at.lane, in.r), load_lane(decay + i, at.lane, in.decay), load_lane(k + i, at.lane, in.k);
+        load_lane(a + i, at.lane, in.a), load_lane(b + i, at.lane, in.b);
+        in.v = v[i + at.row];
+        return in;
+    }
+    __device__ __forceinline__ float step(float (&state)[PER], const inputs & in) const {
+        const float ma = warp_sum<LANES>(dot(state, in.a));
+#pragma unroll
+        for (int i = 0; i < PER; i++) {
+            state[i] = state[i] * in.decay[i] + in.v * in.k[i] + ma * in.b[i];
+        }
+        return warp_sum<LANES>(dot(state, in.r));
+    }
+};
+
+// Calls f with the number of elements of a lane, PER ... MAX; returns cudaErrorInvalidValue for other sizes.
+template <int PER, int MAX = MAX_PER_LANE, typename F> cudaError_t with_per_lane(int64_t size, const F & f) {
     if (size == PER * LANES) {
         return f(std::integral_constant<int, PER>{});
     }
-    if constexpr (PER < MAX_PER_LANE) {
-        return with_per_lane<2 * PER>(size, f);
+    if constexpr (PER < MAX) {
+        return with_per_lane<2 * PER, MAX>(size, f);
     } else {
         return cudaErrorInvalidValue;
     }
 }
-bool is_state_size(int64_t size, int64_t min_per_lane) {
-    return size >= min_per_lane * LANES && size <= MAX_PER_LANE * LANES && (size & (size - 1)) == 0;
+bool is_state_size(int64_t size, int64_t min_per_lane, int64_t max_per_lane = MAX_PER_LANE) {
+    return size >= min_per_lane * LANES && size <= max_per_lane * LANES && (size & (size - 1)) == 0;
 }
 
 // The snapshots in a result with `outputs` elements before them; 0 if these are not whole.
@@ -263,7 +371,50 @@ snapshots snapshots_of(const op_tensor & dst, int64_t outputs, int64_t states) {
 
 constexpr int64_t MAX_GRID_YZ = 65535;
 
-constexpr int MIN_SCAN = 1, MIN_DELTA = ROWS_PER_BLOCK / LANES; // elements of a lane
+constexpr int MIN_SCAN = 1, MIN_MATRIX = ROWS_PER_BLOCK / LANES; // elements of a lane
+constexpr int MAX_RWKV = 16;                                     // more would not fit the registers
+
+template <int PER, typename LAYER>
+cudaError_t launch_matrix_state(const op_context & ctx, const LAYER & layer, const matrix_args & m, int64_t sequences) {
+    const dim3 grid(static_cast<unsigned>(PER * LANES * m.heads / ROWS_PER_BLOCK), static_cast<unsigned>(sequences));
+    return launch(ctx, matrix_state_kernel<PER, LAYER>, grid, THREADS, 0, layer, m);
+}
+
+// The operands of RWKV and gated linear attention: inputs are [size, heads, tokens of all sequences].
+bool is_rwkv(std::initializer_list<op_tensor> inputs, const op_tensor & state, const op_tensor & dst) {
+    const op_tensor & x         = *inputs.begin();
+    const int64_t     sequences = state.ne[1];
+    const auto is_alike = [&](const op_tensor & t) { return is_f32_rows(t) && is_contiguous(t) && same_shape(t, x); };
+    const bool sizes_ok = is_state_size(x.ne[0], MIN_MATRIX, MAX_RWKV) && x.ne[2] >= 1 && x.ne[3] == 1 &&
+                          sequences >= 1 && sequences <= MAX_GRID_YZ && x.ne[2] % sequences == 0 &&
+                          fits_grid(x.ne[0] * x.ne[1]);
+    return std::all_of(inputs.begin(), inputs.end(), is_alike) && sizes_ok && is_f32_rows(state) &&
+           is_contiguous(state) && state.n_elements() == x.ne[0] * x.ne[0] * x.ne[1] * sequences && is_f32_rows(dst) &&
+           is_contiguous(dst) && n_slots(dst, x.n_elements(), state.n_elements()) == 1;
+}
+
+// Launches the layer that f makes from the rows of a token.
+template <typename F>
+cudaError_t launch_rwkv(const op_context & ctx, const op_tensor & x, const op_tensor & state, const op_tensor & dst,
+                        const F & f) {
+    const int64_t     heads = x.ne[1], sequences = state.ne[1], tokens = x.ne[2] / sequences;
+    const matrix_args m = { floats(state.data), reinterpret_cast<float *>(dst.data),
+                            snapshots_of(dst, x.n_elements(), state.n_elements()), heads, tokens };
+    return with_per_lane<MIN_MATRIX, MAX_RWKV>(x.ne[0], [&](auto per) {
+        return launch_matrix_state<per.value>(ctx, f(token_rows<per.value>{ heads, tokens }), m, sequences);
+    });
+}
+
+template <bool HAS_FIRST>
+cudaError_t launch_linear_attention(const op_context & ctx, float scale, const op_tensor & k, const op_tensor & v,
+                                    const op_tensor & q, const op_tensor & decay, const float * first,
+                                    const op_tensor & state, const op_tensor & dst) {
+    return launch_rwkv(ctx, k, state, dst, [&](auto rows) {
+        return linear_attention_layer<rows.PER_LANE, HAS_FIRST>{ rows,           floats(k.data),     floats(v.data),
+                                                                 floats(q.data), floats(decay.data), first,
+                                                                 scale };
+    });
+}
 
 } // namespace
 
@@ -331,7 +482,7 @@ bool op_gated_delta_net_supported(const op_tensor & q, const op_tensor & k, cons
     };
     const bool state_ok = is_f32_rows(state) && is_contiguous(state) && state.ne[0] == size && state.ne[1] == size &&
                           state.ne[2] == heads && state.ne[3] == sequences;
-    const bool sizes_ok = is_state_size(size, MIN_DELTA) && tokens >= 1 && fits_grid(heads * size) && sequences >= 1 &&
+    const bool sizes_ok = is_state_size(size, MIN_MATRIX) && tokens >= 1 && fits_grid(heads * size) && sequences >= 1 &&
                           sequences <= MAX_GRID_YZ;
     return is_qk(q) && is_qk(k) && is_f32_rows(v) && is_gate(g) && (g.ne[0] == 1 || g.ne[0] == size) && is_gate(beta) &&
            beta.ne[0] == 1 && state_ok && sizes_ok && is_f32_rows(dst) && is_contiguous(dst) &&
@@ -341,19 +492,47 @@ bool op_gated_delta_net_supported(const op_tensor & q, const op_tensor & k, cons
 cudaError_t op_gated_delta_net(const op_context & ctx, const op_tensor & q, const op_tensor & k, const op_tensor & v,
                                const op_tensor & g, const op_tensor & beta, const op_tensor & state,
                                const op_tensor & dst) {
-    const delta_args args = { q,
-                              k,
-                              v,
-                              g,
-                              beta,
-                              state,
-                              reinterpret_cast<float *>(dst.data),
-                              snapshots_of(dst, v.n_elements(), state.n_elements()),
-                              1 / std::sqrt(static_cast<float>(v.ne[0])) };
-    const dim3       grid(static_cast<unsigned>(v.ne[0] * v.ne[1] / ROWS_PER_BLOCK), static_cast<unsigned>(v.ne[3]));
-    return with_per_lane<MIN_DELTA>(v.ne[0], [&](auto per) {
-        return g.ne[0] == 1 ? launch(ctx, gated_delta_net_kernel<per.value, 1>, grid, THREADS, 0, args)
-                            : launch(ctx, gated_delta_net_kernel<per.value, per.value>, grid, THREADS, 0, args);
+    const matrix_args m     = { floats(state.data), reinterpret_cast<float *>(dst.data),
+                                snapshots_of(dst, v.n_elements(), state.n_elements()), v.ne[1], v.ne[2] };
+    const float       scale = 1 / std::sqrt(static_cast<float>(v.ne[0]));
+    return with_per_lane<MIN_MATRIX>(v.ne[0], [&](auto per) {
+        constexpr int PER = per.value;
+        return g.ne[0] == 1
+                   ? launch_matrix_state<PER>(ctx, delta_layer<PER, 1>{ q, k, v, g, beta, scale }, m, v.ne[3])
+                   : launch_matrix_state<PER>(ctx, delta_layer<PER, PER>{ q, k, v, g, beta, scale }, m, v.ne[3]);
+    });
+}
+
+bool op_rwkv6_supported(const op_tensor & k, const op_tensor & v, const op_tensor & r, const op_tensor & first,
+                        const op_tensor & decay, const op_tensor & state, const op_tensor & dst) {
+    return is_rwkv({ k, v, r, decay }, state, dst) && is_f32_rows(first) && is_contiguous(first) &&
+           first.n_elements() == k.ne[0] * k.ne[1];
+}
+cudaError_t op_rwkv6(const op_context & ctx, const op_tensor & k, const op_tensor & v, const op_tensor & r,
+                     const op_tensor & first, const op_tensor & decay, const op_tensor & state, const op_tensor & dst) {
+    return launch_linear_attention<true>(ctx, 1, k, v, r, decay, floats(first.data), state, dst);
+}
+
+bool op_gated_linear_attention_supported(const op_tensor & k, const op_tensor & v, const op_tensor & q,
+                                         const op_tensor & gate, const op_tensor & state, const op_tensor & dst) {
+    return is_rwkv({ k, v, q, gate }, state, dst);
+}
+cudaError_t op_gated_linear_attention(const op_context & ctx, float scale, const op_tensor & k, const op_tensor & v,
+                                      const op_tensor & q, const op_tensor & gate, const op_tensor & state,
+                                      const op_tensor & dst) {
+    return launch_linear_attention<false>(ctx, scale, k, v, q, gate, nullptr, state, dst);
+}
+
+bool op_rwkv7_supported(const op_tensor & r, const op_tensor & decay, const op_tensor & k, const op_tensor & v,
+                        const op_tensor & a, const op_tensor & b, const op_tensor & state, const op_tensor & dst) {
+    return is_rwkv({ r, decay, k, v, a, b }, state, dst);
+}
+cudaError_t op_rwkv7(const op_context & ctx, const op_tensor & r, const op_tensor & decay, const op_tensor & k,
+                     const op_tensor & v, const op_tensor & a, const op_tensor & b, const op_tensor & state,
+                     const op_tensor & dst) {
+    return launch_rwkv(ctx, r, state, dst, [&](auto rows) {
+        return rwkv7_layer<rows.PER_LANE>{ rows,           floats(r.data), floats(decay.data), floats(k.data),
+                                           floats(v.data), floats(a.data), floats(b.data) };
     });
 }
 

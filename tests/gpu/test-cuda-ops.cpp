@@ -253,8 +253,8 @@ TEST(fill_with_a_number_and_infinity) {
         for (const float value : { 0.0f, -2.5f, -INFINITY }) {
             auto x   = make(type, { pick({ 1, 64, 1030 }), 3, 2, 2 }, pick({ 0, 3 }));
             auto dst = make(type, { x->t.ne[0], 3, 2, 2 }, pick({ 0, 1 }));
-            CHECK(op_unary_supported(unary_op::FILL, x->t, dst->t), "fill");
-            const cudaError_t error = op_unary(ctx, unary_op::FILL, value, 0, x->t, dst->t);
+            CHECK(op_unary_supported(x->t, dst->t), "fill");
+            const cudaError_t error = op_unary(ctx, { unary_op::FILL, { value } }, x->t, dst->t);
             CHECK(error == cudaSuccess, "fill: %s", cudaGetErrorString(error));
             dst->download("fill");
             int64_t bad = 0;
@@ -266,20 +266,44 @@ TEST(fill_with_a_number_and_infinity) {
     }
 }
 
+TEST(xielu_of_both_signs_and_ranges) {
+    for (int k = 0; k < 12; k++) {
+        const std::vector<int64_t> ne = { pick({ 1, 65, 1030 }), pick({ 1, 5 }), pick({ 1, 2 }) };
+        auto                       x = make(TYPE_F32, ne, pick({ 0, 3 })), dst = make(TYPE_F32, ne, pick({ 0, 1 }));
+        x->random(2);
+        const unary_params p = { unary_op::XIELU, { 0.8f, 0.3f, 0.5f, -1e-6f } };
+        check("xielu", op_unary(ctx, p, x->t, dst->t), *dst, [&](int64_t i0, int64_t i1, int64_t i2, int64_t) {
+            const double v = x->get(i0, i1, i2), alpha_n = static_cast<double>(p.p[0]),
+                         alpha_p = static_cast<double>(p.p[1]), beta = static_cast<double>(p.p[2]),
+                         z = beta * v + (v > 0 ? alpha_p * v * v
+                                               : alpha_n * (std::expm1(std::min(v, static_cast<double>(p.p[3]))) - v));
+            return std::make_pair(z, 16 * U32 * (1e-6 + std::fabs(v) + v * v));
+        });
+    }
+    for (const int64_t n : { 1, 32, 2050 }) {
+        auto dst = make(TYPE_F32, { n });
+        CHECK(op_arange_supported(dst->t), "arange");
+        check("arange", op_arange(ctx, -3, 0.5f, dst->t), *dst, [&](int64_t i, int64_t, int64_t, int64_t) {
+            return std::make_pair(-3 + 0.5 * static_cast<double>(i), 0.0);
+        });
+    }
+}
+
 TEST(glu_halves_and_pairs) {
-    for (int k = 0; k < 24; k++) {
+    for (int k = 0; k < 36; k++) {
         const int64_t n = pick({ 1, 65, 768, 1500 }), rows = pick({ 1, 5 });
         const bool    single = random_source.range(0, 1), swapped = single && random_source.range(0, 1);
         auto          x = make(TYPE_F32, { single ? 2 * n : n, rows }), up = make(TYPE_F32, { n, rows }),
              dst = make(TYPE_F32, { n, rows });
         x->random(2), up->random(2);
-        const glu_params p = { k % 2 ? glu_op::SWIGLU : glu_op::SWIGLU_OAI, swapped, 1.702f, 7.0f };
+        const glu_op     ops[] = { glu_op::SWIGLU, glu_op::SWIGLU_OAI, glu_op::SWIGLU_CLAMP };
+        const glu_params p     = { ops[k % 3], swapped, 1.702f, 3.0f };
         check("glu", op_glu(ctx, p, x->t, single ? nullptr : &up->t, dst->t), *dst,
               [&](int64_t i0, int64_t i1, int64_t, int64_t) {
                   double g = single ? x->get(i0 + (swapped ? n : 0), i1) : x->get(i0, i1),
                          u = single ? x->get(i0 + (swapped ? 0 : n), i1) : up->get(i0, i1);
-                  if (p.op == glu_op::SWIGLU_OAI) {
-                      g = std::min(g, 7.0), u = std::clamp(u, -7.0, 7.0) + 1;
+                  if (p.op != glu_op::SWIGLU) {
+                      g = std::min(g, 3.0), u = std::clamp(u, -3.0, 3.0) + (p.op == glu_op::SWIGLU_OAI);
                   }
                   const double z =
                       g / (1 + std::exp(-(p.op == glu_op::SWIGLU_OAI ? static_cast<double>(p.alpha) : 1.0) * g)) * u;
@@ -743,7 +767,7 @@ struct rope_case {
         : head_dim(head_dim), heads(heads), tokens(tokens), has_factors(k % 4 == 1) {
         p.n_dims = static_cast<int>(k % 3 ? head_dim : head_dim / 2), p.mode = k % 2 ? 2 : 0, p.n_ctx_orig = 4096,
         p.freq_base = 10000, p.freq_scale = k % 5 ? 1 : 0.25f, p.ext_factor = k % 5 ? 0 : 1, p.attn_factor = 1,
-        p.beta_fast = 32, p.beta_slow = 1;
+        p.beta_fast = 32, p.beta_slow = 1, p.inverse = k % 6 == 5;
         x   = make(TYPE_F32, { head_dim, heads, tokens }, k % 4 ? 0 : 8),
         dst = make(TYPE_F32, { head_dim, heads, tokens });
         pos = make(TYPE_I32, { tokens }), factors_ = make(TYPE_F32, { head_dim / 2 });
@@ -784,7 +808,8 @@ struct rope_case {
         const double exponent     = -2.0 * static_cast<double>(pair) / p.n_dims;
         const double extrapolated = pos->get(t) * std::pow(static_cast<double>(p.freq_base), exponent) /
                                     (has_factors ? factors_->get(pair) : 1);
-        const auto [theta, size] = angle_of(pair, extrapolated);
+        const auto [angle, size] = angle_of(pair, extrapolated);
+        const double theta       = p.inverse ? -angle : angle;
         const double a = x->get(first, h, t), b = x->get(second, h, t);
         const double z = size * (i0 == first ? a * std::cos(theta) - b * std::sin(theta)
                                              : a * std::sin(theta) + b * std::cos(theta));

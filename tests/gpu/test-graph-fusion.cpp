@@ -2,6 +2,7 @@
 // no GPU is needed. A case builds a few nodes like llama.cpp and names the expected launches.
 #include "abi/op-numbers.h"
 #include "cuda-graphs.h"
+#include "cuda/graph/adapters.h"
 #include "cuda/graph/fuse-rope-cache.h"
 #include "test.h"
 
@@ -603,6 +604,55 @@ TEST(no_op_writes_into_memory_of_another_device) {
     CHECK(!graph_supports_op(ggml_set_rows(b.ctx, part, rows, ids), false), "rows of a part of it are supported");
     CHECK(!graph_supports_op(ggml_scale_inplace(b.ctx, away, 2), false), "the CPU's memory is scaled in place");
     CHECK(graph_supports_op(ggml_scale(b.ctx, away, 2), false), "a result of the CPU is not read");
+}
+
+TEST(a_set_writes_a_part_of_a_copy_or_of_its_source) {
+    graph_builder b;
+    ggml_tensor * x = b.input(GGML_TYPE_F32, 8, 4);
+    ggml_tensor * y = b.input(GGML_TYPE_F32, 3, 2);
+    finish(b, ggml_set_2d(b.ctx, x, y, x->nb[1], 84));
+    check_launches("set", b.graph, { "copy", "copy" });
+    op_tensor part = operand(b.graph->nodes[0]);
+    part.data += 84, part.ne[0] = 3, part.ne[1] = 2;
+    const std::string expected = fake::text_of(operand(y)) + fake::text_of(part);
+    CHECK(fake::log.back().params == expected, "set: %s is not %s", fake::log.back().params.c_str(), expected.c_str());
+    CHECK(!graph_supports_op(ggml_set_2d(b.ctx, x, y, x->nb[1], 88), false), "set past the end");
+    CHECK(!graph_supports_op(ggml_set_2d(b.ctx, x, y, x->nb[1], 82), false), "set of parts of elements");
+
+    graph_builder in_place;
+    ggml_tensor * computed = ggml_scale(in_place.ctx, in_place.input(GGML_TYPE_F32, 8, 4), 2.0f);
+    finish(in_place, ggml_set_2d_inplace(in_place.ctx, computed, in_place.input(GGML_TYPE_F32, 3, 2), 32, 0));
+    check_launches("set in place", in_place.graph, { "unary", "copy" });
+}
+
+TEST(parameters_of_ops_reach_their_kernels) {
+    const auto params_of = [](const char * name, ggml_tensor * (*make)(graph_builder &)) {
+        graph_builder b;
+        finish(b, make(b));
+        check_launches(name, b.graph, { name });
+        return fake::log.back().params;
+    };
+    const auto starts_with = [](const std::string & params, const std::string & expected) {
+        CHECK(params.rfind(expected, 0) == 0, "%s does not start with %s", params.c_str(), expected.c_str());
+    };
+    const auto floats = [](const std::vector<float> & values) {
+        std::string text;
+        for (const float v : values) {
+            text += fake::text_of(v);
+        }
+        return text;
+    };
+    starts_with(
+        params_of("unary",
+                  [](graph_builder & b) { return ggml_xielu(b.ctx, b.input(GGML_TYPE_F32, 8), 100, 200, 3, 4); }),
+        fake::text_of(static_cast<int>(unary_op::XIELU)) + floats({ 103, 200, 3, 4 }));
+    starts_with(params_of("arange", [](graph_builder & b) { return ggml_arange(b.ctx, 2, 9, 3); }), floats({ 2, 3 }));
+    starts_with(params_of("gated_linear_attention",
+                          [](graph_builder & b) {
+                              ggml_tensor * x = b.input(GGML_TYPE_F32, 8, 2);
+                              return ggml_gated_linear_attn(b.ctx, x, x, x, x, b.input(GGML_TYPE_F32, 128), 2);
+                          }),
+                floats({ 2 }));
 }
 
 TEST(unknown_ops_fail_with_their_node) {

@@ -50,7 +50,8 @@ inline std::string text_of(const macko::cuda::rope_params & p) {
                 p.sections[2], p.sections[3], p.n_ctx_orig, static_cast<double>(p.freq_base),
                 static_cast<double>(p.freq_scale), static_cast<double>(p.ext_factor),
                 static_cast<double>(p.attn_factor), static_cast<double>(p.beta_fast), static_cast<double>(p.beta_slow),
-                p.offset);
+                p.offset) +
+           text_of(p.inverse);
 }
 inline std::string text_of(const macko::cuda::rope_cache_params & p) {
     return text_of(p.q) + text_of(p.q_dst) + text_of(p.k) + text_of(p.k_cache) + text_of(p.v) + text_of(p.v_cache) +
@@ -137,7 +138,7 @@ cudaError_t cuda_sparse_densify(const gpu_layout & w, int64_t row_begin, int64_t
 // ---- predicates ----
 
 bool op_binary_supported(binary_op, const op_tensor &, const op_tensor &, const op_tensor &) { return fake::supports; }
-bool op_unary_supported(unary_op, const op_tensor &, const op_tensor &) { return fake::supports; }
+bool op_unary_supported(const op_tensor &, const op_tensor &) { return fake::supports; }
 bool op_glu_supported(const op_tensor &, const op_tensor *, const op_tensor &) { return fake::supports; }
 bool op_add_id_supported(const op_tensor &, const op_tensor &, const op_tensor &, const op_tensor &) {
     return fake::supports;
@@ -174,6 +175,7 @@ bool op_gated_linear_attention_supported(const op_tensor &, const op_tensor &, c
                                          const op_tensor &, const op_tensor &) {
     return fake::supports;
 }
+bool op_arange_supported(const op_tensor &) { return fake::supports; }
 bool op_argsort_supported(const op_tensor &, const op_tensor &) { return fake::supports; }
 bool op_rope_supported(const rope_params &, const op_tensor &, const op_tensor &, const op_tensor *,
                        const op_tensor &) {
@@ -221,8 +223,11 @@ cudaError_t op_binary(const op_context &, binary_op op, const op_tensor & a, con
     const char * names[] = { "add", "sub", "mul", "div" };
     return add(names[static_cast<int>(op)], a, b, dst);
 }
-cudaError_t op_unary(const op_context &, unary_op op, float p0, float p1, const op_tensor & x, const op_tensor & dst) {
-    return add("unary", static_cast<int>(op), p0, p1, x, dst);
+cudaError_t op_unary(const op_context &, const unary_params & p, const op_tensor & x, const op_tensor & dst) {
+    return add("unary", static_cast<int>(p.op), p.p[0], p.p[1], p.p[2], p.p[3], x, dst);
+}
+cudaError_t op_arange(const op_context &, float start, float step, const op_tensor & dst) {
+    return add("arange", start, step, dst);
 }
 cudaError_t op_glu(const op_context &, const glu_params & p, const op_tensor & x, const op_tensor * up,
                    const op_tensor & dst) {

@@ -1,5 +1,6 @@
 #include "abi/parameter-check.h"
 #include "abi/context.h"
+#include "platform/platform.h"
 
 #include "ggml-impl.h"
 
@@ -18,10 +19,10 @@ struct used_name {
 #define UNARY(NAME) { GGML_UNARY_OP_##NAME, #NAME }
 #define GLU(NAME)   { GGML_GLU_OP_##NAME, #NAME }
 constexpr used_name USED_UNARY_OPS[] = {
-    UNARY(ABS),         UNARY(SGN),     UNARY(NEG),   UNARY(STEP),       UNARY(TANH),     UNARY(ELU),
-    UNARY(RELU),        UNARY(SIGMOID), UNARY(GELU),  UNARY(GELU_QUICK), UNARY(SILU),     UNARY(HARDSWISH),
-    UNARY(HARDSIGMOID), UNARY(EXP),     UNARY(EXPM1), UNARY(SOFTPLUS),   UNARY(GELU_ERF), UNARY(FLOOR),
-    UNARY(CEIL),        UNARY(ROUND),   UNARY(TRUNC),
+    UNARY(ABS),   UNARY(SGN),         UNARY(NEG),   UNARY(STEP),       UNARY(TANH),     UNARY(ELU),
+    UNARY(RELU),  UNARY(SIGMOID),     UNARY(GELU),  UNARY(GELU_QUICK), UNARY(SILU),     UNARY(HARDSWISH),
+    UNARY(XIELU), UNARY(HARDSIGMOID), UNARY(EXP),   UNARY(EXPM1),      UNARY(SOFTPLUS), UNARY(GELU_ERF),
+    UNARY(FLOOR), UNARY(CEIL),        UNARY(ROUND), UNARY(TRUNC),
 };
 constexpr used_name USED_GLU_OPS[] = {
     GLU(REGLU), GLU(GEGLU), GLU(SWIGLU), GLU(SWIGLU_OAI), GLU(GEGLU_ERF), GLU(GEGLU_QUICK),
@@ -43,6 +44,9 @@ const char * check_names() {
     return nullptr;
 }
 
+// A function that versions may lack; null without it.
+#define FIND(function) reinterpret_cast<decltype(&(function))>(platform::find_function("ggml-base", #function))
+
 // Whether parameters of a node, from the index `first` on, have the given values.
 template <typename T, size_t N> bool has(const ggml_tensor * node, int first, const T (&values)[N]) {
     static_assert(sizeof(T) == sizeof(node->op_params[0]), "parameters have 4 bytes");
@@ -58,13 +62,23 @@ const char * check_rope(ggml_context * ctx, ggml_tensor * x) {
                : "the parameters of ROPE";
 }
 
+// Operations of newer versions.
+const char * check_new_ops(ggml_context * c, ggml_tensor * x) {
+    const auto          clamp = FIND(ggml_swiglu_clamp);
+    const ggml_tensor * glu   = clamp ? clamp(c, x, x, 3) : nullptr;
+    if (glu && (ggml_get_glu_op(glu) != GGML_GLU_OP_SWIGLU_CLAMP || !has(glu, 3, { 3.0f }))) {
+        return "the parameters of SWIGLU_CLAMP";
+    }
+    return nullptr;
+}
+
 } // namespace
 
 const char * first_different_parameter() {
     if (const char * different = check_names()) {
         return different;
     }
-    const context ctx = make_context(32);
+    const context ctx = make_context(48);
     if (!ctx) {
         return "ggml_init, which returned null";
     }
@@ -97,6 +111,19 @@ const char * first_different_parameter() {
     ggml_tensor * state = ggml_new_tensor_1d(c, GGML_TYPE_F32, 64);
     if (!has(ggml_gated_linear_attn(c, x, x, x, x, state, 2), 0, { 2.0f })) {
         return "the parameter of GATED_LINEAR_ATTN";
+    }
+    const ggml_tensor * xielu = ggml_xielu(c, x, 100, 200, 3, 4); // softplus of the first two
+    if (ggml_get_unary_op(xielu) != GGML_UNARY_OP_XIELU || !has(xielu, 1, { 103.0f, 200.0f, 3.0f, 4.0f })) {
+        return "the parameters of XIELU";
+    }
+    if (!has(ggml_arange(c, 2, 9, 3), 0, { 2.0f, 9.0f, 3.0f })) {
+        return "the parameters of ARANGE";
+    }
+    if (!has(ggml_set(c, x, x, 32, 64, 96, 4), 0, { 32, 64, 96, 4, 0 })) {
+        return "the parameters of SET";
+    }
+    if (const char * different = check_new_ops(c, x)) {
+        return different;
     }
     if (!has(ggml_scale_bias(c, x, 2, 3), 0, { 2.0f, 3.0f })) {
         return "the parameters of SCALE";

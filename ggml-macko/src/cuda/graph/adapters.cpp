@@ -43,9 +43,17 @@ op_tensor operand(const ggml_tensor * t) {
 
 std::optional<binary_op> binary_op_of(const ggml_tensor * node) { return find_pair(BINARY_OPS, op_of(node)); }
 
-std::optional<unary_op> unary_op_of(const ggml_tensor * node) {
-    return op_of(node) == GGML_OP_UNARY ? find_pair(UNARY_OPS, ggml_get_unary_op(node))
-                                        : find_pair(ONE_SOURCE_OPS, op_of(node));
+std::optional<unary_params> unary_params_of(const ggml_tensor * node) {
+    const bool                    is_unary = op_of(node) == GGML_OP_UNARY;
+    const std::optional<unary_op> op =
+        is_unary ? find_pair(UNARY_OPS, ggml_get_unary_op(node)) : find_pair(ONE_SOURCE_OPS, op_of(node));
+    if (!op) {
+        return std::nullopt;
+    }
+    unary_params p = {};
+    p.op           = *op;
+    memcpy(p.p, node->op_params + (is_unary ? 1 : 0), sizeof(p.p)); // UNARY has its number first
+    return p;
 }
 
 std::optional<glu_params> glu_params_of(const ggml_tensor * node) {
@@ -61,6 +69,17 @@ std::optional<glu_params> glu_params_of(const ggml_tensor * node) {
     return p;
 }
 
+set_params set_params_of(const ggml_tensor * node) {
+    set_params p = { operand(node), ggml_get_op_params_i32(node, 3), ggml_get_op_params_i32(node, 4) != 0 };
+    for (int k = 0; k < 4; k++) {
+        p.part.ne[k] = node->src[1]->ne[k];
+    }
+    for (int k = 1; k < 4; k++) {
+        p.part.nb[k] = ggml_get_op_params_i32(node, k - 1);
+    }
+    return p;
+}
+
 rope_params rope_params_of(const ggml_tensor * node) {
     rope_params p = {};
     p.n_dims      = ggml_get_op_params_i32(node, 1);
@@ -73,7 +92,8 @@ rope_params rope_params_of(const ggml_tensor * node) {
     p.beta_fast   = ggml_get_op_params_f32(node, 9);
     p.beta_slow   = ggml_get_op_params_f32(node, 10);
     memcpy(p.sections, node->op_params + 11, sizeof(p.sections));
-    p.offset = ggml_get_op_params_i32(node, 15);
+    p.offset  = ggml_get_op_params_i32(node, 15);
+    p.inverse = op_of(node) == GGML_OP_ROPE_BACK;
     return p;
 }
 

@@ -27,9 +27,17 @@ private:
 };
 
 // Empty for an op without a kernel.
-std::optional<binary_op>  binary_op_of(const ggml_tensor * node);
-std::optional<unary_op>   unary_op_of(const ggml_tensor * node); // GGML_OP_UNARY, and ops such as SQR with one source
-std::optional<glu_params> glu_params_of(const ggml_tensor * node);
+std::optional<binary_op>    binary_op_of(const ggml_tensor * node);
+std::optional<unary_params> unary_params_of(const ggml_tensor * node); // UNARY, and ops such as SQR with one source
+std::optional<glu_params>   glu_params_of(const ggml_tensor * node);
+
+// SET: a copy of src[0], or src[0] itself, in which src[1] replaces `part`.
+struct set_params {
+    op_tensor part;   // data: the start of the result
+    int64_t   offset; // of the part, in bytes
+    bool      in_place;
+};
+set_params set_params_of(const ggml_tensor * node);
 
 rope_params rope_params_of(const ggml_tensor * node);
 

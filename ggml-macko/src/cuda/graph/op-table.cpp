@@ -3,6 +3,7 @@
 
 #include "cuda/graph/adapters.h"
 #include "cuda/graph/sparse-products.h"
+#include "cuda/lib/common.cuh"
 
 #include <algorithm>
 #include <array>
@@ -70,6 +71,33 @@ cudaError_t enqueue_linear_att(panel_pipeline & panels, ggml_tensor * node) {
                       operands<5>(node));
 }
 
+bool set_supported(const ggml_tensor * op) {
+    const ggml_tensor *x = op->src[0], *y = op->src[1];
+    const set_params   p = set_params_of(op);
+    const auto size = static_cast<int64_t>(ggml_type_size(op->type)), all = static_cast<int64_t>(ggml_nbytes(op));
+    if (ggml_blck_size(op->type) != 1 || x->type != op->type || y->type != op->type || !ggml_are_same_shape(x, op) ||
+        !ggml_is_contiguous(op) || p.offset < 0 || p.offset % size != 0 || p.part.ne[0] > all / size) {
+        return false;
+    }
+    int64_t end = p.offset + p.part.ne[0] * size;
+    for (int k = 1; k < 4; k++) {
+        const int64_t steps = p.part.ne[k] - 1, nb = p.part.nb[k];
+        if (nb < 0 || nb % size != 0 || (steps > 0 && nb > all / steps)) {
+            return false;
+        }
+        end += steps * nb;
+    }
+    return end <= all && op_copy_supported(operand(x), operand(op)) && op_copy_supported(operand(y), p.part);
+}
+cudaError_t enqueue_set(panel_pipeline & panels, ggml_tensor * node) {
+    set_params p = set_params_of(node);
+    if (!p.in_place) {
+        CUDA_TRY(op_copy(panels.ctx, operand(node->src[0]), operand(node)));
+    }
+    p.part.data += p.offset;
+    return op_copy(panels.ctx, operand(node->src[1]), p.part);
+}
+
 // ---- elementwise ----
 
 bool binary_supported(const ggml_tensor * op) {
@@ -80,16 +108,16 @@ cudaError_t enqueue_binary(panel_pipeline & panels, ggml_tensor * node) {
 }
 
 bool unary_supported(const ggml_tensor * op) {
-    const std::optional<unary_op> unary = unary_op_of(op);
-    return unary && op_unary_supported(*unary, operand(op->src[0]), operand(op));
+    return unary_params_of(op) && op_unary_supported(operand(op->src[0]), operand(op));
 }
 cudaError_t enqueue_unary(panel_pipeline & panels, ggml_tensor * node) {
-    const std::optional<unary_op> unary = unary_op_of(node);
-    if (!unary) {
-        return cudaErrorInvalidValue;
-    }
-    const float p0 = ggml_get_op_params_f32(node, 0), p1 = ggml_get_op_params_f32(node, 1);
-    return op_unary(panels.ctx, *unary, p0, p1, operand(node->src[0]), operand(node));
+    const std::optional<unary_params> p = unary_params_of(node);
+    return p ? op_unary(panels.ctx, *p, operand(node->src[0]), operand(node)) : cudaErrorInvalidValue;
+}
+
+constexpr auto arange_supported = supports<op_arange_supported, 0>;
+cudaError_t    enqueue_arange(panel_pipeline & panels, ggml_tensor * node) {
+    return op_arange(panels.ctx, ggml_get_op_params_f32(node, 0), ggml_get_op_params_f32(node, 2), operand(node));
 }
 
 bool glu_supported(const ggml_tensor * op) {
@@ -224,12 +252,14 @@ const op_row OP_TABLE[] = {
     { GGML_OP_SCALE,          DENSE,  1,  unary_supported,          nullptr,                   enqueue_unary     },
     { GGML_OP_CLAMP,          DENSE,  1,  unary_supported,          nullptr,                   enqueue_unary     },
     { GGML_OP_FILL,           DENSE,  1,  unary_supported,          nullptr,                   enqueue_unary     },
+    { GGML_OP_ARANGE,         DENSE,  0,  arange_supported,         nullptr,                   enqueue_arange    },
     { GGML_OP_UNARY,          DENSE,  1,  unary_supported,          nullptr,                   enqueue_unary     },
     { GGML_OP_GLU,            DENSE,  1,  glu_supported,            nullptr,                   enqueue_glu       },
     { GGML_OP_ADD_ID,         DENSE,  3,  add_id_supported,         nullptr,                   enqueue_add_id    },
     { GGML_OP_CPY,            DENSE,  1,  copy_supported,           nullptr,                   enqueue_copy      },
     { GGML_OP_CONT,           DENSE,  1,  copy_supported,           nullptr,                   enqueue_copy      },
     { GGML_OP_DUP,            DENSE,  1,  copy_supported,           nullptr,                   enqueue_copy      },
+    { GGML_OP_SET,            DENSE,  2,  set_supported,            nullptr,                   enqueue_set       },
     { GGML_OP_CONCAT,         DENSE,  2,  concat_supported,         nullptr,                   enqueue_concat    },
     { GGML_OP_REPEAT,         DENSE,  1,  repeat_supported,         nullptr,                   enqueue_repeat    },
     { GGML_OP_GET_ROWS,       DENSE,  2,  get_rows_supported,       nullptr,                   enqueue_get_rows  },
@@ -248,6 +278,7 @@ const op_row OP_TABLE[] = {
     { GGML_OP_GATED_LINEAR_ATTN, DENSE, 5, linear_att_supported,    nullptr,                   enqueue_linear_att},
     { GGML_OP_ARGSORT,        DENSE,  1,  argsort_supported,        nullptr,                   enqueue_argsort   },
     { GGML_OP_ROPE,           DENSE,  2,  rope_supported,           nullptr,                   enqueue_rope      },
+    { GGML_OP_ROPE_BACK,      DENSE,  2,  rope_supported,           nullptr,                   enqueue_rope      },
     { GGML_OP_FLASH_ATTN_EXT, DENSE,  3,  attention_supported,      attention_scratch_nbytes,  enqueue_attention },
     { GGML_OP_MUL_MAT,        DENSE,  2,  mul_mat_supported,        mul_mat_scratch_nbytes,    enqueue_mul_mat   },
     { GGML_OP_MUL_MAT,        SPARSE, 2,  sparse_mul_mat_supported, sparse_scratch_nbytes,     enqueue_sparse    },

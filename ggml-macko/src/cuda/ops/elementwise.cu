@@ -38,8 +38,9 @@ __device__ __forceinline__ float gelu_erf(float x) { return 0.5f * x * (1 + erff
 __device__ __forceinline__ float gelu_quick(float x) { return x / (1 + expf(-1.702f * x)); }
 __device__ __forceinline__ float silu(float x) { return x / (1 + expf(-x)); }
 
-__device__ float apply(unary_op op, float p0, float p1, float x) {
-    switch (op) {
+__device__ float apply(const unary_params & params, float x) {
+    const float * p = params.p;
+    switch (params.op) {
         case unary_op::ABS:         return fabsf(x);
         case unary_op::SGN:         return x > 0 ? 1.0f : x < 0 ? -1.0f : 0.0f;
         case unary_op::NEG:         return -x;
@@ -57,6 +58,7 @@ __device__ float apply(unary_op op, float p0, float p1, float x) {
         case unary_op::EXPM1:       return expm1f(x);
         case unary_op::SOFTPLUS:    return softplus(x);
         case unary_op::GELU_ERF:    return gelu_erf(x);
+        case unary_op::XIELU:       return (x > 0 ? p[1] * x * x : p[0] * (expm1f(fminf(x, p[3])) - x)) + p[2] * x;
         case unary_op::FLOOR:       return floorf(x);
         case unary_op::CEIL:        return ceilf(x);
         case unary_op::ROUND:       return roundf(x);
@@ -66,9 +68,9 @@ __device__ float apply(unary_op op, float p0, float p1, float x) {
         case unary_op::LOG:         return logf(x);
         case unary_op::SIN:         return sinf(x);
         case unary_op::COS:         return cosf(x);
-        case unary_op::SCALE:       return x * p0 + p1;
-        case unary_op::CLAMP:       return x < p0 ? p0 : x > p1 ? p1 : x; // NaN passes
-        case unary_op::FILL:        return p0;
+        case unary_op::SCALE:       return x * p[0] + p[1];
+        case unary_op::CLAMP:       return x < p[0] ? p[0] : x > p[1] ? p[1] : x; // NaN passes
+        case unary_op::FILL:        return p[0];
         default:                    return x;
     }
 }
@@ -80,10 +82,10 @@ __device__ __forceinline__ float apply(const glu_params & p, float gate, float u
         case glu_op::SWIGLU:      return silu(gate) * up;
         case glu_op::GEGLU_ERF:   return gelu_erf(gate) * up;
         case glu_op::GEGLU_QUICK: return gelu_quick(gate) * up;
-        default:                  { // SWIGLU_OAI
+        default:                  { // SWIGLU_OAI, SWIGLU_CLAMP
             const float x = fminf(gate, p.limit);
             const float y = fmaxf(fminf(up, p.limit), -p.limit);
-            return x / (1 + expf(-p.alpha * x)) * (y + 1);
+            return p.op == glu_op::SWIGLU_CLAMP ? silu(x) * y : x / (1 + expf(-p.alpha * x)) * (y + 1);
         }
     }
 }
@@ -104,7 +106,7 @@ template <typename T> __global__ void binary_kernel(binary_op op, op_tensor a, o
     });
 }
 
-template <typename T> __global__ void unary_kernel(unary_op op, float p0, float p1, op_tensor x, op_tensor dst) {
+template <typename T> __global__ void unary_kernel(unary_params p, op_tensor x, op_tensor dst) {
     wait_for_previous();
     using value           = typename T::block;
     const row_index row   = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
@@ -112,7 +114,7 @@ template <typename T> __global__ void unary_kernel(unary_op op, float p0, float 
     char *          d_row = row_of(dst, row);
     for_row_elements(dst.ne[0], [&](int64_t i) {
         const float v = T::to_float(*reinterpret_cast<const value *>(x_row + i * x.nb[0]));
-        *reinterpret_cast<value *>(d_row + i * dst.nb[0]) = T::from_float(apply(op, p0, p1, v));
+        *reinterpret_cast<value *>(d_row + i * dst.nb[0]) = T::from_float(apply(p, v));
     });
 }
 
@@ -125,6 +127,12 @@ template <typename T> __global__ void glu_kernel(glu_params p, op_tensor gate, o
     value *         d   = reinterpret_cast<value *>(row_of(dst, row));
     for_row_elements(dst.ne[0],
                      [&](int64_t i) { d[i] = T::from_float(apply(p, T::to_float(g[i]), T::to_float(u[i]))); });
+}
+
+__global__ void arange_kernel(float start, float step, op_tensor dst) {
+    wait_for_previous();
+    float * d = reinterpret_cast<float *>(dst.data);
+    for_row_elements(dst.ne[0], [&](int64_t i) { d[i] = start + static_cast<float>(i) * step; });
 }
 
 __global__ void add_id_kernel(op_tensor x, op_tensor bias, op_tensor ids, op_tensor dst) {
@@ -154,16 +162,20 @@ cudaError_t op_binary(const op_context & ctx, binary_op op, const op_tensor & a,
     });
 }
 
-bool op_unary_supported(unary_op, const op_tensor & x, const op_tensor & dst) {
+bool op_unary_supported(const op_tensor & x, const op_tensor & dst) {
     return is_f32_or_f16(dst.type) && x.type == dst.type && same_shape(x, dst) && fits_grid(dst.n_rows());
 }
 
-cudaError_t op_unary(const op_context & ctx, unary_op op, float p0, float p1, const op_tensor & x,
-                     const op_tensor & dst) {
+cudaError_t op_unary(const op_context & ctx, const unary_params & p, const op_tensor & x, const op_tensor & dst) {
     return with_type_of<TYPE_F32, TYPE_F16>(dst.type, [&](auto t) {
-        return launch(ctx, unary_kernel<decltype(t)>, grid_of(dst), row_threads(dst.ne[0], THREADS), 0, op, p0, p1, x,
-                      dst);
+        return launch(ctx, unary_kernel<decltype(t)>, grid_of(dst), row_threads(dst.ne[0], THREADS), 0, p, x, dst);
     });
+}
+
+bool op_arange_supported(const op_tensor & dst) { return is_f32_rows(dst) && dst.n_rows() == 1; }
+
+cudaError_t op_arange(const op_context & ctx, float start, float step, const op_tensor & dst) {
+    return launch(ctx, arange_kernel, grid_of(dst), row_threads(dst.ne[0], THREADS), 0, start, step, dst);
 }
 
 bool op_glu_supported(const op_tensor & x, const op_tensor * up, const op_tensor & dst) {

@@ -116,22 +116,27 @@ cudaError_t op_binary(const op_context & ctx, binary_op op, const op_tensor & a,
 // clang-format off
 #define MACKO_UNARY_OPS(X) \
     X(ABS) X(SGN) X(NEG) X(STEP) X(TANH) X(ELU) X(RELU) X(SIGMOID) X(GELU) X(GELU_QUICK) X(SILU) X(HARDSWISH) \
-    X(HARDSIGMOID) X(EXP) X(EXPM1) X(SOFTPLUS) X(GELU_ERF) X(FLOOR) X(CEIL) X(ROUND) X(TRUNC)
+    X(HARDSIGMOID) X(EXP) X(EXPM1) X(SOFTPLUS) X(GELU_ERF) X(XIELU) X(FLOOR) X(CEIL) X(ROUND) X(TRUNC)
 // clang-format on
-// ops with parameters: SCALE is x * p0 + p1, CLAMP is to p0 ... p1, FILL is p0
 #define MACKO_ONE_SOURCE_OPS(X) X(SQR) X(SQRT) X(LOG) X(SIN) X(COS) X(SCALE) X(CLAMP) X(FILL)
 enum class unary_op : int { MACKO_UNARY_OPS(MACKO_ENUMERATOR) MACKO_ONE_SOURCE_OPS(MACKO_ENUMERATOR) };
-bool        op_unary_supported(unary_op op, const op_tensor & x, const op_tensor & dst);
-cudaError_t op_unary(const op_context & ctx, unary_op op, float p0, float p1, const op_tensor & x,
-                     const op_tensor & dst);
+struct unary_params {
+    unary_op op;
+    float    p[4]; // SCALE: x * p[0] + p[1]; CLAMP: to p[0] ... p[1]; FILL: p[0]; XIELU: alpha_n, alpha_p, beta, eps
+};
+bool        op_unary_supported(const op_tensor & x, const op_tensor & dst);
+cudaError_t op_unary(const op_context & ctx, const unary_params & p, const op_tensor & x, const op_tensor & dst);
+// dst[i] = start + i * step
+bool        op_arange_supported(const op_tensor & dst);
+cudaError_t op_arange(const op_context & ctx, float start, float step, const op_tensor & dst);
 
-#define MACKO_GLU_OPS(X) X(REGLU) X(GEGLU) X(SWIGLU) X(SWIGLU_OAI) X(GEGLU_ERF) X(GEGLU_QUICK)
+#define MACKO_GLU_OPS(X) X(REGLU) X(GEGLU) X(SWIGLU) X(SWIGLU_OAI) X(GEGLU_ERF) X(GEGLU_QUICK) X(SWIGLU_CLAMP)
 enum class glu_op : int { MACKO_GLU_OPS(MACKO_ENUMERATOR) };
 struct glu_params {
     glu_op op;
     bool   swapped; // without up: the gate is the second half of the row
     float  alpha;   // SWIGLU_OAI
-    float  limit;
+    float  limit;   // SWIGLU_OAI, SWIGLU_CLAMP
 };
 // up == nullptr: gate and up are the halves of x's rows.
 bool        op_glu_supported(const op_tensor & x, const op_tensor * up, const op_tensor & dst);
@@ -238,7 +243,8 @@ struct rope_params {
     int   sections[4];
     int   n_ctx_orig;
     float freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow;
-    int   offset; // of the first rotated element in a row
+    int   offset;  // of the first rotated element in a row
+    bool  inverse; // rotates back
 };
 bool op_rope_supported(const rope_params & p, const op_tensor & x, const op_tensor & pos, const op_tensor * factors,
                        const op_tensor & dst);

@@ -40,7 +40,7 @@ static __device__ __forceinline__ rotation rotation_at(const rope_args & a, floa
     rotation r;
     sincosf(theta, &r.sine, &r.cosine);
     r.cosine *= magnitude;
-    r.sine *= magnitude;
+    r.sine *= a.p.inverse ? -magnitude : magnitude;
     return r;
 }
 

@@ -5,12 +5,14 @@
 #include "test.h"
 
 #include <algorithm>
+#include <array>
 #include <bitset>
 #include <cmath>
 #include <cstring>
 #include <functional>
 #include <iterator>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -1716,6 +1718,204 @@ TEST(row_numbers_of_new_keys_stay_inside_the_cache) {
             }
             cudaFree(scratch);
         }
+    }
+}
+
+// ---- hyper-connections ----
+
+TEST(hyper_connections_of_streams) {
+    for (int k = 0; k < 24; k++) {
+        const int64_t width = pick({ 1, 33, 1030 }), streams = pick({ 1, 4, 5 }), tokens = pick({ 1, 3, 40 });
+        const bool    gated = k % 2, has_comb = k % 3;
+        auto x = make(TYPE_F32, { width, streams, tokens }, pick({ 0, 3 })), post = make(TYPE_F32, { streams, tokens }),
+             weights = gated ? make(TYPE_F32, { width, streams, tokens }) : make(TYPE_F32, { streams, tokens }),
+             one     = make(TYPE_F32, { width, tokens }, pick({ 0, 1 })),
+             comb = make(TYPE_F32, { streams, streams, tokens }), mixed = make(TYPE_F32, { width, tokens }),
+             dst = make(TYPE_F32, { width, streams, tokens });
+        x->random(), weights->random(), post->random(), one->random(), comb->random();
+        CHECK(op_hc_pre_supported(gated, x->t, weights->t, mixed->t), "hc_pre");
+        check("hc_pre", op_hc_pre(ctx, gated, 0.5f, x->t, weights->t, mixed->t), *mixed,
+              [&](int64_t i, int64_t t, int64_t, int64_t) {
+                  double sum = 0, size = 0;
+                  for (int64_t h = 0; h < streams; h++) {
+                      const double w    = gated ? 1 / (1 + std::exp(-weights->get(i, h, t))) : weights->get(h, t);
+                      const double term = 0.5 * x->get(i, h, t) * w;
+                      sum += term, size += std::fabs(term) * (gated ? 1 + std::fabs(weights->get(i, h, t)) : 1);
+                  }
+                  return std::make_pair(sum, 16 * U32 * size);
+              });
+        const op_tensor * matrix = has_comb ? &comb->t : nullptr;
+        CHECK(op_hc_post_supported(one->t, x->t, post->t, matrix, dst->t), "hc_post");
+        check("hc_post", op_hc_post(ctx, one->t, x->t, post->t, matrix, dst->t), *dst,
+              [&](int64_t i, int64_t h, int64_t t, int64_t) {
+                  double sum = one->get(i, t) * post->get(h, t), size = std::fabs(sum);
+                  for (int64_t from = 0; from < streams; from++) {
+                      const double term = x->get(i, from, t) * (has_comb ? comb->get(h, from, t) : from == h);
+                      sum += term, size += std::fabs(term);
+                  }
+                  return std::make_pair(sum, 16 * U32 * size);
+              });
+    }
+    CHECK(!op_hc_pre_supported(true, make(TYPE_F32, { 8, 4, 2 })->t, make(TYPE_F32, { 4, 2 })->t,
+                               make(TYPE_F32, { 8, 2 })->t),
+          "hc_pre: gates of another shape");
+}
+
+TEST(matrices_of_hyper_connections_are_normalized) {
+    constexpr int N = 4;
+    for (const int64_t tokens : { 1, 3, 300 }) {
+        const int n_iter = static_cast<int>(pick({ 1, 2, 20 }));
+        auto mixes = make(TYPE_F32, { (2 + N) * N, tokens }, pick({ 0, 2 })), base = make(TYPE_F32, { (2 + N) * N }),
+             scale = make(TYPE_F32, { 3 }), dst = make(TYPE_F32, { N, N, tokens });
+        mixes->random(), base->random(), scale->random();
+        const double eps = static_cast<double>(1e-6f);
+        // element [column][row], as in dst
+        std::vector<std::array<std::array<double, N>, N>> expected(static_cast<size_t>(tokens));
+        for (int64_t t = 0; t < tokens; t++) {
+            auto &     m         = expected[static_cast<size_t>(t)];
+            const auto normalize = [&](bool rows, double least) {
+                for (size_t i = 0; i < N; i++) {
+                    double sum = least;
+                    for (size_t k = 0; k < N; k++) {
+                        sum += rows ? m[k][i] : m[i][k];
+                    }
+                    for (size_t k = 0; k < N; k++) {
+                        (rows ? m[k][i] : m[i][k]) /= sum;
+                    }
+                }
+            };
+            for (size_t row = 0; row < N; row++) {
+                double largest = -INFINITY;
+                for (size_t i = 0; i < N; i++) {
+                    const auto at = static_cast<int64_t>(2 * N + row * N + i);
+                    m[i][row]     = mixes->get(at, t) * scale->get(2) + base->get(at);
+                    largest       = std::max(largest, m[i][row]);
+                }
+                for (size_t i = 0; i < N; i++) {
+                    m[i][row] = std::exp(m[i][row] - largest);
+                }
+            }
+            normalize(true, 0);
+            for (auto & column : m) {
+                for (double & v : column) {
+                    v += eps;
+                }
+            }
+            normalize(false, eps);
+            for (int k = 1; k < n_iter; k++) {
+                normalize(true, eps), normalize(false, eps);
+            }
+        }
+        CHECK(op_hc_comb_supported(mixes->t, scale->t, base->t, dst->t), "hc_comb");
+        check("hc_comb", op_hc_comb(ctx, 1e-6f, n_iter, mixes->t, scale->t, base->t, dst->t), *dst,
+              [&](int64_t i0, int64_t i1, int64_t t, int64_t) {
+                  double largest = 0; // the exponents are floats
+                  for (int64_t i = 2 * N; i < (2 + N) * N; i++) {
+                      largest =
+                          std::max(largest, std::fabs(mixes->get(i, t) * scale->get(2)) + std::fabs(base->get(i)));
+                  }
+                  const double z = expected[static_cast<size_t>(t)][static_cast<size_t>(i0)][static_cast<size_t>(i1)];
+                  return std::make_pair(z, U32 * (64 + 8 * n_iter) * (1 + largest));
+              });
+    }
+}
+
+// ---- the choice of keys ----
+
+TEST(indexer_scores_of_every_type) {
+    for (const tensor_type type : WEIGHT_TYPES) {
+        const int64_t dims  = type_block_size(type) == 1 ? pick({ 8, 40, 128 }) : pick({ 256, 512 }),
+                      heads = pick({ 1, 5, 64, 100 }), tokens = pick({ 1, 3 }), keys = pick({ 1, 64, 150 }),
+                      streams = pick({ 1, 2 }), masks = pick({ 1, streams });
+        const auto [k, decoded] = make_weight(type, { dims, 1, keys, streams }, 0);
+        auto q                  = make(TYPE_F32, { dims, heads, tokens, streams }, pick({ 0, 3 })),
+             weights = make(TYPE_F32, { heads, tokens, 1, streams }), mask = make(TYPE_F16, { keys, tokens, 1, masks }),
+             dst = make(TYPE_F32, { keys, tokens, 1, streams });
+        q->random(), weights->random();
+        mask->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
+            mask->set(random_source.range(0, 3) ? 0 : -2, i0, i1, i2, i3);
+        });
+        mask->upload();
+        CHECK(op_indexer_scores_supported(q->t, k->t, weights->t, mask->t, dst->t), "indexer");
+        check("indexer", op_indexer_scores(ctx, q->t, k->t, weights->t, mask->t, dst->t), *dst,
+              [&, &decoded = decoded](int64_t key, int64_t t, int64_t, int64_t s) {
+                  double score = mask->get(key, t, 0, s % masks), size = std::fabs(score);
+                  for (int64_t h = 0; h < heads; h++) {
+                      double product = 0, product_size = 0;
+                      for (int64_t i = 0; i < dims; i++) {
+                          const double term = q->get(i, h, t, s) * decoded->get(i, 0, key, s);
+                          product += term, product_size += std::fabs(term);
+                      }
+                      score += std::max(product, 0.0) * weights->get(h, t, 0, s);
+                      size += product_size * std::fabs(weights->get(h, t, 0, s));
+                  }
+                  return std::make_pair(score, size * U32 * (8 + 2 * std::sqrt(static_cast<double>(dims + heads))));
+              });
+    }
+}
+
+// Ties are taken from the left, so that the choice is the only one.
+TEST(top_k_chooses_the_largest_once) {
+    for (const int64_t n : { 1, 2, 40, 1024, 1025, 5000, 70000 }) {
+        for (const bool ties : { false, true }) {
+            const int64_t n_chosen = pick({ 1, std::max<int64_t>(1, n / 3), n }), rows = 3;
+            auto          x = make(TYPE_F32, { n, rows }, pick({ 0, 3 })),
+                 dst        = make(TYPE_I32, { n_chosen, rows }, pick({ 0, 1 }));
+            x->random();
+            x->each([&](int64_t i0, int64_t i1, int64_t, int64_t) {
+                x->set(ties                        ? std::round(x->get(i0, i1))
+                       : random_source.range(0, 9) ? x->get(i0, i1)
+                                                   : -INFINITY,
+                       i0, i1);
+            });
+            x->upload();
+            CHECK(op_top_k_supported(x->t, dst->t), "top_k");
+            CHECK(op_top_k(ctx, x->t, dst->t) == cudaSuccess, "top_k");
+            dst->download("top_k");
+            for (int64_t row = 0; row < rows; row++) {
+                std::vector<int64_t> order(static_cast<size_t>(n)), chosen;
+                std::iota(order.begin(), order.end(), 0);
+                std::stable_sort(order.begin(), order.end(),
+                                 [&](int64_t a, int64_t b) { return x->get(a, row) > x->get(b, row); });
+                order.resize(static_cast<size_t>(n_chosen));
+                std::sort(order.begin(), order.end());
+                for (int64_t i = 0; i < n_chosen; i++) {
+                    chosen.push_back(static_cast<int64_t>(dst->get(i, row)));
+                }
+                std::sort(chosen.begin(), chosen.end());
+                CHECK(chosen == order, "top_k: %d of %d", static_cast<int>(n_chosen), static_cast<int>(n));
+            }
+        }
+    }
+}
+
+TEST(pools_at_the_borders) {
+    for (int k = 0; k < 24; k++) {
+        pool_params p                 = {};
+        p.maximum                     = k % 2;
+        const std::vector<int64_t> ne = { pick({ 4, 37, 600 }), pick({ 3, 9 }), pick({ 1, 3 }), pick({ 1, 2 }) };
+        std::vector<int64_t>       to = ne;
+        for (size_t d = 0; d < 2; d++) {
+            p.size[d] = static_cast<int>(pick({ 1, 2, 3 })), p.stride[d] = static_cast<int>(pick({ 1, 2 })),
+            p.padding[d] = p.size[d] > 1 ? static_cast<int>(pick({ 0, 1 })) : 0;
+            to[d]        = (ne[d] + 2 * p.padding[d] - p.size[d]) / p.stride[d] + 1;
+        }
+        auto x = make(TYPE_F32, ne, pick({ 0, 3 })), dst = make(TYPE_F32, to);
+        x->random();
+        CHECK(op_pool_supported(p, x->t, dst->t), "pool");
+        check("pool", op_pool(ctx, p, x->t, dst->t), *dst, [&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
+            double sum = 0, size = 0, largest = -INFINITY;
+            for (int64_t y = i1 * p.stride[1] - p.padding[1], n = 0; n < p.size[1]; n++, y++) {
+                for (int64_t at = i0 * p.stride[0] - p.padding[0], m = 0; m < p.size[0]; m++, at++) {
+                    if (y >= 0 && y < ne[1] && at >= 0 && at < ne[0]) {
+                        const double v = x->get(at, y, i2, i3);
+                        sum += v, size += std::fabs(v), largest = std::max(largest, v);
+                    }
+                }
+            }
+            const double area = p.size[0] * p.size[1];
+            return p.maximum ? std::make_pair(largest, 0.0) : std::make_pair(sum / area, size / area * 16 * U32);
+        });
     }
 }
 

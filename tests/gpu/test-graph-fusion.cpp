@@ -647,6 +647,27 @@ TEST(parameters_of_ops_reach_their_kernels) {
                   [](graph_builder & b) { return ggml_xielu(b.ctx, b.input(GGML_TYPE_F32, 8), 100, 200, 3, 4); }),
         fake::text_of(static_cast<int>(unary_op::XIELU)) + floats({ 103, 200, 3, 4 }));
     starts_with(params_of("arange", [](graph_builder & b) { return ggml_arange(b.ctx, 2, 9, 3); }), floats({ 2, 3 }));
+    starts_with(params_of("pool",
+                          [](graph_builder & b) {
+                              return ggml_pool_2d(b.ctx, b.input(GGML_TYPE_F32, 64, 64), GGML_OP_POOL_MAX, 5, 6, 3, 4,
+                                                  1, 2);
+                          }),
+                " 1 5 6 3 4 1 2");
+    starts_with(params_of("hc_pre",
+                          [](graph_builder & b) {
+                              ggml_tensor * x = b.input(GGML_TYPE_F32, 8, 4);
+                              return ggml_dsv4_hc_pre_gated(b.ctx, x, x, 0.5f);
+                          }),
+                " 1" + floats({ 0.5f }));
+    starts_with(params_of("hc_comb",
+                          [](graph_builder & b) {
+                              ggml_tensor * x = b.input(GGML_TYPE_F32, 24);
+                              return ggml_dsv4_hc_comb(b.ctx, x, x, x, 2, 3);
+                          }),
+                floats({ 2 }) + " 3");
+    graph_builder b;
+    ggml_tensor * mixes = b.input(GGML_TYPE_F32, 24);
+    CHECK(!graph_supports_op(ggml_dsv4_hc_comb(b.ctx, mixes, mixes, mixes, 2, 1 << 30), false), "steps without end");
     starts_with(params_of("gated_linear_attention",
                           [](graph_builder & b) {
                               ggml_tensor * x = b.input(GGML_TYPE_F32, 8, 2);

@@ -176,6 +176,20 @@ bool op_gated_linear_attention_supported(const op_tensor &, const op_tensor &, c
     return fake::supports;
 }
 bool op_arange_supported(const op_tensor &) { return fake::supports; }
+bool op_hc_comb_supported(const op_tensor &, const op_tensor &, const op_tensor &, const op_tensor &) {
+    return fake::supports;
+}
+bool op_hc_pre_supported(bool, const op_tensor &, const op_tensor &, const op_tensor &) { return fake::supports; }
+bool op_hc_post_supported(const op_tensor &, const op_tensor &, const op_tensor &, const op_tensor *,
+                          const op_tensor &) {
+    return fake::supports;
+}
+bool op_indexer_scores_supported(const op_tensor &, const op_tensor &, const op_tensor &, const op_tensor &,
+                                 const op_tensor &) {
+    return fake::supports;
+}
+bool op_top_k_supported(const op_tensor &, const op_tensor &) { return fake::supports; }
+bool op_pool_supported(const pool_params &, const op_tensor &, const op_tensor &) { return fake::supports; }
 bool op_argsort_supported(const op_tensor &, const op_tensor &) { return fake::supports; }
 bool op_rope_supported(const rope_params &, const op_tensor &, const op_tensor &, const op_tensor *,
                        const op_tensor &) {
@@ -291,6 +305,26 @@ cudaError_t op_gated_linear_attention(const op_context &, float scale, const op_
                                       const op_tensor & q, const op_tensor & gate, const op_tensor & state,
                                       const op_tensor & dst) {
     return add("gated_linear_attention", scale, k, v, q, gate, state, dst);
+}
+cudaError_t op_hc_comb(const op_context &, float eps, int n_iter, const op_tensor & mixes, const op_tensor & scale,
+                       const op_tensor & base, const op_tensor & dst) {
+    return add("hc_comb", eps, n_iter, mixes, scale, base, dst);
+}
+cudaError_t op_hc_pre(const op_context &, bool gated, float factor, const op_tensor & x, const op_tensor & weights,
+                      const op_tensor & dst) {
+    return add("hc_pre", gated, factor, x, weights, dst);
+}
+cudaError_t op_hc_post(const op_context &, const op_tensor & x, const op_tensor & residual, const op_tensor & post,
+                       const op_tensor * comb, const op_tensor & dst) {
+    return add("hc_post", x, residual, post, comb, dst);
+}
+cudaError_t op_indexer_scores(const op_context &, const op_tensor & q, const op_tensor & k, const op_tensor & weights,
+                              const op_tensor & mask, const op_tensor & dst) {
+    return add("indexer_scores", q, k, weights, mask, dst);
+}
+cudaError_t op_top_k(const op_context &, const op_tensor & x, const op_tensor & dst) { return add("top_k", x, dst); }
+cudaError_t op_pool(const op_context &, const pool_params & p, const op_tensor & x, const op_tensor & dst) {
+    return add("pool", p.maximum, p.size[0], p.size[1], p.stride[0], p.stride[1], p.padding[0], p.padding[1], x, dst);
 }
 cudaError_t op_argsort(const op_context &, bool descending, const op_tensor & x, const op_tensor & dst) {
     return add("argsort", descending, x, dst);

@@ -12,11 +12,13 @@ namespace {
 
 struct used_op {
     ggml_op      op;
-    const char * name; // the result of ggml_op_name()
+    const char * name;     // the result of ggml_op_name()
+    bool         required; // every version in the range has it
 };
 
-// All ops that files in cpu/ or cuda/ compare with.
-#define USED(name) { GGML_OP_##name, #name }
+// All ops that files in cpu/ or cuda/ compare with. NEW_USED: versions may lack it.
+#define USED(name)     { GGML_OP_##name, #name, true }
+#define NEW_USED(name) { GGML_OP_##name, #name, false }
 constexpr used_op USED_OPS[] = {
     USED(NONE),
     USED(DUP),
@@ -54,7 +56,13 @@ constexpr used_op USED_OPS[] = {
     USED(ROPE_BACK),
     USED(CLAMP),
     USED(ARGSORT),
+    USED(TOP_K),
+    USED(POOL_2D),
     USED(ARANGE),
+    NEW_USED(LIGHTNING_INDEXER),
+    NEW_USED(DSV4_HC_COMB),
+    NEW_USED(DSV4_HC_PRE),
+    NEW_USED(DSV4_HC_POST),
     USED(FLASH_ATTN_EXT),
     USED(SSM_CONV),
     USED(SSM_SCAN),
@@ -67,6 +75,7 @@ constexpr used_op USED_OPS[] = {
     USED(FILL),
 };
 #undef USED
+#undef NEW_USED
 
 } // namespace
 
@@ -92,11 +101,12 @@ int resolve_ops(int last) {
         while (i <= last && strcmp(ggml_op_name(static_cast<ggml_op>(i)), used.name) != 0) {
             i++;
         }
-        if (i > last) {
+        op_numbers.running[static_cast<size_t>(used.op)] = i > last ? GGML_OP_COUNT : static_cast<ggml_op>(i);
+        if (i <= last) {
+            op_numbers.ours[static_cast<size_t>(i)] = used.op;
+        } else if (used.required) {
             return fail(GGML_MACKO_STATUS_VERSION_MISMATCH, "it has no operation %s", used.name);
         }
-        op_numbers.ours[static_cast<size_t>(i)]          = used.op;
-        op_numbers.running[static_cast<size_t>(used.op)] = static_cast<ggml_op>(i);
     }
     return GGML_MACKO_STATUS_OK;
 }

@@ -33,7 +33,7 @@ inline ggml_op op_of(const ggml_tensor * node) {
 inline ggml_op running_op(ggml_op op) { return op_numbers.running[static_cast<size_t>(op)]; }
 
 // Finds every op that the devices use by its name. Call it before the first graph. VERSION_MISMATCH if the running ggml
-// lacks an op. last: the running ggml's number of its last op.
+// lacks an op that every version in the range has. last: the running ggml's number of its last op.
 [[nodiscard]] int resolve_ops(int last);
 
 // Gets the running ggml's number of its last op, which is GLU in every version, from a node that ggml itself makes. Do

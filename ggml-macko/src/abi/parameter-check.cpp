@@ -69,6 +69,20 @@ const char * check_new_ops(ggml_context * c, ggml_tensor * x) {
     if (glu && (ggml_get_glu_op(glu) != GGML_GLU_OP_SWIGLU_CLAMP || !has(glu, 3, { 3.0f }))) {
         return "the parameters of SWIGLU_CLAMP";
     }
+    const auto    comb = FIND(ggml_dsv4_hc_comb);
+    ggml_tensor * hc   = ggml_new_tensor_3d(c, GGML_TYPE_F32, 24, 1, 1);
+    if (comb) {
+        const ggml_tensor * made = comb(c, hc, x, hc, 2, 3);
+        if (!has(made, 0, { 2.0f }) || !has(made, 1, { 3 })) {
+            return "the parameters of DSV4_HC_COMB";
+        }
+    }
+    if (const auto gated = FIND(ggml_dsv4_hc_pre_gated)) {
+        const ggml_tensor * made = gated(c, x, x, 2);
+        if (!has(made, 0, { 2.0f }) || !has(made, 1, { 1 })) {
+            return "the parameters of DSV4_HC_PRE";
+        }
+    }
     return nullptr;
 }
 
@@ -121,6 +135,9 @@ const char * first_different_parameter() {
     }
     if (!has(ggml_set(c, x, x, 32, 64, 96, 4), 0, { 32, 64, 96, 4, 0 })) {
         return "the parameters of SET";
+    }
+    if (!has(ggml_pool_2d(c, x, GGML_OP_POOL_MAX, 2, 1, 3, 4, 5, 6), 0, { int(GGML_OP_POOL_MAX), 2, 1, 3, 4, 5, 6 })) {
+        return "the parameters of POOL_2D";
     }
     if (const char * different = check_new_ops(c, x)) {
         return different;

@@ -69,6 +69,21 @@ std::optional<glu_params> glu_params_of(const ggml_tensor * node) {
     return p;
 }
 
+std::optional<pool_params> pool_params_of(const ggml_tensor * node) {
+    const int kind = ggml_get_op_params_i32(node, 0);
+    if (kind != GGML_OP_POOL_MAX && kind != GGML_OP_POOL_AVG) {
+        return std::nullopt;
+    }
+    pool_params p = {};
+    p.maximum     = kind == GGML_OP_POOL_MAX;
+    for (int k = 0; k < 2; k++) {
+        p.size[k]    = ggml_get_op_params_i32(node, 1 + k);
+        p.stride[k]  = ggml_get_op_params_i32(node, 3 + k);
+        p.padding[k] = ggml_get_op_params_i32(node, 5 + k);
+    }
+    return p;
+}
+
 set_params set_params_of(const ggml_tensor * node) {
     set_params p = { operand(node), ggml_get_op_params_i32(node, 3), ggml_get_op_params_i32(node, 4) != 0 };
     for (int k = 0; k < 4; k++) {

@@ -30,6 +30,7 @@ private:
 std::optional<binary_op>    binary_op_of(const ggml_tensor * node);
 std::optional<unary_params> unary_params_of(const ggml_tensor * node); // UNARY, and ops such as SQR with one source
 std::optional<glu_params>   glu_params_of(const ggml_tensor * node);
+std::optional<pool_params>  pool_params_of(const ggml_tensor * node);
 
 // SET: a copy of src[0], or src[0] itself, in which src[1] replaces `part`.
 struct set_params {

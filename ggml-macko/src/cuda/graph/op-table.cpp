@@ -131,6 +131,52 @@ cudaError_t enqueue_glu(panel_pipeline & panels, ggml_tensor * node) {
     return op_glu(panels.ctx, *p, operand(node->src[0]), optional_operand(node->src[1]).get(), operand(node));
 }
 
+// ---- hyper-connections ----
+
+bool hc_comb_supported(const ggml_tensor * op) {
+    constexpr int MAX_STEPS = 1000; // a client may ask for any number
+    return ggml_get_op_params_i32(op, 1) <= MAX_STEPS && supports<op_hc_comb_supported, 3>(op);
+}
+cudaError_t enqueue_hc_comb(panel_pipeline & panels, ggml_tensor * node) {
+    return op_hc_comb(panels.ctx, ggml_get_op_params_f32(node, 0), ggml_get_op_params_i32(node, 1),
+                      operand(node->src[0]), operand(node->src[1]), operand(node->src[2]), operand(node));
+}
+
+bool is_gated(const ggml_tensor * pre) { return ggml_get_op_params_i32(pre, 1) != 0; }
+bool hc_pre_supported(const ggml_tensor * op) {
+    return op_hc_pre_supported(is_gated(op), operand(op->src[0]), operand(op->src[1]), operand(op));
+}
+cudaError_t enqueue_hc_pre(panel_pipeline & panels, ggml_tensor * node) {
+    return op_hc_pre(panels.ctx, is_gated(node), ggml_get_op_params_f32(node, 0), operand(node->src[0]),
+                     operand(node->src[1]), operand(node));
+}
+
+bool hc_post_supported(const ggml_tensor * op) {
+    const optional_operand comb(op->src[3]);
+    return op_hc_post_supported(operand(op->src[0]), operand(op->src[1]), operand(op->src[2]), comb.get(), operand(op));
+}
+cudaError_t enqueue_hc_post(panel_pipeline & panels, ggml_tensor * node) {
+    const optional_operand comb(node->src[3]);
+    return op_hc_post(panels.ctx, operand(node->src[0]), operand(node->src[1]), operand(node->src[2]), comb.get(),
+                      operand(node));
+}
+
+// ---- sparse attention ----
+
+constexpr auto indexer_supported = supports<op_indexer_scores_supported, 4>;
+constexpr auto enqueue_indexer   = enqueue<op_indexer_scores, 4>;
+constexpr auto top_k_supported   = supports<op_top_k_supported, 1>;
+constexpr auto enqueue_top_k     = enqueue<op_top_k, 1>;
+
+bool pool_supported(const ggml_tensor * op) {
+    const std::optional<pool_params> p = pool_params_of(op);
+    return p && op_pool_supported(*p, operand(op->src[0]), operand(op));
+}
+cudaError_t enqueue_pool(panel_pipeline & panels, ggml_tensor * node) {
+    const std::optional<pool_params> p = pool_params_of(node);
+    return p ? op_pool(panels.ctx, *p, operand(node->src[0]), operand(node)) : cudaErrorInvalidValue;
+}
+
 // ---- reductions along rows ----
 
 bool        rms_norm_supported(const ggml_tensor * op) { return op_rms_norm_supported(rms_norm_operands(op).params()); }
@@ -277,6 +323,12 @@ const op_row OP_TABLE[] = {
     { GGML_OP_RWKV_WKV7,      DENSE,  7,  rwkv7_supported,          nullptr,                   enqueue_rwkv7     },
     { GGML_OP_GATED_LINEAR_ATTN, DENSE, 5, linear_att_supported,    nullptr,                   enqueue_linear_att},
     { GGML_OP_ARGSORT,        DENSE,  1,  argsort_supported,        nullptr,                   enqueue_argsort   },
+    { GGML_OP_TOP_K,          DENSE,  1,  top_k_supported,          nullptr,                   enqueue_top_k     },
+    { GGML_OP_POOL_2D,        DENSE,  1,  pool_supported,           nullptr,                   enqueue_pool      },
+    { GGML_OP_LIGHTNING_INDEXER, DENSE, 4, indexer_supported,       nullptr,                   enqueue_indexer   },
+    { GGML_OP_DSV4_HC_COMB,   DENSE,  3,  hc_comb_supported,        nullptr,                   enqueue_hc_comb   },
+    { GGML_OP_DSV4_HC_PRE,    DENSE,  2,  hc_pre_supported,         nullptr,                   enqueue_hc_pre    },
+    { GGML_OP_DSV4_HC_POST,   DENSE,  3,  hc_post_supported,        nullptr,                   enqueue_hc_post   },
     { GGML_OP_ROPE,           DENSE,  2,  rope_supported,           nullptr,                   enqueue_rope      },
     { GGML_OP_ROPE_BACK,      DENSE,  2,  rope_supported,           nullptr,                   enqueue_rope      },
     { GGML_OP_FLASH_ATTN_EXT, DENSE,  3,  attention_supported,      attention_scratch_nbytes,  enqueue_attention },

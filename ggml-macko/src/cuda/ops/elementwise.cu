@@ -1,6 +1,6 @@
-// Elementwise operations: two tensors with broadcasting, one tensor, gated units, bias by expert. A block has one row
-// of dst (blockIdx.x), or one chunk of a long row (blockIdx.y). No __restrict__, because dst is often one of the
-// sources.
+// Elementwise operations: two tensors with broadcasting, one tensor, gated units, bias by expert, hyper-connections. A
+// block has one row of dst (blockIdx.x), or one chunk of a long row (blockIdx.y). No __restrict__, because dst is often
+// one of the sources.
 #include "cuda/ops/common.cuh"
 
 namespace macko::cuda {
@@ -146,6 +146,105 @@ __global__ void add_id_kernel(op_tensor x, op_tensor bias, op_tensor ids, op_ten
     for_row_elements(dst.ne[0], [&](int64_t i) { d[i] = a[i] + b[i]; });
 }
 
+constexpr int STREAMS = 4; // of op_hc_comb
+
+// Divides rows (STEP 1) or columns (STEP 4) of a matrix by eps and their sum.
+template <int STEP> __device__ __forceinline__ void normalize(float (&m)[STREAMS * STREAMS], float eps) {
+#pragma unroll
+    for (int i = 0; i < STREAMS; i++) {
+        constexpr int NEXT = STREAMS * STREAMS / (STEP * STREAMS); // from one row or column to the next
+        float         sum  = eps;
+#pragma unroll
+        for (int k = 0; k < STREAMS; k++) {
+            sum += m[i * NEXT + k * STEP];
+        }
+#pragma unroll
+        for (int k = 0; k < STREAMS; k++) {
+            m[i * NEXT + k * STEP] /= sum;
+        }
+    }
+}
+
+// A thread has the matrix of a token.
+__global__ void __launch_bounds__(THREADS)
+    hc_comb_kernel(float eps, int n_iter, op_tensor mixes, op_tensor scale, op_tensor base, op_tensor dst) {
+    wait_for_previous();
+    const int64_t token = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+    if (token >= dst.ne[2]) {
+        return;
+    }
+    const float * x      = reinterpret_cast<const float *>(mixes.data + token * mixes.nb[1]) + 2 * STREAMS;
+    const float * b      = reinterpret_cast<const float *>(base.data) + 2 * STREAMS;
+    const float   factor = reinterpret_cast<const float *>(scale.data)[2];
+    float         m[STREAMS * STREAMS];
+#pragma unroll
+    for (int row = 0; row < STREAMS; row++) {
+        float largest = -INFINITY, sum = 0;
+#pragma unroll
+        for (int i = row * STREAMS; i < (row + 1) * STREAMS; i++) {
+            m[i]    = x[i] * factor + b[i];
+            largest = fmaxf(largest, m[i]);
+        }
+#pragma unroll
+        for (int i = row * STREAMS; i < (row + 1) * STREAMS; i++) {
+            m[i] = expf(m[i] - largest);
+            sum += m[i];
+        }
+#pragma unroll
+        for (int i = row * STREAMS; i < (row + 1) * STREAMS; i++) {
+            m[i] = m[i] / sum + eps;
+        }
+    }
+    normalize<STREAMS>(m, eps);
+    for (int k = 1; k < n_iter; k++) {
+        normalize<1>(m, eps);
+        normalize<STREAMS>(m, eps);
+    }
+#pragma unroll
+    for (int i = 0; i < STREAMS * STREAMS; i++) {
+        char * row                                  = dst.data + i / STREAMS * dst.nb[1] + token * dst.nb[2];
+        reinterpret_cast<float *>(row)[i % STREAMS] = m[i];
+    }
+}
+
+__global__ void hc_pre_kernel(bool gated, float factor, op_tensor x, op_tensor weights, op_tensor dst) {
+    wait_for_previous();
+    const int64_t token = blockIdx.x, streams = x.ne[1];
+    const char *  in = x.data + token * x.nb[2];
+    const char *  w  = weights.data + token * weights.nb[gated ? 2 : 1];
+    float *       d  = reinterpret_cast<float *>(dst.data + token * dst.nb[1]);
+    for_row_elements(dst.ne[0], [&](int64_t i) {
+        float sum = 0;
+        for (int64_t h = 0; h < streams; h++) {
+            const float v = reinterpret_cast<const float *>(in + h * x.nb[1])[i];
+            sum += gated ? v / (1 + expf(-reinterpret_cast<const float *>(w + h * weights.nb[1])[i]))
+                         : v * reinterpret_cast<const float *>(w)[h];
+        }
+        d[i] = factor * sum;
+    });
+}
+
+__global__ void hc_post_kernel(op_tensor x, op_tensor residual, op_tensor post, op_tensor comb, bool has_comb,
+                               op_tensor dst) {
+    wait_for_previous();
+    const row_index row     = split_row(blockIdx.x, dst.ne[1], dst.ne[2]); // stream i1 of token i2
+    const float *   in      = reinterpret_cast<const float *>(x.data + row.i2 * x.nb[1]);
+    const float     p       = reinterpret_cast<const float *>(post.data + row.i2 * post.nb[1])[row.i1];
+    const char *    r       = residual.data + row.i2 * residual.nb[2];
+    const char *    c       = comb.data + row.i2 * comb.nb[2];
+    const int64_t   streams = has_comb ? residual.ne[1] : 0;
+    float *         d       = reinterpret_cast<float *>(row_of(dst, row));
+    for_row_elements(dst.ne[0], [&](int64_t i) {
+        const float own = reinterpret_cast<const float *>(r + row.i1 * residual.nb[1])[i];
+        float       sum = in[i] * p + (has_comb ? 0 : own);
+        for (int64_t h = 0; h < streams; h++) {
+            sum += reinterpret_cast<const float *>(r + h * residual.nb[1])[i] *
+                   reinterpret_cast<const float *>(c + h * comb.nb[1])[row.i1];
+        }
+        d[i] = sum;
+    });
+}
+
 bool is_f32_or_f16(tensor_type type) { return type == TYPE_F32 || type == TYPE_F16; }
 
 } // namespace
@@ -210,6 +309,52 @@ bool op_add_id_supported(const op_tensor & x, const op_tensor & bias, const op_t
 cudaError_t op_add_id(const op_context & ctx, const op_tensor & x, const op_tensor & bias, const op_tensor & ids,
                       const op_tensor & dst) {
     return launch(ctx, add_id_kernel, grid_of(dst), row_threads(dst.ne[0], THREADS), 0, x, bias, ids, dst);
+}
+
+bool op_hc_comb_supported(const op_tensor & mixes, const op_tensor & scale, const op_tensor & base,
+                          const op_tensor & dst) {
+    const int64_t n       = (2 + STREAMS) * STREAMS;
+    const bool    rows_ok = is_f32_rows(mixes) && is_f32_rows(scale) && is_f32_rows(base) && is_f32_rows(dst);
+    return rows_ok && mixes.ne[0] == n && mixes.n_rows() == mixes.ne[1] && scale.ne[0] >= 3 && base.ne[0] == n &&
+           dst.ne[0] == STREAMS && dst.ne[1] == STREAMS && dst.ne[2] == mixes.ne[1] && dst.ne[3] == 1 &&
+           fits_grid(dst.ne[2]);
+}
+
+cudaError_t op_hc_comb(const op_context & ctx, float eps, int n_iter, const op_tensor & mixes, const op_tensor & scale,
+                       const op_tensor & base, const op_tensor & dst) {
+    const auto blocks = static_cast<unsigned>((dst.ne[2] + THREADS - 1) / THREADS);
+    return launch(ctx, hc_comb_kernel, blocks, THREADS, 0, eps, n_iter, mixes, scale, base, dst);
+}
+
+bool op_hc_pre_supported(bool gated, const op_tensor & x, const op_tensor & weights, const op_tensor & dst) {
+    const int64_t width = x.ne[0], streams = x.ne[1], tokens = x.ne[2];
+    const bool    weights_ok =
+        gated ? same_shape(weights, x)
+                 : weights.ne[0] == streams && weights.ne[1] == tokens && weights.ne[2] == 1 && weights.ne[3] == 1;
+    return is_f32_rows(x) && is_f32_rows(weights) && is_f32_rows(dst) && weights_ok && x.ne[3] == 1 &&
+           dst.ne[0] == width && dst.ne[1] == tokens && dst.ne[2] == 1 && dst.ne[3] == 1 && fits_grid(tokens);
+}
+
+cudaError_t op_hc_pre(const op_context & ctx, bool gated, float factor, const op_tensor & x, const op_tensor & weights,
+                      const op_tensor & dst) {
+    return launch(ctx, hc_pre_kernel, grid_of(dst), row_threads(dst.ne[0], THREADS), 0, gated, factor, x, weights, dst);
+}
+
+bool op_hc_post_supported(const op_tensor & x, const op_tensor & residual, const op_tensor & post,
+                          const op_tensor * comb, const op_tensor & dst) {
+    const int64_t streams = residual.ne[1], tokens = residual.ne[2];
+    const auto    is = [](const op_tensor & t, int64_t ne0, int64_t ne1, int64_t ne2) {
+        return is_f32_rows(t) && t.ne[0] == ne0 && t.ne[1] == ne1 && t.ne[2] == ne2 && t.ne[3] == 1;
+    };
+    return is_f32_rows(residual) && is(dst, residual.ne[0], streams, tokens) && same_shape(residual, dst) &&
+           is(x, residual.ne[0], tokens, 1) && is(post, streams, tokens, 1) &&
+           (!comb || is(*comb, streams, streams, tokens)) && fits_grid(dst.n_rows());
+}
+
+cudaError_t op_hc_post(const op_context & ctx, const op_tensor & x, const op_tensor & residual, const op_tensor & post,
+                       const op_tensor * comb, const op_tensor & dst) {
+    return launch(ctx, hc_post_kernel, grid_of(dst), row_threads(dst.ne[0], THREADS), 0, x, residual, post,
+                  comb ? *comb : residual, comb != nullptr, dst);
 }
 
 } // namespace macko::cuda

@@ -148,6 +148,23 @@ bool op_add_id_supported(const op_tensor & x, const op_tensor & bias, const op_t
 cudaError_t op_add_id(const op_context & ctx, const op_tensor & x, const op_tensor & bias, const op_tensor & ids,
                       const op_tensor & dst);
 
+// Hyper-connections mix `streams` copies of the residual: x, residual: [width, streams, tokens].
+//   comb   a matrix [streams, streams] for each token, whose rows and columns sum to about 1 after n_iter steps, from
+//          the softmax of mixes[2 * streams ...] * scale[2] + base[2 * streams ...]; four streams
+//   pre    dst[i, t] = factor * sum of x[i, h, t] weights[h, t] over h; gated: of x sigmoid(weights), with x's shape
+//   post   dst[i, h, t] = x[i, t] post[h, t] + sum of residual[i, k, t] comb[h, k, t] over k; without comb, residual
+bool        op_hc_comb_supported(const op_tensor & mixes, const op_tensor & scale, const op_tensor & base,
+                                 const op_tensor & dst);
+cudaError_t op_hc_comb(const op_context & ctx, float eps, int n_iter, const op_tensor & mixes, const op_tensor & scale,
+                       const op_tensor & base, const op_tensor & dst);
+bool        op_hc_pre_supported(bool gated, const op_tensor & x, const op_tensor & weights, const op_tensor & dst);
+cudaError_t op_hc_pre(const op_context & ctx, bool gated, float factor, const op_tensor & x, const op_tensor & weights,
+                      const op_tensor & dst);
+bool        op_hc_post_supported(const op_tensor & x, const op_tensor & residual, const op_tensor & post,
+                                 const op_tensor * comb, const op_tensor & dst);
+cudaError_t op_hc_post(const op_context & ctx, const op_tensor & x, const op_tensor & residual, const op_tensor & post,
+                       const op_tensor * comb, const op_tensor & dst);
+
 // ---- rows of tables, copies and casts (rows.cu) ----
 
 // Equal number of elements, any strides; one type, or f32 to or from a type that a KV cache can have.
@@ -234,6 +251,25 @@ bool        op_rwkv7_supported(const op_tensor & r, const op_tensor & decay, con
 cudaError_t op_rwkv7(const op_context & ctx, const op_tensor & r, const op_tensor & decay, const op_tensor & k,
                      const op_tensor & v, const op_tensor & a, const op_tensor & b, const op_tensor & state,
                      const op_tensor & dst);
+
+// ---- the choice of keys for sparse attention (indexer.cu) ----
+
+// dst[i, t, 0, s] = sum of max(0, q[:, h, t, s] . k[:, 0, i, s]) weights[h, t, 0, s] over h, plus the f16 mask[i, t]
+bool        op_indexer_scores_supported(const op_tensor & q, const op_tensor & k, const op_tensor & weights,
+                                        const op_tensor & mask, const op_tensor & dst);
+cudaError_t op_indexer_scores(const op_context & ctx, const op_tensor & q, const op_tensor & k,
+                              const op_tensor & weights, const op_tensor & mask, const op_tensor & dst);
+// dst: the positions of the dst.ne[0] largest elements of each row. Equal elements are taken from the left. The order
+// in dst has no meaning.
+bool        op_top_k_supported(const op_tensor & x, const op_tensor & dst);
+cudaError_t op_top_k(const op_context & ctx, const op_tensor & x, const op_tensor & dst);
+// The maximum, or the sum divided by the size, of windows in dimensions 0 and 1; elements outside x do not count.
+struct pool_params {
+    bool maximum;
+    int  size[2], stride[2], padding[2];
+};
+bool        op_pool_supported(const pool_params & p, const op_tensor & x, const op_tensor & dst);
+cudaError_t op_pool(const op_context & ctx, const pool_params & p, const op_tensor & x, const op_tensor & dst);
 
 // ---- rotary embedding (rope.cu) ----
 

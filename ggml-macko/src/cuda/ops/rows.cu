@@ -9,20 +9,6 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// Reads elements [i, i + n_per_chunk) of a row.
-template <typename T, int N>
-__device__ __forceinline__ void read_chunk(const char * row, int64_t i, int64_t nb0, float * x) {
-    if constexpr (T::IS_PLAIN) {
-        for (int k = 0; k < N; k++) {
-            x[k] = T::to_float(*reinterpret_cast<const typename T::block *>(row + (i + k) * nb0));
-        }
-    } else {
-        for (int k = 0; k < N; k += 8) {
-            T::load8(row, i + k, x + k);
-        }
-    }
-}
-
 template <typename T, int N>
 __device__ __forceinline__ void write_chunk(char * row, int64_t i, int64_t nb0, const float * x) {
     if constexpr (T::IS_PLAIN) {

@@ -449,6 +449,20 @@ template <> struct value_type<TYPE_Q6_K> : block_type<block_q6_k, 256> {
     }
 };
 
+// Reads elements [i, i + N) of a row.
+template <typename T, int N>
+static __device__ __forceinline__ void read_chunk(const char * row, int64_t i, int64_t nb0, float * x) {
+    if constexpr (T::IS_PLAIN) {
+        for (int k = 0; k < N; k++) {
+            x[k] = T::to_float(*reinterpret_cast<const typename T::block *>(row + (i + k) * nb0));
+        }
+    } else {
+        for (int k = 0; k < N; k += 8) {
+            T::load8(row, i + k, x + k);
+        }
+    }
+}
+
 // Returns f(value_type<...>{}) for one of TYPES that is known at run time; cudaErrorInvalidValue for other types.
 template <tensor_type... TYPES, typename F> cudaError_t with_type_of(tensor_type type, F && f) {
     cudaError_t error = cudaErrorInvalidValue;

@@ -27,8 +27,11 @@ WITHOUT = {
 
 
 # factors of rotations, layer norms, state spaces with two kinds of decays, short convolutions, gated delta networks
-# with one and with many gates, MLA, means
-ON_THE_GPU = ("llama", "starcoder2", "mamba", "mamba2", "lfm2", "qwen3next", "kimi-linear", "deepseek2", "gemma3n")
+# with one and with many gates, MLA, means, three kinds of RWKV, activations, parts of tensors, hyper-connections
+ON_THE_GPU = (
+    "llama", "starcoder2", "mamba", "mamba2", "lfm2", "qwen3next", "kimi-linear", "deepseek2", "gemma3n", "rwkv6",
+    "rwkv7", "rwkv6qwen2", "apertus", "maple", "chameleon", "kimi-k3",
+)  # fmt: skip
 
 
 def check(*arguments: str) -> dict[str, dict]:

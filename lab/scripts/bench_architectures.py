@@ -495,7 +495,7 @@ def main() -> None:
         "--columns", type=lambda text: text.split(","), default=DEFAULT_COLUMNS, metavar="NAME,...",
         help=f"(default: {','.join(DEFAULT_COLUMNS)}; also: {','.join(list(COLUMNS)[5:])})"
     )  # fmt: skip
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if args.work:
         return work(args)
     if args.build:

@@ -246,8 +246,10 @@ bool        op_gated_linear_attention_supported(const op_tensor & k, const op_te
 cudaError_t op_gated_linear_attention(const op_context & ctx, float scale, const op_tensor & k, const op_tensor & v,
                                       const op_tensor & q, const op_tensor & gate, const op_tensor & state,
                                       const op_tensor & dst);
-bool        op_rwkv7_supported(const op_tensor & r, const op_tensor & decay, const op_tensor & k, const op_tensor & v,
-                               const op_tensor & a, const op_tensor & b, const op_tensor & state, const op_tensor & dst);
+
+bool op_rwkv7_supported(const op_tensor & r, const op_tensor & decay, const op_tensor & k, const op_tensor & v,
+                        const op_tensor & a, const op_tensor & b, const op_tensor & state, const op_tensor & dst);
+
 cudaError_t op_rwkv7(const op_context & ctx, const op_tensor & r, const op_tensor & decay, const op_tensor & k,
                      const op_tensor & v, const op_tensor & a, const op_tensor & b, const op_tensor & state,
                      const op_tensor & dst);

@@ -185,8 +185,8 @@ struct matrix_row {
     int     lane;
 };
 
-// A LAYER loads the inputs of a row for one token t with load(begin(at), at, t), and returns y from step(state, inputs).
-// BY_COLUMN: elements of a row are SIZE apart in memory.
+// A LAYER loads the inputs of a row for one token t with load(begin(at), at, t), and returns y from step(state,
+// inputs). BY_COLUMN: elements of a row are SIZE apart in memory.
 template <int PER, typename LAYER>
 __global__ void __launch_bounds__(THREADS) matrix_state_kernel(LAYER p, matrix_args m) {
     wait_for_previous();

@@ -281,8 +281,7 @@ template <int PER> struct token_rows {
 };
 
 // A column m of the state: m' = decay m + v k. y = m' q, or in RWKV 6, which has `first`, y = m q + v (first k q).
-template <int PER, bool HAS_FIRST> struct linear_attention_layer {
-    token_rows<PER>       rows;
+template <int PER, bool HAS_FIRST> struct linear_attention_layer : token_rows<PER> {
     const float *         k, *v, *q, *decay, *first;
     float                 scale;
     static constexpr bool BY_COLUMN = true;
@@ -291,10 +290,9 @@ template <int PER, bool HAS_FIRST> struct linear_attention_layer {
         float v;
     };
 
-    __device__ __forceinline__ int64_t begin(const matrix_row & at) const { return rows.begin(at); }
-    __device__ __forceinline__ inputs  load(int64_t begin, const matrix_row & at, int64_t t) const {
+    __device__ __forceinline__ inputs load(int64_t begin, const matrix_row & at, int64_t t) const {
         inputs        in;
-        const int64_t i = begin + rows.token(t);
+        const int64_t i = begin + this->token(t);
         load_lane(k + i, at.lane, in.k), load_lane(q + i, at.lane, in.q), load_lane(decay + i, at.lane, in.decay);
         if constexpr (HAS_FIRST) {
             load_lane(first + at.head * PER * LANES, at.lane, in.first);
@@ -316,8 +314,7 @@ template <int PER, bool HAS_FIRST> struct linear_attention_layer {
 };
 
 // RWKV 7. A row m of the state: m' = decay m + v k + (m a) b, y = m' r.
-template <int PER> struct rwkv7_layer {
-    token_rows<PER>       rows;
+template <int PER> struct rwkv7_layer : token_rows<PER> {
     const float *         r, *decay, *k, *v, *a, *b;
     static constexpr bool BY_COLUMN = false;
     struct inputs {
@@ -325,10 +322,9 @@ template <int PER> struct rwkv7_layer {
         float v;
     };
 
-    __device__ __forceinline__ int64_t begin(const matrix_row & at) const { return rows.begin(at); }
-    __device__ __forceinline__ inputs  load(int64_t begin, const matrix_row & at, int64_t t) const {
+    __device__ __forceinline__ inputs load(int64_t begin, const matrix_row & at, int64_t t) const {
         inputs        in;
-        const int64_t i = begin + rows.token(t);
+        const int64_t i = begin + this->token(t);
         load_lane(r + i, at.lane, in.r), load_lane(decay + i, at.lane, in.decay), load_lane(k + i, at.lane, in.k);
         load_lane(a + i, at.lane, in.a), load_lane(b + i, at.lane, in.b);
         in.v = v[i + at.row];

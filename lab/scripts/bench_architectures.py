@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Measures models with the plugin and with llama.cpp's own CUDA backend in one run: one token, steps of several
-sequences, and prompts. By default, the models have this year's architectures.
+sequences, prompts, and speculation. By default, the models have this year's architectures.
 
   cmake -S LLAMA_CPP -B cuda -DGGML_BACKEND_DL=ON -DGGML_NATIVE=OFF -DGGML_CUDA=ON   # of the same llama-cpp-python
   cmake --build cuda --target ggml-cuda
@@ -9,6 +9,9 @@ sequences, and prompts. By default, the models have this year's architectures.
 The folder gets random models of the widths of real ones, with a few layers, fewer experts and a small vocabulary. Those
 that it already has are not built again. Experts are F16, also those of gpt-oss, whose files have MXFP4. All layers of a
 model, and all of its experts, have the same random weights. Half of the weights of blocks are pruned by magnitude.
+
+With --draft, a smaller model of the same type proposes tokens one by one, and the model checks them in one batch. As
+the weights are random, a fixed random sequence decides which tokens count as accepted.
 
 The columns of an architecture take turns on the GPU; each has a process of its own, since a failed assertion ends it.
 Without --cuda, all of them run on the CPU. Prints medians of the repetitions, in milliseconds, and speeds relative to
@@ -25,6 +28,7 @@ import json
 import math
 import os
 import pathlib
+import random
 import re
 import statistics
 import subprocess
@@ -37,12 +41,13 @@ from typing import Any, NamedTuple
 from tabulate import tabulate
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "tests"))
-from support import architectures, gguf_bytes  # noqa: E402
+from support import architectures, gguf_bytes, other_device  # noqa: E402
 from support.architectures import Shape  # noqa: E402
 
 SPARSITY = 0.5
 MICRO_BATCH = 512
 N_WARM, N_TOKENS = 16, 64
+EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # as --cpu-moe has them
 ALL_LAYERS = 999
 TIMEOUT = 60
 """Seconds after which a process that loads or measures a model is stopped."""
@@ -120,6 +125,10 @@ KNOWN = {
          "rope.dimension_count": 128, "expert_feed_forward_length": 768, "expert_used_count": 8},
         BIASES, "qwen3moe"
     ),
+    "tinyllama-1.1b": Wide(
+        Shape(n_vocab=32000, n_embd=2048, n_head=32, n_ff=5632, n_layer=22), 0,
+        {"attention.head_count_kv": 4}, BIASES, "llama"
+    ),
 }  # fmt: skip
 """Shapes of well-known models, which are measured if they are named."""
 MODELS = {**WIDE, **KNOWN}
@@ -138,9 +147,10 @@ COLUMNS = {
     "F16": Column("f16", True),
     "sparse": Column("sparse", True),
     **{name: Column(name, True) for name in ("sparse-q4", "sparse-q8", "sparse-q5", "sparse-q3")},
+    "llama.cpp Q8_0": Column("q8_0", False),
 }
 DEFAULT_COLUMNS = list(COLUMNS)[:5]
-REFERENCES = ("llama.cpp F16", "llama.cpp Q4_K_M")
+REFERENCES = ("llama.cpp F16", "llama.cpp Q4_K_M", "llama.cpp Q8_0")
 
 
 # ---- models ----
@@ -205,7 +215,8 @@ def build(folder: pathlib.Path, arch: str, small: bool, columns: list[Column]) -
             out.writelines(gguf_bytes.pieces(model))
 
     step("f16", write)
-    step("q4_k_m", lambda: quantize(raw, folder / f"{arch}-q4_k_m.gguf", "Q4_K_M", os.cpu_count() or 1))
+    for name in (c.file for c in columns if not c.plugin and c.file != "f16"):
+        step(name, lambda: quantize(raw, folder / f"{arch}-{name}.gguf", name.upper(), os.cpu_count() or 1))  # noqa: B023
     step("prune", lambda: ggml_macko.prune(raw, pruned, ggml_macko.PruneOptions(sparsity=SPARSITY), force=True))
     for name in (c.file for c in columns if c.file.startswith("sparse")):
         kind, path = {"sparse": "auto"}.get(name, name), folder / f"{arch}-{name}.gguf"
@@ -236,6 +247,7 @@ class Runner:
         self._api, self._keep = api, keep
         cuda, most_sequences = args.cuda, max(args.sequences)
         self._n_batch, self._depth = max(MICRO_BATCH, *args.prompts), args.depth
+        self._n_threads, self._acceptance = args.threads, args.acceptance
         if args.plugin:
             from ggml_macko import register
 
@@ -246,37 +258,44 @@ class Runner:
             if not api._lib.ggml_backend_load(os.fsencode(cuda)):
                 raise SystemExit(f"error: {cuda} was not loaded")
         api.llama_log_set(keep, None)
-        params = api.llama_model_default_params()
+        with other_device.place_in_host_memory([EXPERTS][: args.host_experts]):
+            params = api.llama_model_default_params()
         params.n_gpu_layers = ALL_LAYERS if cuda else 0
         params.use_extra_bufts = bool(cuda)  # on the CPU, llama.cpp stops at the matrices of MLA with them
-        self._model = api.llama_model_load_from_file(os.fsencode(args.work), params)
-        if not self._model:
-            raise SystemExit("error: the model was not loaded")
+
+        def load(path: str) -> Any:
+            if not (model := api.llama_model_load_from_file(os.fsencode(path), params)):
+                raise SystemExit(f"error: {path} was not loaded")
+            return model
+
+        self._model = load(args.work)
+        sizes = re.findall(r"(\S+) model buffer size = +([\d.]+) MiB", "".join(log))
         self._n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
-        self._one = self._context(1, max(args.depth + 256, 1024, *args.prompts))
+        self._one = self._context(self._model, 1, max(args.depth + 256, 1024, *args.prompts))
         if not self._one:
             raise SystemExit("error: no context")
-        sizes = re.findall(r"(\S+) model buffer size = +([\d.]+) MiB", "".join(log))
         splits = re.findall(r"splits = (\d+)", "".join(log))
-        self._several = self._context(most_sequences, most_sequences * 256)
+        self._several = self._context(self._model, most_sequences, most_sequences * 256)
+        self._draft = self._context(load(args.draft), 1, 1024) if args.draft else None
         self.loaded = {"MiB": {name: float(size) for name, size in sizes}, "splits": [int(n) for n in splits[-1:]]}
         if cuda and not any(re.fullmatch(r"(CUDA|MACKO)\d+", name) for name in self.loaded["MiB"]):
             raise SystemExit(f"error: no weight is on a GPU: {self.loaded['MiB']}")
 
-    def _context(self, n_sequences: int, n_ctx: int) -> Any:
+    def _context(self, model: Any, n_sequences: int, n_ctx: int) -> Any:
         params = self._api.llama_context_default_params()
         params.n_ctx, params.n_seq_max = n_ctx, n_sequences
         params.n_batch, params.n_ubatch = self._n_batch, MICRO_BATCH
-        return self._api.llama_init_from_model(self._model, params)
+        params.n_threads = params.n_threads_batch = self._n_threads
+        return self._api.llama_init_from_model(model, params)
 
-    def _batch(self, rows: list[tuple[int, int]]) -> Any:
-        """A batch of (position, sequence). Only the last token of each sequence has logits."""
+    def _batch(self, rows: list[tuple[int, int]], all_logits: bool = False) -> Any:
+        """A batch of (position, sequence). By default, only the last token of each sequence has logits."""
         batch = self._api.llama_batch_init(len(rows), 0, 1)
         batch.n_tokens = len(rows)
         for i, (position, sequence) in enumerate(rows):
             batch.token[i] = (7919 * (position + 101 * sequence) + 1009) % self._n_vocab
             batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = position, 1, sequence
-            batch.logits[i] = rows[i + 1 :][:1] != [(position + 1, sequence)]
+            batch.logits[i] = all_logits or rows[i + 1 :][:1] != [(position + 1, sequence)]
         return batch
 
     def _milliseconds(self, context: Any, batches: list[Any]) -> float:
@@ -316,6 +335,32 @@ class Runner:
     def sequences(self, n: int) -> float | None:
         return self._steps(self._several, n, N_TOKENS // 2) if self._several else None
 
+    def speculation(self, n_drafted: int) -> float:
+        """Rounds in which the draft model proposes n_drafted tokens, of which some are accepted."""
+        rng = random.Random(1)
+        ends = {id(context): 0 for context in (self._one, self._draft)}  # numbers of tokens in their memories
+
+        def decode(context: Any, end: int) -> float:
+            rows, ends[id(context)] = [(i, 0) for i in range(ends[id(context)], end)], end
+            return self._milliseconds(context, [self._batch(rows, all_logits=context is self._one)])
+
+        def round_of(n_accepted: int) -> float:
+            begin = ends[id(self._one)]
+            spent = [decode(self._draft, begin + i + 1) for i in range(n_drafted)]
+            spent.append(decode(self._one, begin + n_drafted + 1))
+            for context in (self._one, self._draft):
+                end = ends[id(context)] = min(ends[id(context)], begin + n_accepted + 1)
+                self._api.llama_memory_seq_rm(self._api.llama_get_memory(context), 0, end, -1)
+            return sum(spent)
+
+        self._clear(self._one)
+        self._clear(self._draft)
+        accepted = [
+            next((i for i in range(n_drafted) if rng.random() > self._acceptance), n_drafted) for _ in range(N_TOKENS)
+        ]
+        spent = [round_of(n) for n in accepted][N_WARM:]
+        return sum(spent) / sum(n + 1 for n in accepted[N_WARM:])
+
     def prompt(self, n: int) -> float:
         found = []
         for _ in range(3):
@@ -329,6 +374,11 @@ def measures(args: argparse.Namespace) -> dict[str, Callable[[Runner], float | N
         "token": Runner.token,
         **{f"token after {args.depth}": Runner.deep_token for _ in range(args.depth > 0)},
         **{f"{n} sequences": functools.partial(Runner.sequences, n=n) for n in args.sequences},
+        **{
+            f"token, {n} drafted": functools.partial(Runner.speculation, n_drafted=n)
+            for n in args.drafted
+            if args.draft
+        },
         **{f"prompt of {n}": functools.partial(Runner.prompt, n=n) for n in args.prompts},
     }
 
@@ -353,10 +403,8 @@ class Worker:
         column = COLUMNS[name]
         path = args.folder / f"{arch}-{column.file}.gguf"
         self.name, self._log = name, args.folder / f"{arch}-{name.replace(' ', '-')}.log"
-        command = [sys.executable, __file__, str(args.folder), "--work", str(path), *["--plugin"][: column.plugin]]
-        command += ["--cuda", args.cuda] if args.cuda else []
-        for name, numbers in (("--sequences", args.sequences), ("--prompts", args.prompts), ("--depth", [args.depth])):
-            command += [name, ",".join(map(str, numbers))]
+        command = [sys.executable, *sys.argv, "--work", str(path), *["--plugin"][: column.plugin]]
+        command += ["--draft", str(args.folder / f"{args.draft}-{column.file}.gguf")] if args.draft else []
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
@@ -405,8 +453,7 @@ class Bench:
         if (args.folder / f"{arch}-built").exists():
             return True
         log = args.folder / f"{arch}-build.log"
-        command = [sys.executable, __file__, str(args.folder), "--build", arch, *["--small"][: args.small]]
-        command += ["--columns", ",".join(args.columns)]
+        command = [sys.executable, *sys.argv, "--build", arch]
         with log.open("w") as out:
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=out, text=True)
         if done.returncode == 0:
@@ -481,12 +528,23 @@ def main() -> None:
     parser.add_argument("--only-build", action="store_true", help="build the models, and measure nothing")
     parser.add_argument("-j", "--jobs", type=int, default=6, help="models built at a time (default: %(default)s)")
     parser.add_argument("-r", "--repetitions", type=int, default=5, metavar="N", help="(default: %(default)s)")
-    for option, default, what in (("--sequences", 8, "sequences of a step"), ("--prompts", 512, "tokens of a prompt")):
+    for option, default, what in (
+        ("--sequences", 8, "sequences of a step"),
+        ("--prompts", 512, "tokens of a prompt"),
+        ("--drafted", 4, "tokens that the draft model proposes"),
+    ):
         parser.add_argument(
             option, type=lambda text: [int(n) for n in text.split(",")], default=[default], metavar="N,...",
             help=f"{what} (default: {default})"
         )  # fmt: skip
     parser.add_argument("--depth", type=int, default=0, metavar="N", help="also measure a token after N others")
+    parser.add_argument("--draft", metavar="MODEL", help="also measure speculation with this draft model")
+    parser.add_argument(
+        "--acceptance", type=float, default=0.7, metavar="P",
+        help="probability that a drafted token is accepted if those before it were (default: %(default)s)"
+    )  # fmt: skip
+    parser.add_argument("--host-experts", action="store_true", help="leave experts in host memory, as --cpu-moe does")
+    parser.add_argument("-t", "--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
     parser.add_argument("--build", help=argparse.SUPPRESS)
     parser.add_argument("--work", type=pathlib.Path, help=argparse.SUPPRESS)
@@ -500,14 +558,15 @@ def main() -> None:
         return work(args)
     if args.build:
         return build(args.folder, args.build, args.small, [COLUMNS[name] for name in args.columns])
-    unknown = [x for x in [*args.names, *args.columns] if x not in MODELS and x not in COLUMNS]
+    drafts = [args.draft] if args.draft else []
+    unknown = [x for x in [*args.names, *drafts, *args.columns] if x not in MODELS and x not in COLUMNS]
     if unknown:
         parser.error(f"{unknown[0]}: must be one of {', '.join([*MODELS, *COLUMNS])}")
     args.folder.mkdir(parents=True, exist_ok=True)
     args.names = args.names or list(WIDE)
     bench = Bench(args)
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        built = list(pool.map(bench.build, args.names))
+        built = list(pool.map(bench.build, [*args.names, *drafts]))
     if not args.only_build:
         for arch in [name for name, is_built in zip(args.names, built) if is_built]:
             bench.measure(arch)

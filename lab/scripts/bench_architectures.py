@@ -147,10 +147,9 @@ COLUMNS = {
     "F16": Column("f16", True),
     "sparse": Column("sparse", True),
     **{name: Column(name, True) for name in ("sparse-q4", "sparse-q8", "sparse-q5", "sparse-q3")},
-    "llama.cpp Q8_0": Column("q8_0", False),
+    **{f"llama.cpp {name}": Column(name.lower(), False) for name in ("Q8_0", "Q4_0")},
 }
 DEFAULT_COLUMNS = list(COLUMNS)[:5]
-REFERENCES = ("llama.cpp F16", "llama.cpp Q4_K_M", "llama.cpp Q8_0")
 
 
 # ---- models ----
@@ -437,6 +436,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._measures = args, list(measures(args))
+        self._references = [name for name in args.columns if not COLUMNS[name].plugin]
         self.found: dict[tuple[str, str, str], list[float]] = {}
         """(architecture, column, measure) -> milliseconds."""
 
@@ -501,8 +501,8 @@ class Bench:
             return " / ".join(text.replace("nan", "-") for text in texts)
 
         cells = [joined([f"{median(column, m):.3g}" for m in self._measures])]
-        if column not in REFERENCES:
-            for name in REFERENCES:
+        if COLUMNS[column].plugin:
+            for name in self._references:
                 cells.append(joined([f"{median(name, m) / median(column, m):.2f}" for m in self._measures]))
         return cells
 
@@ -510,7 +510,7 @@ class Bench:
         titles = ["architecture"]
         for column in self._args.columns:
             titles.append(f"{column}, ms")
-            titles += [] if column in REFERENCES else [f"/ {name}" for name in REFERENCES]
+            titles += [f"/ {name}" for name in self._references if COLUMNS[column].plugin]
         rows = [[a, *(c for column in self._args.columns for c in self.cell(a, column))] for a in self._args.names]
         return f"{' / '.join(self._measures)}:\n\n" + tabulate(rows, titles, tablefmt="pipe", disable_numparse=True)
 

@@ -95,14 +95,14 @@ def prune_matrix(
     q, scale = spectrum.vectors, spectrum.scale
     target = problem.target * scale  # of the scaled weights, W / scale
     kept = problem.dense / scale
-    mask = ~_lowest(xp.square(kept), zero, n_zeros)
+    mask = ~lowest(xp.square(kept), zero, n_zeros)
     kept = xp.where(mask, kept, 0)
     multiplier = xp.zeros_like(kept)
     rho = _PENALTY
     for step in range(1, MAX_ADMM_STEPS + 1):
         free = ((target - multiplier + rho * kept) @ q / (spectrum.values + np.float32(rho))) @ q.T
         kept = free + multiplier / rho
-        found = ~_lowest(xp.square(kept), zero, n_zeros)
+        found = ~lowest(xp.square(kept), zero, n_zeros)
         kept = xp.where(found, kept, 0)
         multiplier += rho * (free - kept)
         advance(1)
@@ -115,7 +115,7 @@ def prune_matrix(
     return kept * scale
 
 
-def _lowest(scores: Array, zero: Array, n: int) -> Array:
+def lowest(scores: Array, zero: Array, n: int) -> Array:
     """Marks all existing zeros, and other weights with the lowest scores up to n marks in total; among equal scores,
     the lowest index first. scores: float32 (rows, cols), not negative.
     """
@@ -125,10 +125,10 @@ def _lowest(scores: Array, zero: Array, n: int) -> Array:
     if n == 0:
         return zero
     threshold = xp.partition(flat, n - 1)[n - 1]
-    lowest = flat < threshold
+    found = flat < threshold
     equal = xp.flatnonzero(flat == threshold)
-    lowest[equal[: n - int(lowest.sum())]] = True
-    return lowest.reshape(scores.shape) | zero
+    found[equal[: n - int(found.sum())]] = True
+    return found.reshape(scores.shape) | zero
 
 
 def refit(problem: Problem, w: Array, steps: int = REFIT_STEPS) -> Array:

@@ -97,7 +97,7 @@ def loss_curves(
 
     methods.refitted() prunes each tensor with the inputs of the dense model. The loss is measured once, at the sparsity
     of the options, and assumed proportional to the error of the outputs. output: place for a copy of the model, which
-    is not committed.
+    is not committed. The sparsity of the options is one of the grid.
     """
     out: dict[str, list[float]] = {}
     todo = passes(tensors, dataclasses.replace(options, sequential=False))
@@ -111,10 +111,10 @@ def loss_curves(
             found = hessians_for(group, options)
             gather_for(model.path, options, found)
             for t in group:
-                at_mean = methods.refitted(t, found, options.damping, options.sparsity)
-                errors = [methods.refitted(t, found, options.damping, s).error for s in grid]
+                by_sparsity = dict(zip(grid, methods.refitted(t, found, options.damping, grid)))
+                at_mean = by_sparsity[options.sparsity]
                 rise = max(of.with_weights(t, at_mean.bits) - of.dense, 0.0)
-                out[t.name] = [rise * e / at_mean.error if at_mean.error else 0.0 for e in errors]
+                out[t.name] = [rise * r.error / at_mean.error if at_mean.error else 0.0 for r in by_sparsity.values()]
                 console.detail(f"{t.name:36s} - loss +{rise:.5f}, relative output error {at_mean.error:.5f}")
                 advance(t.n_elements)
     return out

@@ -6,7 +6,7 @@ weights to prune in each matrix, and layerwise.py the statistics. This module re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from typing import Callable, NamedTuple
@@ -16,14 +16,13 @@ import numpy as np
 from .. import console, errors
 from ..gguf import imatrix
 from ..gguf.files import Tensor, type_name
-from ..native import codec
 from ..pruning import allocation, alps, array_backend, masks, quantized, sparsegpt
 from ..pruning.allocation import Quotas, ScoreBlock
 from ..pruning.array_backend import Array
 from ..pruning.hessians import Hessians
 from ..pruning.masks import Bits, FloatArray
 from ..pruning.options import ParsedOptions
-from ..values import SIGNIFICAND_BITS
+from ..values import EXPONENT, SIGNIFICAND_BITS
 
 BLOCK_ELEMENTS = 1 << 21
 """Weights per step of scoring and sorting."""
@@ -35,7 +34,7 @@ Pruner = Callable[[Bits, Tensor], None]
 def read_finite(t: Tensor) -> Bits:
     """The bit patterns (rows, cols) of a tensor. Raises MackoError (NOT_FINITE) if one is infinite or NaN."""
     bits: Bits = t.read_bits()
-    n = codec.count_dense(bits, t.type).n_nonfinite
+    n = np.count_nonzero(bits & EXPONENT[t.type] == EXPONENT[t.type])
     if n:
         raise errors.error(errors.NOT_FINITE, f"{t.shard.path}: {t.name}: {n} values are not finite")
     return bits
@@ -208,22 +207,25 @@ class Refitted(NamedTuple):
     error: float  # squared error of its outputs, relative to their energy
 
 
-def refitted(t: Tensor, hessians: Hessians, damping: float, sparsity: Fraction) -> Refitted:
-    """A tensor at a sparsity, pruned by Wanda within each matrix and refitted."""
+def refitted(t: Tensor, hessians: Hessians, damping: float, sparsities: Sequence[Fraction]) -> list[Refitted]:
+    """A tensor at some sparsities, pruned by Wanda within each matrix and refitted."""
     xp, rows = hessians.xp, t.ne[1]
-    bits = read_finite(t)
-    lost = energy = 0.0
+    dense = read_finite(t)
+    bits = [dense.copy() for _ in sparsities]
+    lost = [0.0] * len(sparsities)
+    energy = 0.0
     for i in range(allocation.n_matrices(t)):
-        part = bits[i * rows : (i + 1) * rows]
-        w = masks.to_float32(xp.array(part), t.type)
+        part = slice(i * rows, (i + 1) * rows)
+        w = masks.to_float32(xp.array(dense[part]), t.type)
         problem = hessians.problem(t.name, i, w, damping)
-        scores = array_backend.to_host(xp.abs(w) * xp.sqrt(problem.hessian.diagonal())).reshape(1, -1)
-        mask = xp.asarray(masks.lowest_per_row(scores, int(sparsity * w.size)).reshape(w.shape))
-        found = alps.refit(problem, xp.where(mask, 0, w))
+        scores = xp.abs(w) * xp.sqrt(problem.hessian.diagonal())
         energy += sparsegpt.energy(w, problem.hessian)
-        lost += sparsegpt.energy(w - found, problem.hessian)
-        part[:] = array_backend.to_host(masks.from_float32(found, t.type))
-    return Refitted(bits, lost / energy if energy else 0.0)
+        for k, sparsity in enumerate(sparsities):
+            mask = alps.lowest(scores, w == 0, int(sparsity * w.size))
+            found = alps.refit(problem, xp.where(mask, 0, w))
+            lost[k] += sparsegpt.energy(w - found, problem.hessian)
+            bits[k][part] = array_backend.to_host(masks.from_float32(found, t.type))
+    return [Refitted(b, error / energy if energy else 0.0) for b, error in zip(bits, lost)]
 
 
 # ---- copies and dry runs ----

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import math
 
 import numpy as np
 import pytest
 
 from ggml_macko.gguf.files import Model
 from ggml_macko.gguf.outputs import AtomicOutput
-from ggml_macko.pruning import gpu_text, hessians, layerwise
+from ggml_macko.pruning import allocation, gpu_text, hessians, layerwise
 from ggml_macko.pruning.options import ParsedOptions
 from ggml_macko.pruning.prune import tensors_to_prune
+from ggml_macko.pruning.working_copy import TensorFile
 from support import gguf_bytes, tiny_models
 from support.pruning import SUPPORTED
 
@@ -29,10 +32,14 @@ def options_for(text):
     )
 
 
-def gather_on_cpu(path, consumer, options, until=""):
+def session_on_cpu(options):
     import torch
 
-    return gpu_text.gather_on(torch.device("cpu"), [gpu_text.Reader(path, consumer)], options, until=until)
+    return gpu_text.Session(options, torch.device("cpu"))
+
+
+def gather_on_cpu(path, consumer, options):
+    return session_on_cpu(options).gather([gpu_text.Reader(path, consumer)])
 
 
 @needs_torch
@@ -60,33 +67,83 @@ def test_statistics_are_those_of_llama_cpp(tmp_path, text, arch):
 @needs_torch
 def test_nothing_is_evaluated_after_the_last_weight_that_is_wanted(tmp_path, text):
     path, options = make(tmp_path / "model.gguf", "llama"), options_for(text)
-    with Model(path) as m:
-        names = [t.name for t in tensors_to_prune(m)]
-    found = hessians.Hessians(set(names))
-    gather_on_cpu(path, found, options, until="blk.0.attn_output.weight")
-    assert set(found._owner) == {f"blk.0.attn_{x}.weight" for x in ("q", "k", "v", "output")}
+    names = {f"blk.0.attn_{x}.weight" for x in ("q", "k", "v", "output")}
+    session = session_on_cpu(options)
+    for _ in range(2):
+        found = hessians.Hessians(names)
+        assert session.gather([gpu_text.Reader(path, found)]) == 5
+        assert set(found._owner) == names
+        weights = session._kept[path].model.weights
+        for name in ("attn_output", "ffn_norm", "ffn_up"):  # a product with one of them would fail in the second pass
+            weights[f"blk.0.{name}.weight"] = weights[f"blk.0.{name}.weight"][..., :1]
 
 
 @needs_torch
 @pytest.mark.parametrize("arch", SUPPORTED)
-def test_last_weight_of_a_pass_brings_all_that_read_its_input(tmp_path, text, arch):
-    """llama.cpp multiplies with q, v and k, in this order; PyTorch with q, k and v."""
+def test_weights_of_a_pass_share_one_input(tmp_path, text, arch):
+    """As in llama.cpp, which multiplies with q, v and k, in this order; PyTorch with q, k and v."""
     path, options = make(tmp_path / "model.gguf", arch), options_for(text)
     with Model(path) as m:
         groups = layerwise.passes_by_input(path, tensors_to_prune(m), options)
     assert {len(group) for group in groups} == ({1, 3} if arch == "arcee" else {1, 2, 3})  # arcee has no gate
+    session = session_on_cpu(options)
     for group in groups:
-        for last in group:
-            found = hessians.Hessians({t.name for t in group})
-            gather_on_cpu(path, found, options, until=last.name)
-            assert set(found._owner) == {t.name for t in group} and len(found._sums) == 1
+        found = hessians.Hessians({t.name for t in group})
+        assert session.gather([gpu_text.Reader(path, found)]) == 5
+        assert set(found._owner) == {t.name for t in group} and len(found._sums) == 1
+
+
+@needs_torch
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "lfm2"])
+def test_passes_continue_from_a_block_with_the_same_results(tmp_path, text, arch, monkeypatch):
+    """As passes that read the models and begin with the first block, while the copy is pruned."""
+    from ggml_macko.evaluation.transformer import Transformer
+
+    monkeypatch.setattr(gpu_text, "_N_TOKENS", 64)  # 3 batches
+    evaluated, block = [], Transformer.block
+    monkeypatch.setattr(Transformer, "block", lambda m, i, x: evaluated.append(i) or block(m, i, x))
+    path, copy, options = make(tmp_path / "model.gguf", arch), make(tmp_path / "copy.gguf", arch), options_for(text)
+    session = session_on_cpu(options)
+
+    def run(group, session):
+        evaluated.clear()
+        dense = hessians.DenseInputs(group[0].name)
+        found = hessians.Hessians({t.name for t in group}, dense=dense)
+        assert session.gather([gpu_text.Reader(path, dense), gpu_text.Reader(copy, found)]) == 5
+        assert len(found._sums) == len(found._differences) == 1
+        return [next(iter(h.values())) for h in (found._sums, found._differences)]
+
+    with Model(path) as m, contextlib.closing(TensorFile(copy)) as file:
+        groups = layerwise.passes_by_input(path, tensors_to_prune(m), options)
+        run(groups[0], session_on_cpu(options))  # compares the logits with llama.cpp's
+        reached = 0
+        for group in groups:
+            layer = allocation.block_of(group[0].name)
+            found = run(group, session)
+            assert set(evaluated) - {reached} <= {layer} and len(evaluated) == 6 * (layer - reached + 1)
+            reached = layer
+            for limit in (math.inf, 0):
+                monkeypatch.setattr(gpu_text, "free_memory", lambda options, limit=limit: limit)
+                another = session_on_cpu(options)
+                for _ in range(2):
+                    assert all(map(np.array_equal, found, run(group, another)))
+                assert set(another._kept) == ({path, copy} if limit else set())
+                assert len(evaluated) == 6 * (1 if limit else layer + 1)
+            for t in group:
+                bits = t.read_bits()
+                bits[:, ::2] = 0
+                file.write(t, bits)
+                session.renew(copy, t, bits)
+        # a weight behind the block that was reached
+        assert reached > 0 and all(
+            map(np.array_equal, run(groups[0], session), run(groups[0], session_on_cpu(options)))
+        )
+        assert any(map(np.any, run(groups[-1], session)))
 
 
 @needs_torch
 def test_differences_are_those_of_llama_cpp(tmp_path, text, macko):
     """Of the inputs in the dense model and in a pruned one."""
-    import torch
-
     path, options = make(tmp_path / "model.gguf", "llama"), options_for(text)
     pruned, name = tmp_path / "pruned.gguf", "blk.1.ffn_down.weight"
     assert macko("prune", path, pruned, "--sparsity", "0.6").code == 0
@@ -95,10 +152,11 @@ def test_differences_are_those_of_llama_cpp(tmp_path, text, macko):
         dense = hessians.DenseInputs(name)
         found.append(hessians.Hessians({name}, dense=dense))
         if on_cpu:
-            readers = [gpu_text.Reader(path, dense), gpu_text.Reader(pruned, found[0])]
-            assert gpu_text.gather_on(torch.device("cpu"), readers, options, until=name) == 5
+            session = session_on_cpu(options)
+            assert session.gather([gpu_text.Reader(path, dense), gpu_text.Reader(pruned, found[0])]) == 5
         else:
-            layerwise.gather_pairs(path, dense, pruned, found[1], options, until=name)
+            session = gpu_text.Session(options)
+            assert layerwise.gather_pairs(path, dense, pruned, found[1], options, session, until=name) == 5
     got, want = (next(iter(h._differences.values())) for h in found)
     assert np.abs(got - want).max() <= 0.02 * np.abs(want).max()
 
@@ -111,9 +169,10 @@ def test_command_with_targets_prunes_as_with_llama_cpp(tmp_path, text, macko, mo
     path, outputs = make(tmp_path / "model.gguf", "llama"), [tmp_path / "theirs.gguf", tmp_path / "ours.gguf"]
     args = ["--sparsity", "0.5", "--method", "alps", "--asymmetric", "0.5", "-f", text, "--chunks", "5", "-c", "32"]
     assert macko("prune", path, outputs[0], *args).code == 0
-    passes, gather_on = [], gpu_text.gather_on
+    passes, gather = [], gpu_text.Session.gather
     monkeypatch.setattr(gpu_text, "device_for", lambda options: torch.device("cpu"))
-    monkeypatch.setattr(gpu_text, "gather_on", lambda *a, **k: passes.append(gather_on(*a, **k)) or passes[-1])
+    monkeypatch.setattr(gpu_text, "free_memory", lambda options: math.inf)
+    monkeypatch.setattr(gpu_text.Session, "gather", lambda *a: passes.append(gather(*a)) or passes[-1])
     done = macko("prune", path, outputs[1], *args)
     assert done.code == 0, done.err
     with Model(outputs[0]) as theirs, Model(outputs[1]) as ours:
@@ -147,11 +206,9 @@ def test_other_models_are_left_to_llama_cpp(tmp_path, text, arch):
 
 @needs_torch
 def test_losses_are_those_of_llama_cpp(tmp_path, text):
-    import torch
-
     path, options = make(tmp_path / "model.gguf", "llama"), options_for(text)
     with Model(path) as m, AtomicOutput(tmp_path / "copy.gguf", [], force=True) as output:
-        ours = gpu_text.open_losses_on(torch.device("cpu"), m, options, layerwise.N_LOSS_CHUNKS)
+        ours = session_on_cpu(options).losses(path, layerwise.N_LOSS_CHUNKS)
         theirs = layerwise._Losses(m, options, output)
         assert ours.dense == pytest.approx(theirs.dense, rel=1e-4)
         for t in tensors_to_prune(m)[:3]:
@@ -159,5 +216,12 @@ def test_losses_are_those_of_llama_cpp(tmp_path, text):
             bits[::2] = 0
             got, want = (losses.with_weights(t, bits) for losses in (ours, theirs))
             assert got == pytest.approx(want, rel=1e-4) and abs(got - ours.dense) > 1e-3 * got
-        assert ours._measure() == ours.dense  # the weights are back
+        for t in tensors_to_prune(m):
+            bits = t.read_bits()
+            bits[::2] = 0
+            found = ours.with_weights(t, bits)
+            dense = ours._evaluation.renew(t, bits)
+            assert ours._measure(0) == found
+            ours._evaluation.model.weights[t.name] = dense
+        assert ours._measure(0) == ours.dense  # the weights are back
         theirs.close()

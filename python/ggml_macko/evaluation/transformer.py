@@ -229,7 +229,11 @@ class Transformer:
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """(chunks, tokens, n_vocab), float32."""
-        return capped(F.linear(self.hidden(tokens), self.head).float(), self.shape.logit_cap)
+        return self.logits_of(self.hidden(tokens))
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """logits() of hidden()."""
+        return capped(F.linear(hidden, self.head).float(), self.shape.logit_cap)
 
     @property
     def head(self) -> torch.Tensor:
@@ -238,8 +242,11 @@ class Transformer:
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         """The input of the head: (chunks, tokens, n_embd), in the type of the head."""
-        x = self.embed(tokens)
-        for layer in range(self.shape.n_layers):
+        return self.hidden_after(0, self.embed(tokens))
+
+    def hidden_after(self, first: int, x: torch.Tensor) -> torch.Tensor:
+        """hidden() of hidden states before a block."""
+        for layer in range(first, self.shape.n_layers):
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 x = torch.utils.checkpoint.checkpoint(
                     self.block, layer, x, use_reentrant=False, preserve_rng_state=False

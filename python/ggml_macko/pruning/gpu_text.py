@@ -1,8 +1,8 @@
 """Evaluates a calibration text with PyTorch on a GPU, and passes the inputs of matrix products to consumers.
 
-If PyTorch and CuPy find a GPU and transformer.py supports the model, statistics stay on the GPU; otherwise gather()
-does nothing, and llama.cpp evaluates the text. Products are float32, so sums differ from llama.cpp's only because it
-rounds activations to F16. The whole models are in GPU memory, in the types of their files.
+If PyTorch and CuPy find a GPU and transformer.py supports the model, statistics stay on the GPU; otherwise
+Session.gather() does nothing, and llama.cpp evaluates the text. Products are float32, so sums differ from llama.cpp's
+only because it rounds activations to F16. The whole models are in GPU memory, in the types of their files.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from .. import console, errors
 from ..evaluation.activations import Consumer
 from ..evaluation.text_model import Chunks, TextModel, spread
 from ..gguf.files import Model, Tensor
-from ..pruning import array_backend
+from ..pruning import allocation, array_backend
 from ..pruning.masks import Bits
 from ..pruning.options import ParsedOptions
 
@@ -49,43 +51,132 @@ def device_for(options: ParsedOptions) -> torch.device | None:
 
 
 def free_memory(options: ParsedOptions) -> float:
-    """Bytes for sums on the GPU; infinite if sums are in host memory."""
+    """Half of the free bytes on the GPU; infinite without a GPU."""
     if device_for(options) is None:
         return math.inf
     free: int = importlib.import_module("torch").cuda.mem_get_info()[0]
     return free / 2
 
 
-def gather(readers: Sequence[Reader], options: ParsedOptions, *, until: str = "") -> int | None:
-    """Evaluates evenly spread chunks of the options' text with each model, up to the weight `until` and the weights
-    with the same input, whose order may differ in llama.cpp.
+class Session:
+    """Evaluations of the options' text on a GPU, in the passes of one run.
 
-    Returns the number of chunks, or None without a GPU or if transformer.py does not support the first model. Raises
-    MackoError or OSError.
+    The models stay in GPU memory, with the hidden states at the start of the block that a pass begins with, if both
+    take at most half of the free memory; otherwise each pass reads the models and starts with the first block. The
+    results are the same. The caller reports changes of the models to renew().
     """
-    device = device_for(options)
-    return None if device is None else gather_on(device, readers, options, until=until)
+
+    def __init__(self, options: ParsedOptions, device: torch.device | None = None) -> None:
+        """device: of PyTorch; None: that of device_for(), if any."""
+        self._options = options
+        self._device = device_for(options) if device is None else device
+        self._kept: dict[Path, _Evaluation] = {}
+
+    def gather(self, readers: Sequence[Reader]) -> int | None:
+        """Evaluates evenly spread chunks of the text with each model, as far as the consumers need.
+
+        Returns the number of chunks, or None without a GPU or if transformer.py does not support the first model.
+        Raises MackoError or OSError.
+        """
+        evaluations = self._evaluations([reader.path for reader in readers])
+        if evaluations is None:
+            return None
+        batches = evaluations[0].batches
+        for i in console.tracked(range(len(batches)), readers[0].path.name, lambda i: len(batches[i]), "chunks"):
+            for evaluation, reader in zip(evaluations, readers):
+                evaluation.listen(i, reader.consumer)
+        return sum(map(len, batches))
+
+    def losses(self, model: Path, n_chunks: int) -> Losses | None:
+        """Losses on n_chunks evenly spread chunks of the text; None and errors as for gather()."""
+        evaluations = self._evaluations([model])
+        if evaluations is None:
+            return None
+        chunks = spread(np.concatenate(evaluations[0].batches), n_chunks)
+        return Losses(_Evaluation(evaluations[0].model, list(chunks[:, None]), self._device, True))
+
+    def renew(self, path: Path, t: Tensor, bits: Bits) -> None:
+        """Changes the weights of a tensor as in the file of a model."""
+        if path in self._kept:
+            self._kept[path].renew(t, bits)
+
+    def _evaluations(self, paths: Sequence[Path]) -> list[_Evaluation] | None:
+        if self._device is None:
+            return None
+        if not self._kept.keys() >= set(paths):
+            limit = free_memory(self._options)
+            opened = _open(paths, self._options, self._device)
+            if opened is None:
+                self._device = None  # in all passes
+                return None
+            models, sequences = opened
+            step = max(1, _N_TOKENS // self._options.n_ctx)
+            batches = [sequences[i : i + step] for i in range(0, len(sequences), step)]
+            weights = sum(w.nbytes for model in models for w in model.weights.values())
+            fits = weights + len(models) * 4 * sequences.size * models[0].shape.n_embd <= limit
+            evaluations = [_Evaluation(model, batches, self._device, fits) for model in models]
+            if not fits:
+                return evaluations
+            self._kept = dict(zip(paths, evaluations))
+        return [self._kept[path] for path in paths]
 
 
-def gather_on(
-    device: torch.device, readers: Sequence[Reader], options: ParsedOptions, *, until: str = ""
-) -> int | None:
-    """gather() on a PyTorch device."""
-    import torch
+class _Evaluation:
+    """A model and batches of tokens that it evaluates."""
 
-    from ..evaluation.transformer import as_tokens
+    def __init__(self, model: Any, batches: Sequence[Chunks], device: torch.device, keeps_states: bool) -> None:
+        """keeps_states: of each batch, from which an evaluation of the same or later blocks continues."""
+        self.model = model
+        self.batches = batches
+        self._device = device
+        self._keeps_states = keeps_states
+        self._states: dict[int, _State] = {}  # by batch
 
-    opened = _open([reader.path for reader in readers], options, device)
-    if opened is None:
-        return None
-    step = max(1, _N_TOKENS // options.n_ctx)
-    sequences = opened.sequences
-    batches: list[Chunks] = [sequences[i : i + step] for i in range(0, len(sequences), step)]
-    with torch.no_grad():
-        for batch in console.tracked(batches, readers[0].path.name, len, "chunks"):
-            for model, reader in zip(opened.models, readers):
-                model.listen(as_tokens(batch, device), reader.consumer, until)
-    return len(sequences)
+    def tokens(self, i: int) -> torch.Tensor:
+        """Batch i for the model."""
+        from ..evaluation.transformer import as_tokens
+
+        return as_tokens(self.batches[i], self._device)
+
+    def before(self, layer: int, i: int) -> torch.Tensor:
+        """The hidden states of batch i before a block."""
+        start = self._states.get(i)
+        if start is None or start.layer > layer:
+            start = _State(0, self.model.embed(self.tokens(i)))
+        x = start.x
+        for k in range(start.layer, layer):
+            x = self.model.block(k, x)
+        if self._keeps_states and layer > 0:
+            self._states[i] = _State(layer, x)
+        return x
+
+    def listen(self, i: int, consumer: Consumer) -> None:
+        """Passes the inputs of the weights that a consumer wants, while the model evaluates batch i."""
+        import torch
+
+        block_of = {name: allocation.block_of(name) for name in self.model.weights if consumer.wants(name)}
+        layers = {block for block in block_of.values() if block != allocation.AFTER_ALL_BLOCKS}
+        if layers:
+            blocks = range(min(layers), max(layers) + 1)
+            with torch.no_grad():
+                self.model.listen(self.before(blocks[0], i), blocks, consumer, set(block_of))
+
+    def renew(self, t: Tensor, bits: Bits) -> torch.Tensor:
+        """Changes the weights of a tensor. Returns the weights before."""
+        from ..evaluation.transformer import as_values
+
+        before: torch.Tensor = self.model.weights[t.name]
+        self.model.weights[t.name] = as_values(bits, t.type).reshape(before.shape).to(self._device)
+        first = _first_block(t.name)
+        self._states = {i: state for i, state in self._states.items() if state.layer <= first}
+        return before
+
+
+class _State(NamedTuple):
+    """Hidden states before a block."""
+
+    layer: int
+    x: torch.Tensor
 
 
 class _Opened(NamedTuple):
@@ -142,54 +233,43 @@ def _text_for(model: Any, path: Path, options: ParsedOptions, device: torch.devi
     return _known[key]
 
 
-def open_losses(model: Model, options: ParsedOptions, n_chunks: int) -> Losses | None:
-    """Losses on n_chunks evenly spread chunks of the options' text; None as for gather()."""
-    device = device_for(options)
-    return None if device is None else open_losses_on(device, model, options, n_chunks)
-
-
-def open_losses_on(device: torch.device, model: Model, options: ParsedOptions, n_chunks: int) -> Losses | None:
-    """open_losses() on a PyTorch device."""
-    opened = _open([model.path], options, device)
-    return None if opened is None else Losses(opened.models[0], spread(opened.sequences, n_chunks), device)
-
-
 class Losses:
     """The loss of a model on some chunks, also with changed weights in one tensor."""
 
-    def __init__(self, model: Any, chunks: Chunks, device: torch.device) -> None:
-        self._model = model
-        self._chunks = chunks
-        self._device = device
-        self.dense = self._measure()
+    def __init__(self, evaluation: _Evaluation) -> None:
+        self._evaluation = evaluation
+        self.dense = self._measure(0)
 
     def with_weights(self, t: Tensor, bits: Bits) -> float:
-        """The mean negative log-likelihood if the tensor has these weights."""
-        from ..evaluation.transformer import as_values
-
-        before = self._model.weights[t.name]
-        self._model.weights[t.name] = as_values(bits, t.type).reshape(before.shape).to(self._device)
-        found = self._measure()
-        self._model.weights[t.name] = before
+        """The mean negative log-likelihood if the tensor has these weights. Fast for tensors in the order of blocks."""
+        before = self._evaluation.renew(t, bits)
+        found = self._measure(_first_block(t.name))
+        self._evaluation.model.weights[t.name] = before
         return found
 
     def close(self) -> None:
-        self._model = None
+        del self._evaluation
 
-    def _measure(self) -> float:
+    def _measure(self, layer: int) -> float:
+        """layer: the first block with changed weights."""
         import torch
         import torch.nn.functional as F
 
-        from ..evaluation.transformer import as_tokens
-
-        first = self._chunks.shape[1] // 2  # the tokens that llama-perplexity scores
+        model, n = self._evaluation.model, len(self._evaluation.batches)
         total = 0.0
         with torch.no_grad():
-            for chunk in self._chunks:
-                tokens = as_tokens(chunk[None], self._device)
-                logits = self._model.logits(tokens)[0, first:-1]
-                total += float(F.cross_entropy(logits, tokens[0, first + 1 :]).double())
-        return total / len(self._chunks)
+            for i in range(n):
+                tokens = self._evaluation.tokens(i)[0]
+                first = len(tokens) // 2  # of the tokens that llama-perplexity scores
+                logits = model.logits_of(model.hidden_after(layer, self._evaluation.before(layer, i)))[0, first:-1]
+                total += float(F.cross_entropy(logits, tokens[first + 1 :]).double())
+        return total / n
+
+
+def _first_block(name: str) -> int:
+    """The first block whose results depend on a tensor."""
+    block = allocation.block_of(name)
+    return 0 if block == allocation.AFTER_ALL_BLOCKS else block
 
 
 def _listening_class() -> Any:
@@ -203,28 +283,25 @@ def _listening_class() -> Any:
         """Passes the inputs of matrix products to a consumer."""
 
         consumer: Consumer | None = None
-        until = ""
-        last_input: torch.Tensor | None = None  # the input of `until`, when known
+        wanted: set[str]  # weights whose inputs the consumer still gets
 
-        def listen(self, tokens: torch.Tensor, consumer: Consumer, until: str) -> None:
-            self.consumer, self.until = consumer, until
+        def listen(self, x: torch.Tensor, layers: range, consumer: Consumer, wanted: set[str]) -> None:
+            """x: hidden states before the first of these blocks."""
+            self.consumer, self.wanted = consumer, wanted
             with contextlib.suppress(_Done):
-                x = self.embed(tokens)
-                for layer in range(self.shape.n_layers):
+                for layer in layers:
                     x = self.block(layer, x)
-            self.consumer = self.last_input = None
+            self.consumer = None
 
         def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
             weight = self.weights[f"{name}.weight"]
-            if self.consumer is not None:
-                if self.last_input is not None and x is not self.last_input:
+            if self.consumer is not None and f"{name}.weight" in self.wanted:
+                rows = x.float().reshape(-1, x.shape[-1]).contiguous()
+                taken = Weight(f"{name}.weight", rows.shape[1], 1, False)
+                self.consumer.take(taken, 0, array_backend.from_torch(rows))
+                self.wanted.remove(taken.name)
+                if not self.wanted:
                     raise _Done
-                if self.consumer.wants(f"{name}.weight"):
-                    rows = x.float().reshape(-1, x.shape[-1]).contiguous()
-                    taken = Weight(f"{name}.weight", rows.shape[1], 1, False)
-                    self.consumer.take(taken, 0, array_backend.from_torch(rows))
-                if self.until == f"{name}.weight":
-                    self.last_input = x
             return F.linear(x, weight.float()) + self.weights.get(f"{name}.bias", 0)
 
     return Listening

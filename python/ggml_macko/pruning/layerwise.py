@@ -52,9 +52,9 @@ def gather(model: Path, options: ParsedOptions, consumer: Consumer, n_chunks: in
     return len(chunks)
 
 
-def gather_for(model: Path, options: ParsedOptions, consumer: Consumer) -> int:
+def gather_for(model: Path, options: ParsedOptions, consumer: Consumer, session: gpu_text.Session) -> int:
     """gather() with the chunks of the options; on a GPU if gpu_text.py supports it."""
-    on_gpu = gpu_text.gather([gpu_text.Reader(model, consumer)], options)
+    on_gpu = session.gather([gpu_text.Reader(model, consumer)])
     return gather(model, options, consumer, options.n_chunks) if on_gpu is None else on_gpu
 
 
@@ -76,11 +76,13 @@ class _SquareSumsOf(SquareSums):
             self.add(weight, index, array_backend.to_host((x.astype(np.float64) ** 2).sum(axis=0)), len(x))
 
 
-def statistics_of_text(model: Path, tensors: Sequence[Tensor], options: ParsedOptions) -> imatrix.Imatrix:
+def statistics_of_text(
+    model: Path, tensors: Sequence[Tensor], options: ParsedOptions, session: gpu_text.Session
+) -> imatrix.Imatrix:
     """The statistics of `calibrate` for the inputs of these tensors, on the text of the options."""
     assert options.text is not None
     sums = _SquareSumsOf({t.name for t in tensors})
-    n_chunks = gather_for(model, options, sums)
+    n_chunks = gather_for(model, options, sums, session)
     return imatrix.Imatrix(
         path=Path(options.text),
         entries=sums.entries(),
@@ -101,15 +103,14 @@ def loss_curves(
     """
     out: dict[str, list[float]] = {}
     todo = passes(tensors, dataclasses.replace(options, sequential=False))
+    session = gpu_text.Session(options)
     with (
-        contextlib.closing(
-            gpu_text.open_losses(model, options, N_LOSS_CHUNKS) or _Losses(model, options, output)
-        ) as of,
+        contextlib.closing(session.losses(model.path, N_LOSS_CHUNKS) or _Losses(model, options, output)) as of,
         console.progress("measuring losses", sum(t.n_elements for t in tensors), "weights") as advance,
     ):
         for group in todo:
             found = hessians_for(group, options)
-            gather_for(model.path, options, found)
+            gather_for(model.path, options, found, session)
             for t in group:
                 by_sparsity = dict(zip(grid, methods.refitted(t, found, options.damping, grid)))
                 at_mean = by_sparsity[options.sparsity]
@@ -232,14 +233,16 @@ def prune_in_passes(
     depends = options.sequential or by_input  # statistics come from the copy
     if todo and depends:
         copy.tensors.restore(todo[0])
+    session = gpu_text.Session(options)
     with console.progress("pruning", n_weights, "weights", done) as advance:
         for i, group in enumerate(todo):
             console.detail(f"pass {i + 1}/{len(todo)} over {options.text}: {group[0].name} ... {group[-1].name}")
-            pruner, n_chunks = _statistics_and_pruner(model, group, quotas, options, copy, pool)
+            pruner, n_chunks = _statistics_and_pruner(model, group, quotas, options, copy, session, pool)
             for t in group:
                 bits = methods.read_finite(t)
                 pruner(bits, t)
                 copy.tensors.write(t, bits)
+                session.renew(copy.path, t, bits)
                 if not depends:
                     copy.count(1, n_chunks)
                 advance(t.n_elements)
@@ -264,22 +267,23 @@ def _statistics_and_pruner(
     quotas: Quotas,
     options: ParsedOptions,
     copy: WorkingCopy,
+    session: gpu_text.Session,
     pool: ThreadPoolExecutor,
 ) -> tuple[methods.Pruner, int]:
     """Runs the pass over the text for a group of tensors. Returns their pruner and the number of chunks."""
     source = copy.path if options.sequential else model.path
     if not options.needs_hessians:
-        statistics = statistics_of_text(source, group, options)
+        statistics = statistics_of_text(source, group, options, session)
         for t in group:
             warn_of_unused(t, statistics.of(t).n_unused)
         return methods.by_scores(methods.Scorer(statistics), options, quotas, pool), statistics.chunk_count
     if options.asymmetric is None:
         found = hessians_for(group, options)
-        n_chunks = gather_for(source, options, found)
+        n_chunks = gather_for(source, options, found, session)
     else:
         dense = hessians.DenseInputs(group[0].name)
         found = hessians_for(group, options, dense)
-        n_chunks = gather_pairs(model.path, dense, copy.path, found, options, until=group[-1].name)
+        n_chunks = gather_pairs(model.path, dense, copy.path, found, options, session, until=group[-1].name)
     for t in group:
         warn_of_unused(t, found.n_unused(t.name, allocation.n_matrices(t)))
     return methods.by_hessians(found, options, quotas, pool), n_chunks
@@ -293,15 +297,22 @@ def warn_of_unused(t: Tensor, n_unused: int) -> None:
 
 
 def gather_pairs(
-    model: Path, dense: Consumer, copy: Path, pruned: Consumer, options: ParsedOptions, *, until: str
+    model: Path,
+    dense: Consumer,
+    copy: Path,
+    pruned: Consumer,
+    options: ParsedOptions,
+    session: gpu_text.Session,
+    *,
+    until: str,
 ) -> int:
-    """Evaluates each chunk of the text with the dense and then the pruned model, up to the weight `until`.
+    """Evaluates each chunk of the text with the dense and then the pruned model, up to the weight `until`, the last
+    that the consumers want.
 
     Returns the number of chunks.
     """
     assert options.text is not None
-    readers = [gpu_text.Reader(model, dense), gpu_text.Reader(copy, pruned)]
-    on_gpu = gpu_text.gather(readers, options, until=until)
+    on_gpu = session.gather([gpu_text.Reader(model, dense), gpu_text.Reader(copy, pruned)])
     if on_gpu is not None:
         return on_gpu
     settings: dict[str, Any] = {"n_batch": options.n_ctx, "n_threads": options.n_threads}

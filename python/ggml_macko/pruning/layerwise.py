@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -104,6 +105,7 @@ def loss_curves(
     out: dict[str, list[float]] = {}
     todo = passes(tensors, dataclasses.replace(options, sequential=False))
     session = gpu_text.Session(options)
+    begin = time.monotonic()
     with (
         contextlib.closing(session.losses(model.path, N_LOSS_CHUNKS) or _Losses(model, options, output)) as of,
         console.progress("measuring losses", sum(t.n_elements for t in tensors), "weights") as advance,
@@ -118,6 +120,7 @@ def loss_curves(
                 out[t.name] = [rise * r.error / at_mean.error if at_mean.error else 0.0 for r in by_sparsity.values()]
                 console.detail(f"{t.name:36s} - loss +{rise:.5f}, relative output error {at_mean.error:.5f}")
                 advance(t.n_elements)
+    console.detail(f"measured losses in {time.monotonic() - begin:.1f} s")
     return out
 
 
@@ -234,10 +237,14 @@ def prune_in_passes(
     if todo and depends:
         copy.tensors.restore(todo[0])
     session = gpu_text.Session(options)
+    begin = time.monotonic()
+    seconds_of_text = 0.0
     with console.progress("pruning", n_weights, "weights", done) as advance:
         for i, group in enumerate(todo):
             console.detail(f"pass {i + 1}/{len(todo)} over {options.text}: {group[0].name} ... {group[-1].name}")
+            begin_of_pass = time.monotonic()
             pruner, n_chunks = _statistics_and_pruner(model, group, quotas, options, copy, session, pool)
+            seconds_of_text += time.monotonic() - begin_of_pass
             for t in group:
                 bits = methods.read_finite(t)
                 pruner(bits, t)
@@ -248,6 +255,7 @@ def prune_in_passes(
                 advance(t.n_elements)
             if depends:
                 copy.count(len(group), n_chunks)
+    console.detail(f"pruned in {time.monotonic() - begin:.1f} s, {seconds_of_text:.1f} s of them for the text")
     return copy.n_chunks
 
 

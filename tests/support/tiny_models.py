@@ -91,13 +91,10 @@ class _Tensors:
         w[self.rng.random(w.shape) < 0.7] = 0
         self.f.tensors.append(Tensor(name.encode(), list(ne), 1, w.tobytes()))
 
-    def vector(self, name: str, n: int, bias: bool = False) -> None:
-        v = self.rng.normal(0 if bias else 1, 0.1, n).astype(np.float32)
-        self.f.tensors.append(Tensor(name.encode(), [n], 0, v.tobytes()))
-
-    def expert_biases(self, name: str, n: int) -> None:
-        v = self.rng.normal(0, 0.1, (N_EXPERT, n)).astype(np.float32)
-        self.f.tensors.append(Tensor(name.encode(), [n, N_EXPERT], 0, v.tobytes()))
+    def vector(self, name: str, *ne: int, bias: bool = False) -> None:
+        """Several vectors, if ne has a number of them."""
+        v = self.rng.normal(0 if bias else 1, 0.1, ne[::-1]).astype(np.float32)
+        self.f.tensors.append(Tensor(name.encode(), list(ne), 0, v.tobytes()))
 
 
 def _attention(t: _Tensors, arch: str, blk: str) -> None:
@@ -144,9 +141,9 @@ def _feed_forward(t: _Tensors, arch: str, moe: bool, blk: str) -> None:
         t.matrix(blk + "ffn_down_exps.weight", N_FF, N_EMBD, N_EXPERT)
         if arch == "gpt-oss":
             t.vector(blk + "ffn_gate_inp.bias", N_EXPERT, bias=True)
-            t.expert_biases(blk + "ffn_gate_exps.bias", N_FF)
-            t.expert_biases(blk + "ffn_up_exps.bias", N_FF)
-            t.expert_biases(blk + "ffn_down_exps.bias", N_EMBD)
+            t.vector(blk + "ffn_gate_exps.bias", N_FF, N_EXPERT, bias=True)
+            t.vector(blk + "ffn_up_exps.bias", N_FF, N_EXPERT, bias=True)
+            t.vector(blk + "ffn_down_exps.bias", N_EMBD, N_EXPERT, bias=True)
     elif arch == "phi3":
         t.matrix(blk + "ffn_up.weight", N_EMBD, 2 * N_FF)
         t.matrix(blk + "ffn_down.weight", N_FF, N_EMBD)
@@ -174,4 +171,41 @@ def make(name: str, seed: int = 1) -> GGUF:
         _attention(t, arch, blk)
         _norms_around_feed_forward(t, arch, blk)
         _feed_forward(t, arch, moe, blk)
+    return f
+
+
+def make_image_encoder(side: int, n_embd: int, seed: int = 1) -> GGUF:
+    """An image encoder with Gemma 3's projector, for images of side * side pixels and a text model of width n_embd."""
+    patch = 4
+    f = GGUF()
+    f.set("general.architecture", STRING, b"clip")
+    f.set("clip.has_vision_encoder", BOOL, 1)
+    f.set("clip.projector_type", STRING, b"gemma3")
+    numbers = {
+        "image_size": side,
+        "patch_size": patch,
+        "embedding_length": N_EMBD,
+        "feed_forward_length": N_FF,
+        "block_count": N_LAYER,
+        "attention.head_count": N_HEAD,
+        "projection_dim": n_embd,
+    }
+    for key, value in numbers.items():
+        f.set(f"clip.vision.{key}", U32, value)
+    f.set("clip.vision.attention.layer_norm_epsilon", F32, 1e-6)
+    f.set("clip.vision.image_mean", ARRAY, [0.5] * 3, F32)
+    f.set("clip.vision.image_std", ARRAY, [0.5] * 3, F32)
+    t = _Tensors(f, seed)
+    t.matrix("v.patch_embd.weight", patch, patch, 3, N_EMBD)
+    t.vector("v.position_embd.weight", N_EMBD, (side // patch) ** 2, bias=True)
+    for i in range(N_LAYER):
+        blk = f"v.blk.{i}."
+        t.vector(blk + "ln1.weight", N_EMBD)
+        for x in ("q", "k", "v", "out"):
+            t.matrix(blk + f"attn_{x}.weight", N_EMBD, N_EMBD)
+        t.vector(blk + "ln2.weight", N_EMBD)
+        t.matrix(blk + "ffn_up.weight", N_EMBD, N_FF)
+        t.matrix(blk + "ffn_down.weight", N_FF, N_EMBD)
+    t.vector("mm.soft_emb_norm.weight", N_EMBD)
+    t.matrix("mm.input_projection.weight", n_embd, N_EMBD)
     return f

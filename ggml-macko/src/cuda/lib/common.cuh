@@ -37,6 +37,8 @@ namespace macko::cuda {
         }                                          \
     } while (0)
 
+constexpr int MAX_GRID_YZ = 65535; // blocks of a grid in its second and third dimension
+
 // Returns f(std::integral_constant<int, N>()) for the N that n equals; `otherwise` if it equals none.
 template <int... N, typename R, typename F> R with_constant(int64_t n, R otherwise, F && f) {
     (void)((n == N && (otherwise = f(std::integral_constant<int, N>()), true)) || ...);

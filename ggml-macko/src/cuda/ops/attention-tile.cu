@@ -616,7 +616,7 @@ bool attention_tile_supported(const attention_params & p) {
     const bool type_ok = p.k.type == TYPE_F16 || type_block_size(p.k.type) > 1;
     // the mask is read in pairs of positions
     const bool mask_ok =
-        !p.mask || (p.k.ne[1] % 2 == 0 && is_aligned(*p.mask, 4) && p.mask->ne[2] * p.mask->ne[3] <= 65535);
+        !p.mask || (p.k.ne[1] % 2 == 0 && is_aligned(*p.mask, 4) && p.mask->ne[2] * p.mask->ne[3] <= MAX_GRID_YZ);
     return fills_tiles(p) && type_ok && p.k.type == p.v.type && p.k.ne[0] == p.v.ne[0] && mask_ok &&
            tile_tokens(p.k.ne[0]) != 0;
 }

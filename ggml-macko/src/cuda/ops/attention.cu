@@ -126,7 +126,7 @@ bool op_attention_supported(const attention_params & p) {
     if ((p.mask && !is_mask(*p.mask)) || (p.sinks && !is_sinks(*p.sinks))) {
         return false;
     }
-    return q.ne[1] * q.ne[3] <= 65535 && q.ne[2] <= 65535 && k.ne[1] <= (1 << 28);
+    return q.ne[1] * q.ne[3] <= MAX_GRID_YZ && q.ne[2] <= MAX_GRID_YZ && k.ne[1] <= (1 << 28);
 }
 
 size_t op_attention_scratch_nbytes(const attention_params & p) {

@@ -195,8 +195,6 @@ __global__ void __launch_bounds__(THREADS) pool_kernel(pool_params p, op_tensor 
     }
 }
 
-constexpr int64_t MAX_GRID_YZ = 65535;
-
 } // namespace
 
 bool op_indexer_scores_supported(const op_tensor & q, const op_tensor & k, const op_tensor & weights,

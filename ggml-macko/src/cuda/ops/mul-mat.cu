@@ -695,7 +695,7 @@ bool op_mul_mat_supported(const op_tensor & w, const op_tensor & x, const op_ten
     if (type_block_size(w.type) > 1 && !aligned) {
         return false;
     }
-    return x.ne[2] * x.ne[3] <= 65535 && (x.ne[1] + VEC_MAX_COLS - 1) / VEC_MAX_COLS <= 65535;
+    return x.ne[2] * x.ne[3] <= MAX_GRID_YZ && (x.ne[1] + VEC_MAX_COLS - 1) / VEC_MAX_COLS <= MAX_GRID_YZ;
 }
 
 bool op_mul_mat_has_units(const op_context & ctx, tensor_type type) { return type == TYPE_F16 || ctx.cc >= 80; }
@@ -773,7 +773,7 @@ cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_ten
 bool op_mul_mat_id_supported(const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst) {
     const bool x_ok   = w.ne[3] == 1 && x.ne[3] == 1 && x.ne[1] > 0 && ids.ne[0] % x.ne[1] == 0;
     const bool ids_ok = ids.type == TYPE_I32 && ids.ne[1] == x.ne[2] && ids.ne[2] == 1 && ids.ne[3] == 1;
-    const bool fits   = ids.ne[0] * ids.ne[1] <= (1 << 24) && w.ne[2] <= 65535;
+    const bool fits   = ids.ne[0] * ids.ne[1] <= (1 << 24) && w.ne[2] <= MAX_GRID_YZ;
     const bool dst_ok = dst.type == TYPE_F32 && is_contiguous_rows(dst);
     if (!is_shape(w, x) || !x_ok || !ids_ok || !fits || !dst_ok) {
         return false;
@@ -846,8 +846,8 @@ cudaError_t op_mul_mat_id(const op_context & ctx, const op_tensor & w, const op_
             }
         }
         p.n = 1;
-        for (int first = 0; first < n_tokens; first += 65535 / p.n_used) { // batches are the grid's third dimension
-            const int    some = std::min(n_tokens - first, 65535 / p.n_used);
+        for (int first = 0; first < n_tokens; first += MAX_GRID_YZ / p.n_used) { // the grid's z
+            const int    some = std::min(n_tokens - first, MAX_GRID_YZ / p.n_used);
             mul_mat_args part = p;
             part.ids += first * p.ids_nb1;
             part.x += first * p.x_nb2;

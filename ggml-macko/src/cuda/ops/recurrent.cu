@@ -365,8 +365,6 @@ snapshots snapshots_of(const op_tensor & dst, int64_t outputs, int64_t states) {
              n_slots(dst, outputs, states) };
 }
 
-constexpr int64_t MAX_GRID_YZ = 65535;
-
 constexpr int MIN_SCAN = 1, MIN_MATRIX = ROWS_PER_BLOCK / LANES; // elements of a lane
 constexpr int MAX_RWKV = 16;                                     // more would not fit the registers
 

@@ -64,10 +64,8 @@ template <typename W> static int64_t tiles_from(const W & w, const cuda_sparse_m
     return INT64_MAX;
 }
 
-constexpr int64_t MAX_GRID_Y = 65535; // experts of a launch
-
 static cudaError_t mul_mat(const fragments_layout & w, const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
-    const int64_t most = a.expert_ids ? MAX_GRID_Y : a.n;
+    const int64_t most = a.expert_ids ? MAX_GRID_YZ : a.n;
     for (int64_t j = 0; j < a.n; j += most) {
         CUDA_TRY(multiply_all(w, a.columns(j, std::min(most, a.n - j)), stream));
     }
@@ -78,8 +76,8 @@ static cudaError_t mul_mat(const fragments_layout & w, const cuda_sparse_mul_mat
 template <typename W>
 static cudaError_t mul_mat(const W & w, const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
     if (a.expert_ids) {
-        for (int64_t j = 0; j < a.n; j += MAX_GRID_Y) {
-            CUDA_TRY(multiply(w, a.columns(j, std::min(MAX_GRID_Y, a.n - j)), 1, stream));
+        for (int64_t j = 0; j < a.n; j += MAX_GRID_YZ) {
+            CUDA_TRY(multiply(w, a.columns(j, std::min<int64_t>(MAX_GRID_YZ, a.n - j)), 1, stream));
         }
         return cudaSuccess;
     }

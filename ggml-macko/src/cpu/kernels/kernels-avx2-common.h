@@ -11,7 +11,9 @@ namespace {
 struct avx2 {
     using vec = __m256;
 
-    static constexpr int width = 8;
+    static constexpr int                width     = 8;
+    static constexpr bool               has_basis = false;
+    static constexpr const kernel_set * basis     = nullptr;
 
     static vec   zero() { return _mm256_setzero_ps(); }
     static vec   set1(float a) { return _mm256_set1_ps(a); }

@@ -35,7 +35,9 @@ template <int BITS> constexpr code_shuffles<BITS> make_code_shuffles() {
 template <int BITS> constexpr code_shuffles<BITS> shuffles_of = make_code_shuffles<BITS>();
 
 struct simd : avx512, bundles_avx2 {
-    static constexpr bool has_bundles = true;
+    static constexpr bool               has_bundles = true;
+    static constexpr bool               has_basis   = true;
+    static constexpr const kernel_set * basis       = &kernels_avx512;
     template <int TYPE>
     static constexpr int  step            = TYPE == GGML_MACKO_TYPE_F32     ? 16
                                             : TYPE == GGML_MACKO_TYPE_CODED ? 64

@@ -6,6 +6,11 @@
 #pragma GCC diagnostic ignored "-Wsign-conversion" // int template arguments as array bounds
 
 #define INLINE inline __attribute__((always_inline))
+#if defined(__clang__)
+#define NOINLINE __attribute__((noinline))
+#else
+#define NOINLINE __attribute__((noinline, noclone)) // one copy for all callers
+#endif
 
 namespace macko::cpu {
 namespace {
@@ -30,15 +35,14 @@ INLINE void transpose(vec (&v)[W]) {
     }
 }
 
-// acc is [row][NV * W], y is [token][row]
-template <int NV>
-void store_block(const mul_mat_params & p, const float * acc, int64_t row, int64_t n_rows, int64_t token,
-                 int64_t n_tokens) {
+// acc is [row][vecs * W], y is [token][row]
+NOINLINE void store_block(const mul_mat_params & p, const float * acc, int64_t vecs, int64_t row, int64_t n_rows,
+                          int64_t token, int64_t n_tokens) {
     for (int64_t r = 0; r < n_rows; r += W) {
-        for (int g = 0; g < NV; g++) {
+        for (int64_t g = 0; g < vecs; g++) {
             vec v[W];
             for (int i = 0; i < W; i++) {
-                v[i] = simd::load(acc + ((r + i) * NV + g) * W); // rows from n_rows on are not stored
+                v[i] = simd::load(acc + ((r + i) * vecs + g) * W); // rows from n_rows on are not stored
             }
             transpose(v);
             for (int i = 0; i < W && g * W + i < n_tokens; i++) {

@@ -103,39 +103,11 @@ template <int TYPE, typename S> struct bundle_panels {
 
     bundle_panels(const bundles_layout & matrix, const mul_mat_params & params) : w(matrix), p(params) {}
 
-    // steps of multiply(), for a tile of NV vectors that begins at token t of these tiles
-    struct clear {
-        template <int NV> static void run(bundle_panels & g, int64_t t, int64_t) {
-            for (int64_t i = 0; i < BUNDLE_ROWS * NV * W; i += W) {
-                simd::store(g.acc[t / TILE] + i, simd::zero());
-            }
-        }
-    };
-    struct use_lists {
-        template <int NV> static void run(bundle_panels & g, int64_t t, int64_t) {
-            const float * x = static_cast<const float *>(g.p.scratch) + (g.token + t) * words_of(g.w.cols) * 64;
-            for (int64_t r = g.begin; r < g.end; r++) {
-                accumulate<NV>(x, g.lists[r], g.n_used[r], g.acc[t / TILE] + r * NV * W);
-            }
-        }
-    };
-    struct store {
-        template <int NV> static void run(bundle_panels & g, int64_t t, int64_t n) {
-            store_block<NV>(g.p, g.acc[t / TILE] + g.begin * NV * W, g.group * BUNDLE_ROWS + g.begin, g.end - g.begin,
-                            g.token + t, n);
-        }
-    };
-    template <typename STEP, int NV> void run(int64_t vecs, int64_t t, int64_t n) {
-        if (vecs == NV) {
-            STEP::template run<NV>(*this, t, n);
-        } else if constexpr (NV > 1) {
-            run<STEP, NV - 1>(vecs, t, n);
-        }
-    }
-    template <typename STEP> void for_each_tile() {
+    // Calls f(sums of a tile, its vectors, its first token, its tokens) for each tile of these tokens.
+    template <typename F> INLINE void for_each_tile(const F & f) {
         for (int64_t t = 0; t < n_tokens; t += TILE) {
             const int64_t n = smaller(TILE, n_tokens - t);
-            run<STEP, TILE_VECS>((n + W - 1) / W, t, n);
+            f(acc[t / TILE], static_cast<int>((n + W - 1) / W), token + t, n);
         }
     }
 
@@ -143,7 +115,9 @@ template <int TYPE, typename S> struct bundle_panels {
         const uint8_t * at       = w.bundles + w.group_off[group];
         const uint8_t * at_end   = w.bundles + w.group_off[group + 1];
         const int       multiple = sets_of(((n_tokens - 1) % TILE + W) / W); // of the last tile: the largest
-        for_each_tile<clear>();
+        for_each_tile([&](float * sums, int vecs, int64_t, int64_t) {
+            __builtin_memset(sums, 0, static_cast<size_t>(BUNDLE_ROWS * vecs * W) * sizeof(float));
+        });
         for (row_list & list : lists) {
             list.n = 0;
         }
@@ -160,7 +134,13 @@ template <int TYPE, typename S> struct bundle_panels {
             for (int64_t r = 0; r < BUNDLE_ROWS; r++) {
                 n_used[r] = usable(lists[r], last, multiple);
             }
-            for_each_tile<use_lists>();
+            for_each_tile([&](float * sums, int vecs, int64_t first, int64_t) {
+                const accumulate_fn add = accumulate_of(vecs);
+                const float *       x   = static_cast<const float *>(p.scratch) + first * words_of(w.cols) * 64;
+                for (int64_t r = begin; r < end; r++) {
+                    add(x, lists[r].col, lists[r].weight, n_used[r], sums + r * vecs * W);
+                }
+            });
             if (last) {
                 break;
             }
@@ -168,7 +148,9 @@ template <int TYPE, typename S> struct bundle_panels {
                 drop(lists[r], n_used[r]);
             }
         }
-        for_each_tile<store>();
+        for_each_tile([&](const float * sums, int vecs, int64_t first, int64_t n) {
+            store_block(p, sums + begin * vecs * W, vecs, group * BUNDLE_ROWS + begin, end - begin, first, n);
+        });
     }
 };
 

@@ -119,8 +119,13 @@ void add_columns_type(const layout_base & w, const mul_mat_params & p, int64_t c
 }
 
 void add_columns(const layout_base & w, const mul_mat_params & p, int64_t col_begin, int64_t col_end, float * sums) {
-    with_dense_type(p.columns.dense_type,
-                    [&](auto type) { add_columns_type<type.value>(w, p, col_begin, col_end, sums); });
+    with_dense_type(p.columns.dense_type, [&](auto type) {
+        if constexpr (is_of_basis<type.value>) {
+            simd::basis->add_columns(w, p, col_begin, col_end, sums);
+        } else {
+            add_columns_type<type.value>(w, p, col_begin, col_end, sums);
+        }
+    });
 }
 
 } // namespace

@@ -13,11 +13,12 @@ constexpr int MAX_CHUNK = 512;             // columns of a chunk
 // floats of a panel that stay in L1 (32 KiB): the fastest of 16 to 256 KiB at density 1/2
 constexpr int CHUNK_SIZE = 8192;
 constexpr int BLOCK_SIZE = 32768; // floats of accumulators that stay in L2, on the stack (128 KiB)
-// mask words of a chunk, and rows of a block, for a tile of NV vectors of tokens
-template <int NV>
-constexpr int CHUNK_WORDS = (CHUNK_SIZE / (NV * W) > MAX_CHUNK ? MAX_CHUNK : CHUNK_SIZE / (NV * W)) / 64;
-template <int NV> constexpr int BLOCK_ROWS = BLOCK_SIZE / (NV * W) / W * W;
-static_assert(CHUNK_WORDS<TILE_VECS> > 0, "a chunk has whole mask words");
+// mask words of a chunk, and rows of a block, for a tile with some vectors of tokens
+INLINE constexpr int chunk_words(int vecs) {
+    return (CHUNK_SIZE / (vecs * W) > MAX_CHUNK ? MAX_CHUNK : CHUNK_SIZE / (vecs * W)) / 64;
+}
+INLINE constexpr int block_rows(int vecs) { return BLOCK_SIZE / (vecs * W) / W * W; }
+static_assert(chunk_words(TILE_VECS) > 0, "a chunk has whole mask words");
 
 constexpr int PREFETCH = 4096; // bytes ahead in the values; with 512, AVX2 was half as fast at density 1/2
 
@@ -42,6 +43,9 @@ template <typename F> INLINE void with_dense_type(int32_t type, F && f) {
 // whether a simd has expand_coded(), load_coded() and store_coded_x()
 template <typename S, typename = void> constexpr bool coded_kernels                                = false;
 template <typename S> constexpr bool coded_kernels<S, decltype(static_cast<void>(&S::load_coded))> = true;
+
+// whether the kernels of a dense type, other than `rows16`, are those of the set simd::basis
+template <int TYPE> constexpr bool is_of_basis = simd::has_basis && TYPE == GGML_MACKO_TYPE_F32;
 
 // Bits s * STEP ... (s + 1) * STEP - 1 of a mask word.
 template <int STEP> INLINE uint32_t mask_bits(uint64_t bits, int s) {

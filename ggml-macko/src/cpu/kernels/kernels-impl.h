@@ -60,11 +60,6 @@ namespace {
 template <int TYPE>
 void prepare_type(const layout_base & w, const mul_mat_params & p, x_layout layout, int64_t col_begin,
                   int64_t col_end) {
-    if constexpr (simd::has_bundles && is_16_bits<TYPE>) {
-        if (layout == x_layout::planes) {
-            return prepare_bundles<TYPE, simd>(w, p, col_begin, col_end);
-        }
-    }
     if constexpr (simd::has_rows16 && is_16_bits<TYPE>) {
         if (layout == x_layout::rows16) {
             return prepare_rows16<TYPE, simd>(w, p, col_begin, col_end);
@@ -73,6 +68,13 @@ void prepare_type(const layout_base & w, const mul_mat_params & p, x_layout layo
     if constexpr (coded_kernels<simd>) {
         if (layout == x_layout::coded) {
             return prepare_coded<TYPE, simd>(w, p, col_begin, col_end);
+        }
+    }
+    if constexpr (simd::has_basis) {
+        return simd::basis->prepare(w, p, layout, col_begin, col_end);
+    } else if constexpr (simd::has_bundles && is_16_bits<TYPE>) {
+        if (layout == x_layout::planes) {
+            return prepare_bundles<TYPE, simd>(w, p, col_begin, col_end);
         }
     }
     if (layout == x_layout::panels) {
@@ -89,6 +91,11 @@ void prepare(const layout_base & w, const mul_mat_params & p, x_layout layout, i
 template <int TYPE>
 void multiply_type(const layout_of<TYPE> & w, const mul_mat_params & p, x_layout layout, int64_t row_begin,
                    int64_t row_end) {
+    if constexpr (simd::has_basis && !is_coded<TYPE>) {
+        if (layout == x_layout::panels || is_of_basis<TYPE>) {
+            return simd::basis->multiply.bitmap(w, p, layout, row_begin, row_end);
+        }
+    }
     if constexpr (simd::has_rows16 && is_16_bits<TYPE>) {
         if (layout == x_layout::rows16) {
             return multiply_rows16<TYPE, simd>(w, p, row_begin, row_end);
@@ -109,12 +116,16 @@ void multiply_bitmap(const bitmap_layout & w, const mul_mat_params & p, x_layout
 template <typename S>
 void multiply_in_bundles(const bundles_layout & w, const mul_mat_params & p, x_layout layout, int64_t row_begin,
                          int64_t row_end) {
-    with_dense_type(w.dense_type, [&](auto type) {
-        if constexpr (is_16_bits<type.value>) {
-            layout == x_layout::planes ? multiply_bundles<type.value, S>(w, p, row_begin, row_end)
-                                       : multiply_bundle_panels<type.value, S>(w, p, row_begin, row_end);
-        }
-    });
+    if constexpr (S::has_basis) {
+        S::basis->multiply.bundles(w, p, layout, row_begin, row_end);
+    } else {
+        with_dense_type(w.dense_type, [&](auto type) {
+            if constexpr (is_16_bits<type.value>) {
+                layout == x_layout::planes ? multiply_bundles<type.value, S>(w, p, row_begin, row_end)
+                                           : multiply_bundle_panels<type.value, S>(w, p, row_begin, row_end);
+            }
+        });
+    }
 }
 
 // The functions of this set; those of layouts without kernels are null.

@@ -36,7 +36,7 @@ INLINE int add_outliers(const coded_bitmap_layout & w, int64_t row, int64_t begi
 }
 
 // Fills the list with the non-zeros of n_words mask words of a row, from `word` on, and adds zeros up to a multiple of
-// `multiple` (at most W). Returns the length with the zeros.
+// `multiple` (a power of two, at most W). Returns the length with the zeros.
 template <int TYPE>
 INLINE int decode_chunk(const layout_of<TYPE> & w, int64_t row, int64_t first_word, int n_words, int multiple,
                         reader<TYPE> & values, nonzero_list & list) {
@@ -54,19 +54,20 @@ INLINE int decode_chunk(const layout_of<TYPE> & w, int64_t row, int64_t first_wo
     if constexpr (is_coded<TYPE>) {
         n = add_outliers(w, row, first_word * 64, (first_word + n_words) * 64, values, list, n);
     }
-    for (; n % multiple; n++) {
+    for (; n & (multiple - 1); n++) {
         list.col[n]    = 0;
         list.weight[n] = 0;
     }
     return n;
 }
 
-// acc[NV] += sum of weight * x[col][NV] over the n elements of the list. SETS elements at a time have accumulators of
+// acc[NV] += sum of weight * x[col][NV] over the n elements of a list. SETS elements at a time have accumulators of
 // their own, which hides the latency of an FMA.
 INLINE constexpr int            sets_of(int64_t vecs) { return vecs >= 8 ? 1 : vecs >= 4 ? 2 : vecs >= 2 ? 4 : 8; }
 template <int NV> constexpr int SETS = sets_of(NV);
 
-template <int NV, typename LIST> INLINE void accumulate(const float * x, const LIST & list, int n, float * acc) {
+template <int NV>
+NOINLINE void accumulate(const float * x, const uint32_t * col, const float * weight, int n, float * acc) {
     vec sum[SETS<NV>][NV];
 #pragma GCC unroll 8
     for (int s = 0; s < SETS<NV>; s++) {
@@ -78,8 +79,8 @@ template <int NV, typename LIST> INLINE void accumulate(const float * x, const L
     for (int i = 0; i < n; i += SETS<NV>) {
 #pragma GCC unroll 8
         for (int s = 0; s < SETS<NV>; s++) {
-            const vec     w  = simd::set1(list.weight[i + s]);
-            const float * xc = x + static_cast<int64_t>(list.col[i + s]) * (NV * W);
+            const vec     w  = simd::set1(weight[i + s]);
+            const float * xc = x + static_cast<int64_t>(col[i + s]) * (NV * W);
             // one address for all loads: gcc may otherwise keep NV addresses, some in memory (AVX2: 20 % slower)
             __asm__("" : "+r"(xc));
 #pragma GCC unroll 8
@@ -98,33 +99,44 @@ template <int NV, typename LIST> INLINE void accumulate(const float * x, const L
     }
 }
 
+using accumulate_fn = void (*)(const float * x, const uint32_t * col, const float * weight, int n, float * acc);
+
+// accumulate() with NV = vecs
+template <int NV = TILE_VECS> INLINE accumulate_fn accumulate_of(int vecs) {
+    if constexpr (NV > 1) {
+        return vecs == NV ? accumulate<NV> : accumulate_of<NV - 1>(vecs);
+    } else {
+        return accumulate<1>;
+    }
+}
+
 template <int TYPE, int NV>
 void multiply_tile(const layout_of<TYPE> & w, const mul_mat_params & p, int64_t row_begin, int64_t row_end,
                    int64_t token, int64_t n_tokens) {
-    constexpr int     STRIDE = NV * W;
-    const int64_t     words  = words_of(w.cols);
-    const float *     x      = static_cast<const float *>(p.scratch) + token * words * 64;
-    alignas(64) float acc[BLOCK_ROWS<NV> * STRIDE];
-    reader<TYPE>      values[BLOCK_ROWS<NV>];
+    constexpr int64_t STRIDE = NV * W, ROWS = block_rows(NV), CHUNK_WORDS = chunk_words(NV);
+    const int64_t     words = words_of(w.cols);
+    const float *     x     = static_cast<const float *>(p.scratch) + token * words * 64;
+    alignas(64) float acc[ROWS * STRIDE];
+    reader<TYPE>      values[ROWS];
     nonzero_list      list;
 
-    for (int64_t row = row_begin; row < row_end; row += BLOCK_ROWS<NV>) {
-        const int64_t n_rows = smaller(BLOCK_ROWS<NV>, row_end - row);
-        for (int64_t i = 0; i < BLOCK_ROWS<NV> * STRIDE; i += W) {
+    for (int64_t row = row_begin; row < row_end; row += ROWS) {
+        const int64_t n_rows = smaller(ROWS, row_end - row);
+        for (int64_t i = 0; i < ROWS * STRIDE; i += W) {
             simd::store(acc + i, simd::zero());
         }
         for (int64_t r = 0; r < n_rows; r++) {
             values[r].start(w, row + r);
         }
-        for (int64_t word = 0; word < words; word += CHUNK_WORDS<NV>) {
-            const int n_words = static_cast<int>(smaller(CHUNK_WORDS<NV>, words - word));
+        for (int64_t word = 0; word < words; word += CHUNK_WORDS) {
+            const int n_words = static_cast<int>(smaller(CHUNK_WORDS, words - word));
             for (int64_t r = 0; r < n_rows; r++) {
                 const int n = decode_chunk<TYPE>(w, row + r, word, n_words, SETS<NV>, values[r], list);
                 __builtin_prefetch(values[r].at + 64, 0, 2); // for this row's next chunk
-                accumulate<NV>(x + word * 64 * STRIDE, list, n, acc + r * STRIDE);
+                accumulate<NV>(x + word * 64 * STRIDE, list.col, list.weight, n, acc + r * STRIDE);
             }
         }
-        store_block<NV>(p, acc, row, n_rows, token, n_tokens);
+        store_block(p, acc, NV, row, n_rows, token, n_tokens);
     }
 }
 

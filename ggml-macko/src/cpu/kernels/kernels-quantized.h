@@ -69,46 +69,71 @@ template <int BLOCK_COLUMNS, int TOKENS, int VECTORS, int X_PLANES> struct x_for
     }
 };
 
+template <typename X, int R>
+void add_blocks(const weight_t * weights, const float * scales, int shift, uint8_t * x, int64_t first_block,
+                int64_t n_blocks, float * sums);
+using add_blocks_fn = decltype(&add_blocks<x_form<64, LANES, 1, 1>, 1>);
+
+// An x_form as numbers, for code that all forms share, and its kernels.
+struct form_of_x {
+    int           block, tokens, vecs, planes, x_at, nbytes;
+    add_blocks_fn add_rows, add_row; // add_row: null if several x use the form
+};
+
+// Tokens of the vectors of one x: no vector has more columns than a block.
+template <int BLOCK> constexpr int LEAST_TOKENS = COLUMNS * LANES > BLOCK ? COLUMNS * LANES / BLOCK : 1;
+
+template <typename X> INLINE constexpr add_blocks_fn add_row_of() {
+    if constexpr (X::T == LEAST_TOKENS<X::BLOCK> && X::BLOCK == 32) {
+        return add_blocks<X, 1>;
+    }
+    return nullptr;
+}
+template <int BLOCK, int T, int VECS, int PLANES, typename X = x_form<BLOCK, T, VECS, PLANES>>
+constexpr form_of_x form_with = {
+    BLOCK, T, VECS, PLANES, X::X_AT, X::NBYTES, add_blocks<X, ROWS_PER_PASS>, add_row_of<X>(),
+};
+
 // Planes of x: one token has about 16 bits, and unrounded x have 23.
 INLINE int planes_of(int64_t n, bool round_x) {
     return !round_x ? (WIDE ? 2 : 3) : !WIDE && n <= simd::precise_n ? 2 : 1;
 }
 INLINE int64_t tile_tokens(bool round_x) { return (round_x ? TILE_VECS_X : 1) * LANES; }
 
-template <int BLOCK, int PLANES, int T, typename F> INLINE void with_tokens(int64_t n, const F & f) {
-    if constexpr (COLUMNS * LANES / T > BLOCK) { // no vector has so many columns
-        with_tokens<BLOCK, PLANES, 2 * T>(n, f);
-    } else if constexpr (T < LANES && (WIDE || PLANES != 2 || T < simd::precise_n)) {
-        n <= T ? f(x_form<BLOCK, T, 1, PLANES>{}) : with_tokens<BLOCK, PLANES, 2 * T>(n, f);
+template <int BLOCK, int PLANES, int T = LEAST_TOKENS<BLOCK>> INLINE const form_of_x & form_of_tokens(int64_t n) {
+    if constexpr (T < LANES && (WIDE || PLANES != 2 || T < simd::precise_n)) {
+        return n <= T ? form_with<BLOCK, T, 1, PLANES> : form_of_tokens<BLOCK, PLANES, 2 * T>(n);
     } else if constexpr (PLANES == 1 && T == LANES) {
         const int64_t vecs = (n + LANES - 1) / LANES;
         static_assert(TILE_VECS_X == 2 || TILE_VECS_X == 4, "cases");
-        vecs <= 1                       ? f(x_form<BLOCK, LANES, 1, 1>{})
-        : vecs == 2 || TILE_VECS_X == 2 ? f(x_form<BLOCK, LANES, 2, 1>{})
-        : vecs == 3                     ? f(x_form<BLOCK, LANES, 3, 1>{})
-                                        : f(x_form<BLOCK, LANES, TILE_VECS_X, 1>{});
+        return vecs <= 1                       ? form_with<BLOCK, LANES, 1, 1>
+               : vecs == 2 || TILE_VECS_X == 2 ? form_with<BLOCK, LANES, 2, 1>
+               : vecs == 3                     ? form_with<BLOCK, LANES, 3, 1>
+                                               : form_with<BLOCK, LANES, TILE_VECS_X, 1>;
     } else {
-        f(x_form<BLOCK, T, 1, PLANES>{});
+        return form_with<BLOCK, T, 1, PLANES>;
     }
 }
-template <int BLOCK, typename F> INLINE void with_block(int planes, int64_t n, const F & f) {
-    if (planes == 1) {
-        with_tokens<BLOCK, 1, 1>(n, f);
-    } else if (planes == 2) {
-        with_tokens<BLOCK, 2, 1>(n, f);
-    } else if constexpr (!WIDE) {
-        with_tokens<BLOCK, 3, 1>(n, f);
+// Calls f with the number of planes.
+template <typename F> INLINE auto with_planes(int planes, const F & f) {
+    if constexpr (!WIDE) {
+        if (planes == 3) {
+            return f(std::integral_constant<int, 3>{});
+        }
     }
+    return planes == 1 ? f(std::integral_constant<int, 1>{}) : f(std::integral_constant<int, 2>{});
 }
-// Calls f with the form of a tile of n tokens.
-template <typename F> INLINE void with_form(int block, int planes, int64_t n, const F & f) {
-    block == 32 ? with_block<32>(planes, n, f) : with_block<64>(planes, n, f);
+// The form of a tile of n tokens.
+NOINLINE const form_of_x & form_of(int block, int planes, int64_t n) {
+    return *with_planes(planes, [&](auto p) {
+        return block == 32 ? &form_of_tokens<32, p.value>(n) : &form_of_tokens<64, p.value>(n);
+    });
 }
 
 // ---- x ----
 
 // Rounds the first n of a block's x to integers, and the others are zero. Returns the scale.
-template <int BLOCK> INLINE float round_block(const float * src, int64_t n, float largest, int32_t * q) {
+template <int BLOCK> NOINLINE float round_block(const float * src, int64_t n, float largest, int32_t * q) {
     float    v[BLOCK];
     uint32_t most = 0;
     for (int64_t i = 0; i < BLOCK; i++) {
@@ -132,43 +157,59 @@ template <int BLOCK> INLINE float round_block(const float * src, int64_t n, floa
     return magnitude / largest;
 }
 
+// Copies the lowest digits of a block's columns to the lanes of a token in the vectors of a form with T tokens, and
+// removes them from q. plane > 0: eight bits, with a sign. stride: elements from a vector to the next one.
+template <int T, int BLOCK> NOINLINE void move_digits(int32_t * q, int plane, x_t * to, int64_t stride) {
+    constexpr int VEC_COLUMNS = COLUMNS * LANES / T;
+    x_t           digits[BLOCK];
+    for (int k = 0; k < BLOCK; k++) {
+        const int32_t low = plane > 0 ? static_cast<int8_t>(q[k]) : q[k];
+        digits[k]         = static_cast<x_t>(low);
+        q[k]              = (q[k] - low) >> 8;
+    }
+    for (int k = 0; k < BLOCK; k += VEC_COLUMNS, to += stride) {
+        __builtin_memcpy(to, digits + k, VEC_COLUMNS * sizeof(x_t));
+    }
+}
+template <int BLOCK, int T = LEAST_TOKENS<BLOCK>>
+INLINE void move_digits_to(const form_of_x & form, int32_t * q, int plane, x_t * to) {
+    if constexpr (T < LANES) {
+        if (form.tokens != T) {
+            return move_digits_to<BLOCK, 2 * T>(form, q, plane, to);
+        }
+    }
+    move_digits<T, BLOCK>(q, plane, to, int64_t(form.planes) * form.vecs * COLUMNS * LANES);
+}
+
 // Writes a block of the x of n tokens; the first n_columns columns exist.
-template <typename X, typename S = simd>
-void prepare_block(const float * const * x, int64_t n, int64_t column, int64_t n_columns, uint8_t * block) {
-    if (n < X::T * X::VECS) {
-        __builtin_memset(block, 0, X::NBYTES);
+template <int BLOCK, typename S = simd>
+void prepare_block(const form_of_x & form, const float * const * x, int64_t n, int64_t column, int64_t n_columns,
+                   uint8_t * block) {
+    const int per_token = LANES / form.tokens, planes = form.planes, vecs = form.vecs;
+    float *   scales = reinterpret_cast<float *>(block);
+    x_t *     to     = reinterpret_cast<x_t *>(block + form.x_at);
+    if (n < form.tokens * vecs) {
+        __builtin_memset(block, 0, static_cast<size_t>(form.nbytes));
     }
     for (int64_t i = 0; i < n; i++) {
-        const int     v = static_cast<int>(i / X::T), t = static_cast<int>(i % X::T);
-        int32_t       q[X::BLOCK];
-        constexpr int PER_TOKEN = LANES / X::T;
-        const float   scale =
-            round_block<X::BLOCK>(x[i] + (n_columns > 0 ? column : 0), n_columns, LARGEST[X::PLANES - 1], q);
-        for (int j = 0; j < PER_TOKEN; j++) {
-            X::scales(block)[v * LANES + t * PER_TOKEN + j] = scale;
+        const int64_t v = i / form.tokens, t = i % form.tokens;
+        int32_t       q[BLOCK];
+        const float scale = round_block<BLOCK>(x[i] + (n_columns > 0 ? column : 0), n_columns, LARGEST[planes - 1], q);
+        for (int j = 0; j < per_token; j++) {
+            scales[i * per_token + j] = scale;
         }
-        for (int plane = X::PLANES - 1; plane >= 0; plane--) { // the lowest digits are in the last plane
-            x_t digits[X::BLOCK];
-            for (int k = 0; k < X::BLOCK; k++) {
-                const int32_t low = plane > 0 ? static_cast<int8_t>(q[k]) : q[k];
-                digits[k]         = static_cast<x_t>(low);
-                q[k]              = (q[k] - low) >> 8;
-            }
-            for (int step = 0; step < X::STEPS; step++) {
-                __builtin_memcpy(X::x(block, step, plane, v) + t * X::VEC_COLUMNS, digits + step * X::VEC_COLUMNS,
-                                 X::VEC_COLUMNS * sizeof(x_t));
-            }
+        for (int plane = planes - 1; plane >= 0; plane--) { // the lowest digits are in the last plane
+            move_digits_to<BLOCK>(form, q, plane, to + ((plane * vecs + v) * LANES + t * per_token) * COLUMNS);
         }
     }
     if constexpr (OFFSET != 0) {
-        for (int plane = 0; plane < X::PLANES; plane++) {
-            for (int v = 0; v < X::VECS; v++) {
-                auto sum = simd::no_sum();
-                for (int step = 0; step < X::STEPS; step++) {
-                    sum = S::dot(sum, S::offsets(), S::load_ints(X::x(block, step, plane, v)));
-                }
-                S::store_negative(X::sums(block) + (plane * X::VECS + v) * LANES, sum);
+        int32_t * sums = reinterpret_cast<int32_t *>(block) + vecs * LANES;
+        for (int i = 0; i < planes * vecs; i++) {
+            auto sum = simd::no_sum();
+            for (int k = i; k < BLOCK * form.tokens / (COLUMNS * LANES) * planes * vecs; k += planes * vecs) {
+                sum = S::dot(sum, S::offsets(), S::load_ints(to + k * COLUMNS * LANES));
             }
+            S::store_negative(sums + i * LANES, sum);
         }
     }
 }
@@ -178,14 +219,13 @@ void prepare_blocks(const quantized_layout & w, const mul_mat_params & p, int64_
     const int64_t n_blocks = words_of(w.cols) * 64 / size;
     uint8_t *     tile     = static_cast<uint8_t *>(p.scratch);
     for (int64_t token = 0; token < p.n; token += tile_tokens(p.round_x)) {
-        const int64_t n = smaller(tile_tokens(p.round_x), p.n - token);
-        with_form(size, planes, n, [&](auto form) {
-            using X = decltype(form);
-            for (int64_t c = col_begin; c < col_end; c += X::BLOCK) {
-                prepare_block<X>(p.x + token, n, c, smaller(X::BLOCK, w.cols - c), tile + c / X::BLOCK * X::NBYTES);
-            }
-            tile += n_blocks * X::NBYTES;
-        });
+        const int64_t     n    = smaller(tile_tokens(p.round_x), p.n - token);
+        const form_of_x & form = form_of(size, planes, n);
+        for (int64_t c = col_begin; c < col_end; c += size) {
+            (size == 32 ? prepare_block<32> : prepare_block<64>)(form, p.x + token, n, c, smaller(size, w.cols - c),
+                                                                 tile + c / size * form.nbytes);
+        }
+        tile += n_blocks * form.nbytes;
     }
 }
 
@@ -500,22 +540,21 @@ template <int N_ROWS, int N_TILES> struct quantized_rows {
 
     // Calls f(form, tile, its x, token, its n) for tiles from `token` on.
     template <typename F> INLINE void for_each_tile(int64_t first, int64_t last, const F & f) {
-        int64_t full = 0; // bytes of the x of a full tile
-        with_form(block, planes, smaller(tile, p.n), [&](auto form) { full = n_blocks * decltype(form)::NBYTES; });
+        const int64_t full = n_blocks * form_of(block, planes, smaller(tile, p.n)).nbytes; // of the x of a full tile
         for (int64_t token = first; token < last; token += tile) {
             const int64_t n = smaller(tile, p.n - token);
-            with_form(block, planes, n, [&](auto form) {
-                f(form, (token - first) / tile, static_cast<uint8_t *>(p.scratch) + token / tile * full, token, n);
-            });
+            f(form_of(block, planes, n), (token - first) / tile,
+              static_cast<uint8_t *>(p.scratch) + token / tile * full, token, n);
         }
     }
 
-    void multiply_one(int64_t row, int64_t n_rows, int64_t column, int64_t n_words, int64_t * used) {
-        read_scales(source, row, static_cast<int>(n_rows), column, n_words, scales);
-        for_each_tile(0, 1, [&](auto form, int64_t, uint8_t * x, int64_t, int64_t) {
-            using X = decltype(form);
-            if constexpr (X::T == 1 && X::BLOCK == 64) {
-                x += column / X::BLOCK * X::NBYTES;
+    // Rows of levels * one x, from `column` on.
+    INLINE void multiply_one(int64_t row, int64_t n_rows, int64_t column, int64_t n_words, int64_t * used) {
+        with_planes(planes, [&](auto n_planes) {
+            using X     = x_form<64, 1, 1, n_planes.value>;
+            uint8_t * x = static_cast<uint8_t *>(p.scratch) + column / X::BLOCK * X::NBYTES;
+            if constexpr (simd::has_levels_at) {
+                read_scales(source, row, static_cast<int>(n_rows), column, n_words, scales);
                 with_bits(w.bits, [&](auto bits) {
                     if (n_rows == ROWS_PER_PASS) {
                         add_coded_words<bits.value, X, ROWS_PER_PASS>(source, row, column, n_words, scales, shift, x,
@@ -527,6 +566,32 @@ template <int N_ROWS, int N_TILES> struct quantized_rows {
                                                           x, used + r, sums[0] + r * LANES);
                     }
                 });
+            } else if (n_rows == ROWS_PER_PASS) {
+                add_words<X, ROWS_PER_PASS>(packed.mask, packed.at, scales, shift, x, n_words, sums[0]);
+            } else {
+                for (int64_t r = 0; r < n_rows; r++) {
+                    add_words<X, 1>(packed.mask + r, packed.at + r, scales + r * SCALES, shift, x, n_words,
+                                    sums[0] + r * LANES);
+                }
+            }
+        });
+    }
+
+    // Rows of weights * tiles of tokens, from `column` on.
+    INLINE void multiply_tiles(int64_t n_rows, int64_t first, int64_t last, int64_t column, int64_t n_columns) {
+        const int     log_block = block == 32 ? 5 : 6;
+        const int64_t part      = (N_TILES == 1 ? CHUNK : SUB_CHUNK) >> log_block;
+        const int64_t all       = n_columns >> log_block;
+        for_each_tile(first, last, [&](const form_of_x & form, int64_t t, uint8_t * x, int64_t, int64_t) {
+            const int64_t       stride = form.vecs * LANES;
+            const bool          single = form.add_row && n_rows < ROWS_PER_PASS;
+            const add_blocks_fn add    = single ? form.add_row : form.add_rows;
+            x += (column >> log_block) * form.nbytes;
+            for (int64_t b = 0; b < all; b += part) {
+                for (int64_t r = 0; r < n_rows; r += single ? 1 : ROWS_PER_PASS) {
+                    add(weights + r * CHUNK, scales + r * SCALES, shift, x + b * form.nbytes, b, smaller(part, all - b),
+                        sums[t] + r * stride);
+                }
             }
         });
     }
@@ -539,13 +604,7 @@ template <int N_ROWS, int N_TILES> struct quantized_rows {
         for (int64_t column = 0; column < w.cols; column += CHUNK) {
             const int64_t n_columns = smaller(CHUNK, words_of(w.cols - column) * 64);
             const int64_t n_words   = n_columns / 64;
-            if constexpr (simd::has_levels_at && N_TILES == 1) {
-                if (one_x) {
-                    multiply_one(row, n_rows, column, n_words, used);
-                    continue;
-                }
-            }
-            for (int64_t r = 0; r < n_rows; r += ROWS_PER_PASS) {
+            for (int64_t r = 0; r < n_rows && !(one_x && simd::has_levels_at); r += ROWS_PER_PASS) {
                 const auto n = static_cast<int>(smaller(ROWS_PER_PASS, n_rows - r));
                 read(source, row + r, n, column, n_words, used + r, packed, scales + r * SCALES);
                 for (int k = 0; k < n && !one_x; k++) {
@@ -555,49 +614,33 @@ template <int N_ROWS, int N_TILES> struct quantized_rows {
                         at += __builtin_popcountll(packed.mask[k][word]);
                     }
                 }
+                for (int k = n; k < ROWS_PER_PASS && !one_x; k++) { // add_rows() reads and ignores them
+                    __builtin_memset(weights + (r + k) * CHUNK, 0, static_cast<size_t>(n_columns) * sizeof(weight_t));
+                    __builtin_memset(scales + (r + k) * SCALES, 0, SCALES * sizeof(float));
+                }
             }
-            for_each_tile(first, last, [&](auto form, int64_t t, uint8_t * x, int64_t, int64_t) {
-                using X                = decltype(form);
-                constexpr int64_t PART = (N_TILES == 1 ? CHUNK : SUB_CHUNK) / X::BLOCK;
-                x += column / X::BLOCK * X::NBYTES;
-                if constexpr (!simd::has_levels_at && N_TILES == 1 && X::T == 1 && X::BLOCK == 64) {
-                    if (n_rows == ROWS_PER_PASS) {
-                        add_words<X, ROWS_PER_PASS>(packed.mask, packed.at, scales, shift, x, n_words, sums[t]);
-                        return;
-                    }
-                    for (int64_t r = 0; r < n_rows; r++) {
-                        add_words<X, 1>(packed.mask + r, packed.at + r, scales + r * SCALES, shift, x, n_words,
-                                        sums[t] + r * LANES);
-                    }
-                    return;
+            if constexpr (N_TILES == 1) {
+                if (one_x) {
+                    multiply_one(row, n_rows, column, n_words, used);
+                    continue;
                 }
-                for (int64_t b = 0; b < n_columns / X::BLOCK; b += PART) {
-                    const int64_t n = smaller(PART, n_columns / X::BLOCK - b);
-                    int64_t       r = 0;
-                    for (; r + ROWS_PER_PASS <= n_rows; r += ROWS_PER_PASS) {
-                        add_blocks<X, ROWS_PER_PASS>(weights + r * CHUNK, scales + r * SCALES, shift, x + b * X::NBYTES,
-                                                     b, n, sums[t] + r * X::VECS * LANES);
-                    }
-                    for (; r < n_rows; r++) {
-                        add_blocks<X, 1>(weights + r * CHUNK, scales + r * SCALES, shift, x + b * X::NBYTES, b, n,
-                                         sums[t] + r * X::VECS * LANES);
-                    }
-                }
-            });
+            }
+            multiply_tiles(n_rows, first, last, column, n_columns);
         }
-        for_each_tile(first, last, [&](auto form, int64_t t, uint8_t *, int64_t token, int64_t n) {
-            using X = decltype(form);
-            if constexpr (X::T == LANES) {
-                store_block<X::VECS>(p, sums[t], row, n_rows, token, n);
-            } else {
-                constexpr int PER_TOKEN = LANES / X::T;
-                for (int64_t i = 0; i < n_rows * n; i++) {
-                    const float * lanes = sums[t] + i / n * LANES + i % n * PER_TOKEN;
+        for_each_tile(first, last, [&](const form_of_x & form, int64_t t, uint8_t *, int64_t token, int64_t n) {
+            if (form.tokens == LANES) {
+                store_block(p, sums[t], form.vecs, row, n_rows, token, n);
+                return;
+            }
+            const int per_token = LANES / form.tokens;
+            for (int64_t r = 0; r < n_rows; r++) {
+                for (int64_t i = 0; i < n; i++) {
+                    const float * lanes = sums[t] + r * LANES + i * per_token;
                     float         y     = lanes[0];
-                    for (int j = 1; j < PER_TOKEN; j++) {
+                    for (int j = 1; j < per_token; j++) {
                         y += lanes[j];
                     }
-                    p.y[token + i % n][row + i / n - p.row_begin] = y;
+                    p.y[token + i][row + r - p.row_begin] = y;
                 }
             }
         });

@@ -6,13 +6,13 @@
 namespace macko::cpu {
 namespace {
 
-// NR rows times NX x. The result of a row does not depend on the rows beside it: the operations and their order are the
-// same for each NR.
+// NR rows times NX x. step: from a row to the next one; 0 computes one row NR times. The result of a row does not
+// depend on the rows beside it: the operations and their order are the same for each NR.
 template <int TYPE, // type of the values
           int NX,   // number of x for each vector of weights
           int NR    // number of rows for each vector of x
           >
-void dot_rows(const layout_of<TYPE> & matrix, const mul_mat_params & p, int64_t row, int64_t first_x) {
+void dot_rows(const layout_of<TYPE> & matrix, const mul_mat_params & p, int64_t row, int64_t step, int64_t first_x) {
     constexpr int STEP = simd::step<TYPE>;
     constexpr int VECS = STEP / W;
     constexpr int ACCS = NX == 1 ? 4 : NX <= 4 ? 2 : 1; // independent sums per row and x, to hide the latency of an FMA
@@ -25,8 +25,8 @@ void dot_rows(const layout_of<TYPE> & matrix, const mul_mat_params & p, int64_t 
     reader<TYPE>     values[NR];
     vec              acc[NR][NX][ACCS];
     for (int r = 0; r < NR; r++) {
-        mask[r] = matrix.masks + (row + r) * words;
-        values[r].start(matrix, row + r);
+        mask[r] = matrix.masks + (row + r * step) * words;
+        values[r].start(matrix, row + r * step);
         for (int i = 0; i < NX; i++) {
             for (int a = 0; a < ACCS; a++) {
                 acc[r][i][a] = simd::zero();
@@ -83,9 +83,10 @@ void dot_rows(const layout_of<TYPE> & matrix, const mul_mat_params & p, int64_t 
             }
             float y = simd::sum(acc[r][i][0]);
             if constexpr (is_coded<TYPE>) {
-                y += dot_outliers(matrix, row + r, static_cast<const float *>(p.scratch) + (first_x + i) * padded);
+                y += dot_outliers(matrix, row + r * step,
+                                  static_cast<const float *>(p.scratch) + (first_x + i) * padded);
             }
-            p.y[first_x + i][row + r - p.row_begin] = y;
+            p.y[first_x + i][row + r * step - p.row_begin] = y;
         }
     }
 }
@@ -93,12 +94,9 @@ void dot_rows(const layout_of<TYPE> & matrix, const mul_mat_params & p, int64_t 
 template <int TYPE, int NX>
 void multiply_batch(const layout_of<TYPE> & w, const mul_mat_params & p, int64_t row, int64_t n_rows, int64_t first_x) {
     constexpr int NR = simd::rows_per_pass<NX>;
-    int64_t       r  = 0;
-    for (; r + NR <= n_rows; r += NR) {
-        dot_rows<TYPE, NX, NR>(w, p, row + r, first_x);
-    }
-    for (; r < n_rows; r++) {
-        dot_rows<TYPE, NX, 1>(w, p, row + r, first_x);
+    static_assert(NR <= 2, "at most one row is left");
+    for (int64_t r = 0; r < n_rows; r += NR) {
+        dot_rows<TYPE, NX, NR>(w, p, row + r, r + NR <= n_rows, first_x);
     }
 }
 

@@ -2,6 +2,8 @@
 // requires.
 #pragma once
 
+#include "cpu/kernels/dispatch.h"
+
 #include <cstdint>
 
 namespace macko::cpu {
@@ -10,6 +12,8 @@ namespace {
 // The argument of expand() for STEP bits of a mask word: the bits themselves. AVX2 uses a table offset instead.
 struct plain_mask_bits {
     static constexpr bool               has_bundles = false; // for sets without kernels for bundles
+    static constexpr bool               has_basis   = false;
+    static constexpr const kernel_set * basis = nullptr; // the set with the same kernels for F32, panels and bundles
     static uint64_t                     table_bits(uint64_t word) { return word; }
     template <int STEP> static uint32_t table_part(uint64_t bits, int s) {
         return static_cast<uint32_t>(bits >> (s * STEP)) & static_cast<uint32_t>((uint64_t(1) << STEP) - 1);

@@ -89,22 +89,36 @@ namespace {
 
 constexpr int64_t CHUNK = 1024; // entries unpacked at a time, on the stack
 
+template <int bits>
+inline __attribute__((always_inline)) void unpack_bytes(const uint8_t * packed, int64_t n_bytes, uint8_t * codes) {
+    constexpr int per_byte = 8 / bits;
+    constexpr int mask     = (1 << bits) - 1;
+    for (int64_t i = 0; i < n_bytes; i++) {
+        for (int j = 0; j < per_byte; j++) {
+            codes[i * per_byte + j] = static_cast<uint8_t>((packed[i] >> (j * bits)) & mask);
+        }
+    }
+}
+MACKO_CLONES void unpack_1(const uint8_t * packed, int64_t n_bytes, uint8_t * codes) {
+    unpack_bytes<1>(packed, n_bytes, codes);
+}
+MACKO_CLONES void unpack_2(const uint8_t * packed, int64_t n_bytes, uint8_t * codes) {
+    unpack_bytes<2>(packed, n_bytes, codes);
+}
+MACKO_CLONES void unpack_4(const uint8_t * packed, int64_t n_bytes, uint8_t * codes) {
+    unpack_bytes<4>(packed, n_bytes, codes);
+}
+
 // Unpacks the codes of entries k ... k+n-1 (n <= CHUNK) to bytes; returns a pointer into buffer, which has CHUNK + 8
 // bytes.
-template <int bits>
-inline const uint8_t * unpack_codes(const uint8_t * deltas, int64_t k, int64_t n, uint8_t * buffer) {
+const uint8_t * unpack_codes(int bits, const uint8_t * deltas, int64_t k, int64_t n, uint8_t * buffer) {
     if (bits == 8) {
         return deltas + k;
     }
-    constexpr int per_byte = 8 / bits;
-    constexpr int mask     = (1 << bits) - 1;
+    const int     per_byte = 8 / bits;
     const int64_t first    = k / per_byte;
     const int64_t n_bytes  = (k + n + per_byte - 1) / per_byte - first;
-    for (int64_t i = 0; i < n_bytes; i++) {
-        for (int j = 0; j < per_byte; j++) {
-            buffer[i * per_byte + j] = static_cast<uint8_t>((deltas[first + i] >> (j * bits)) & mask);
-        }
-    }
+    (bits == 1 ? unpack_1 : bits == 2 ? unpack_2 : unpack_4)(deltas + first, n_bytes, buffer);
     return buffer + (k - first * per_byte);
 }
 
@@ -115,48 +129,54 @@ struct row_check {
     bool    finite    = true;
 };
 
-// Checks entries begin ... end-1 of one row; T = uint16_t or uint32_t.
-template <typename T, int bits>
-inline __attribute__((always_inline)) row_check check_entries(const T * values, const uint8_t * deltas, int64_t begin,
-                                                              int64_t end, T exponent) {
-    uint8_t     buffer[CHUNK + 8];
-    row_check   result;
-    constexpr T max_code = (1 << bits) - 1;
-    for (int64_t k = begin; k < end; k += CHUNK) {
-        const int64_t   n     = end - k < CHUNK ? end - k : CHUNK;
-        const uint8_t * codes = unpack_codes<bits>(deltas, k, n, buffer);
-        const T *       v     = values + k;
-        uint32_t        sum   = 0;
-        for (int64_t i = 0; i < n; i++) {
-            sum += codes[i];
-        }
-        T zeros = 0, wrong = 0, special = 0; // n <= CHUNK: counts fit 16 bits
-        for (int64_t i = 0; i < n; i++) {
-            const T zero = v[i] == 0;
-            zeros        = static_cast<T>(zeros + zero);
-            wrong        = static_cast<T>(wrong | (zero & static_cast<T>(static_cast<T>(codes[i]) != max_code)));
-            special      = static_cast<T>(special | static_cast<T>((v[i] & exponent) == exponent));
-        }
-        result.code_sum += sum;
-        result.n_zero += zeros;
-        result.canonical &= !wrong;
-        result.finite &= !special;
+// Adds n <= CHUNK entries of a row.
+template <typename T>
+inline __attribute__((always_inline)) void check_any(const T * v, const uint8_t * codes, int64_t n, T max_code,
+                                                     T exponent, row_check * result) {
+    uint32_t sum = 0;
+    for (int64_t i = 0; i < n; i++) {
+        sum += codes[i];
     }
-    return result;
+    T zeros = 0, wrong = 0, special = 0; // n <= CHUNK: counts fit 16 bits
+    for (int64_t i = 0; i < n; i++) {
+        const T zero = v[i] == 0;
+        zeros        = static_cast<T>(zeros + zero);
+        wrong        = static_cast<T>(wrong | (zero & static_cast<T>(static_cast<T>(codes[i]) != max_code)));
+        special      = static_cast<T>(special | static_cast<T>((v[i] & exponent) == exponent));
+    }
+    result->code_sum += sum;
+    result->n_zero += zeros;
+    result->canonical &= !wrong;
+    result->finite &= !special;
+}
+MACKO_CLONES void check_entries(const uint16_t * v, const uint8_t * codes, int64_t n, uint16_t max_code,
+                                uint16_t exponent, row_check * result) {
+    check_any(v, codes, n, max_code, exponent, result);
+}
+MACKO_CLONES void check_entries(const uint32_t * v, const uint8_t * codes, int64_t n, uint32_t max_code,
+                                uint32_t exponent, row_check * result) {
+    check_any(v, codes, n, max_code, exponent, result);
 }
 
-// The first bad row, or -1; *n_zero = fillers of all rows.
-template <typename T, int bits>
-inline __attribute__((always_inline)) int64_t check_rows_impl(const macko_rows & m, T exponent, int64_t * n_zero) {
-    const T * values = static_cast<const T *>(m.values);
-    *n_zero          = 0;
+// The first bad row, or -1; *n_zero = fillers of all rows. T = uint16_t or uint32_t.
+template <typename T> int64_t check_rows(const macko_rows & m, int64_t * n_zero) {
+    const T * values   = static_cast<const T *>(m.values);
+    const T   exponent = exponent_mask<T>(m.desc.type);
+    const T   max_code = static_cast<T>((1 << m.desc.delta_bits) - 1);
+    uint8_t   buffer[CHUNK + 8];
+    *n_zero = 0;
     for (int64_t r = m.row_begin; r < m.row_end; r++) {
         const int64_t begin = m.row_ptr[r] - m.base;
         const int64_t end   = m.row_ptr[r + 1] - m.base;
         if (begin == end) {
             continue;
         }
-        const row_check c = check_entries<T, bits>(values, m.deltas, begin, end, exponent);
+        row_check c;
+        for (int64_t k = begin; k < end; k += CHUNK) {
+            const int64_t   n     = end - k < CHUNK ? end - k : CHUNK;
+            const uint8_t * codes = unpack_codes(m.desc.delta_bits, m.deltas, k, n, buffer);
+            check_entries(values + k, codes, n, max_code, exponent, &c);
+        }
         *n_zero += c.n_zero;
         // columns increase strictly, so checking the last one suffices: sum(code + 1) - 1 < cols
         if (!c.canonical || !c.finite || c.code_sum + (end - begin) > m.desc.cols || values[end - 1] == 0) {
@@ -166,32 +186,8 @@ inline __attribute__((always_inline)) int64_t check_rows_impl(const macko_rows &
     return -1;
 }
 
-#define CHECK_ROWS(T, bits)                                                                            \
-    MACKO_CLONES int64_t check_rows_##T##_##bits(const macko_rows & m, T exponent, int64_t * n_zero) { \
-        return check_rows_impl<T, bits>(m, exponent, n_zero);                                          \
-    }
-// clang-format off: no semicolons
-CHECK_ROWS(uint16_t, 1)
-CHECK_ROWS(uint16_t, 2)
-CHECK_ROWS(uint16_t, 4)
-CHECK_ROWS(uint16_t, 8)
-CHECK_ROWS(uint32_t, 1)
-CHECK_ROWS(uint32_t, 2)
-CHECK_ROWS(uint32_t, 4)
-CHECK_ROWS(uint32_t, 8)
-// clang-format on
-#undef CHECK_ROWS
-
 int64_t check_rows(const macko_rows & m, int64_t * n_zero) {
-    const bool wide = m.desc.type == GGML_MACKO_TYPE_F32;
-    const auto e16  = exponent_mask<uint16_t>(m.desc.type);
-    const auto e32  = exponent_mask<uint32_t>(m.desc.type);
-    switch (m.desc.delta_bits) {
-        case 1:  return wide ? check_rows_uint32_t_1(m, e32, n_zero) : check_rows_uint16_t_1(m, e16, n_zero);
-        case 2:  return wide ? check_rows_uint32_t_2(m, e32, n_zero) : check_rows_uint16_t_2(m, e16, n_zero);
-        case 4:  return wide ? check_rows_uint32_t_4(m, e32, n_zero) : check_rows_uint16_t_4(m, e16, n_zero);
-        default: return wide ? check_rows_uint32_t_8(m, e32, n_zero) : check_rows_uint16_t_8(m, e16, n_zero);
-    }
+    return m.desc.type == GGML_MACKO_TYPE_F32 ? check_rows<uint32_t>(m, n_zero) : check_rows<uint16_t>(m, n_zero);
 }
 
 // Writes the error message for a row that check_rows found.
@@ -224,7 +220,7 @@ template <typename T> int explain_row(const macko_rows & m, int64_t row) {
     return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "row %lld", r);
 }
 
-template <typename T, int bits> void decode_rows(const macko_rows & m, T * dense) {
+template <typename T> void decode_rows(const macko_rows & m, T * dense) {
     const T * values = static_cast<const T *>(m.values);
     memset(dense, 0, static_cast<size_t>((m.row_end - m.row_begin) * m.desc.cols) * sizeof(T));
     uint8_t buffer[CHUNK + 8];
@@ -234,21 +230,12 @@ template <typename T, int bits> void decode_rows(const macko_rows & m, T * dense
         const int64_t end = m.row_ptr[r + 1] - m.base;
         for (int64_t k = m.row_ptr[r] - m.base; k < end; k += CHUNK) {
             const int64_t   n     = end - k < CHUNK ? end - k : CHUNK;
-            const uint8_t * codes = unpack_codes<bits>(m.deltas, k, n, buffer);
+            const uint8_t * codes = unpack_codes(m.desc.delta_bits, m.deltas, k, n, buffer);
             for (int64_t i = 0; i < n; i++) {
                 col += codes[i] + 1;
                 row[col] = values[k + i];
             }
         }
-    }
-}
-
-template <typename T> void decode_rows(const macko_rows & m, T * dense) {
-    switch (m.desc.delta_bits) {
-        case 1:  return decode_rows<T, 1>(m, dense);
-        case 2:  return decode_rows<T, 2>(m, dense);
-        case 4:  return decode_rows<T, 4>(m, dense);
-        default: return decode_rows<T, 8>(m, dense);
     }
 }
 

@@ -17,9 +17,7 @@ namespace macko {
 
 namespace {
 
-using float16  = float __attribute__((vector_size(64)));
-using int16v   = int32_t __attribute__((vector_size(64)));
-using uint8x16 = uint8_t __attribute__((vector_size(16)));
+using float16 = float __attribute__((vector_size(64)));
 
 constexpr int LANES    = 16;
 constexpr int TOP      = 127;     // largest level
@@ -55,109 +53,143 @@ struct window_values {
 
 // ---- vectors ----
 
-template <int N> ALWAYS_INLINE void set_nearest(const level_table & t, const float16 & y, float16 * q) {
-    if constexpr (N == 256) {
-        constexpr float WHOLE = 0x1.8p23f; // adding it rounds to a whole number, ties to even
-        const float16   low   = y > float(TOP) ? float16{} + float(TOP) : y;
-        *q                    = ((low < float(-TOP) ? float16{} - float(TOP) : low) + WHOLE) - WHOLE;
-    } else {
-        *q = float16{} + t.first;
-#pragma GCC unroll 31
-        for (int k = 0; k < N - 1; k++) {
-            *q += y >= t.place[k] ? float16{} + t.step[k] : float16{};
-        }
+// 16 floats as vectors of the CPU: gcc would compare longer vectors element by element.
+template <int WIDTH> struct floats {
+    typedef float        vec __attribute__((vector_size(WIDTH * 4)));
+    typedef int32_t      ints __attribute__((vector_size(WIDTH * 4)));
+    static constexpr int PARTS = LANES / WIDTH;
+    vec                  part[size_t(PARTS)];
+};
+
+// Calls f(begin) ... f(begin + N - 1), unrolled.
+template <int N, typename F> ALWAYS_INLINE void unroll(int begin, const F & f) {
+    int i = begin;
+#pragma GCC unroll 8
+    for (; i < begin + N; i++) {
+        f(i);
     }
+}
+template <typename V, typename F> ALWAYS_INLINE void for_each_part(const F & f) { unroll<V::PARTS>(0, f); }
+// f(k) for the steps between 8, 16 or 32 levels, in order
+template <typename F> ALWAYS_INLINE void for_each_step(int n_levels, const F & f) {
+    unroll<7>(0, f);
+    for (int first = 7; first < n_levels - 1; first += 8) {
+        unroll<8>(first, f);
+    }
+}
+
+// The level nearest to y. INTEGERS: all integers from -127 to 127 are levels.
+template <bool INTEGERS, typename V> ALWAYS_INLINE void set_nearest(const level_table & t, const V & y, V * q) {
+    using vec = typename V::vec;
+    if constexpr (INTEGERS) {
+        constexpr float WHOLE = 0x1.8p23f; // adding it rounds to a whole number, ties to even
+        for_each_part<V>([&](int i) __attribute__((always_inline)) {
+            const vec low = y.part[i] > float(TOP) ? vec{} + float(TOP) : y.part[i];
+            q->part[i]    = ((low < float(-TOP) ? vec{} - float(TOP) : low) + WHOLE) - WHOLE;
+        });
+    } else {
+        V level;
+        for_each_part<V>([&](int i) __attribute__((always_inline)) { level.part[i] = vec{} + t.first; });
+        for_each_step(t.n, [&](int k) __attribute__((always_inline)) {
+            for_each_part<V>([&](int i) __attribute__((always_inline)) {
+                level.part[i] += y.part[i] >= t.place[k] ? vec{} + t.step[k] : vec{};
+            });
+        });
+        *q = level;
+    }
+}
+
+// The levels for x * inverse.
+template <bool INTEGERS, typename V>
+ALWAYS_INLINE void set_levels(const level_table & t, float x, const V & inverse, V * q) {
+    V y;
+    for_each_part<V>([&](int i) __attribute__((always_inline)) { y.part[i] = x * inverse.part[i]; });
+    set_nearest<INTEGERS>(t, y, q);
 }
 
 // Sums of w x q and w q^2 for the levels q that the scales 1 / inverse lead to.
 struct scale_sums {
     float16 wxq, wqq;
 };
-template <int N>
-ALWAYS_INLINE scale_sums sums_of(const window_values & v, const level_table & t, const float16 & inverse) {
-    scale_sums s = {};
-    for (int64_t i = 0; i < v.n; i++) {
-        float16 q;
-        set_nearest<N>(t, v.x[i] * inverse, &q);
-        s.wxq += v.weights[i] * v.x[i] * q;
-        s.wqq += v.weights[i] * (q * q);
+template <typename V>
+ALWAYS_INLINE void sums_with(const window_values & v, const level_table & t, const float16 & inverse,
+                             scale_sums * out) {
+    V all, wxq = {}, wqq = {};
+    memcpy(&all, &inverse, sizeof(all));
+    for (int64_t n = 0; n < v.n; n++) {
+        V q;
+        set_levels<false>(t, v.x[n], all, &q);
+        for_each_part<V>([&](int i) __attribute__((always_inline)) {
+            wxq.part[i] += v.weights[n] * v.x[n] * q.part[i];
+            wqq.part[i] += v.weights[n] * (q.part[i] * q.part[i]);
+        });
     }
-    return s;
+    memcpy(&out->wxq, &wxq, sizeof(wxq));
+    memcpy(&out->wqq, &wqq, sizeof(wqq));
 }
 
 // Sums of w (x - scale q)^2.
-template <int N>
-ALWAYS_INLINE void errors_of(const window_values & v, const level_table & t, const float16 & scale,
-                             const float16 & inverse, float16 * out) {
-    float16 sum = {};
-    for (int64_t i = 0; i < v.n; i++) {
-        float16 q;
-        set_nearest<N>(t, v.x[i] * inverse, &q);
-        const float16 e = v.x[i] - scale * q;
-        sum += v.weights[i] * (e * e);
+template <bool INTEGERS, typename V>
+ALWAYS_INLINE void errors_with(const window_values & v, const level_table & t, const float16 & scale,
+                               const float16 & inverse, float16 * out) {
+    V scales, all, sum = {};
+    memcpy(&scales, &scale, sizeof(scales));
+    memcpy(&all, &inverse, sizeof(all));
+    for (int64_t n = 0; n < v.n; n++) {
+        V q;
+        set_levels<INTEGERS>(t, v.x[n], all, &q);
+        for_each_part<V>([&](int i) __attribute__((always_inline)) {
+            const auto e = v.x[n] - scales.part[i] * q.part[i];
+            sum.part[i] += v.weights[n] * (e * e);
+        });
     }
-    *out = sum;
+    memcpy(out, &sum, sizeof(sum));
 }
 
 // The index of the nearest level, ascending, for each value.
-template <int N>
-ALWAYS_INLINE void numbers_of(const float * x, int64_t n, float inverse, const level_table & t, uint8_t * numbers) {
-    for (int64_t i = 0; i < n; i += LANES) {
-        float16 v = {};
-        memcpy(&v, x + i, sizeof(v)); // the buffer is longer
-        const float16 y = v * inverse;
-        int16v        number;
-        if constexpr (N == 256) {
-            float16 q;
-            set_nearest<N>(t, y, &q);
-            number = __builtin_convertvector(q, int16v) + 128;
+template <bool INTEGERS, typename V>
+ALWAYS_INLINE void numbers_with(const float * x, int64_t n, float inverse, const level_table & t, uint8_t * numbers) {
+    using ints = typename V::ints;
+    for (int64_t at = 0; at < n; at += LANES) {
+        V    y;
+        ints number[size_t(V::PARTS)] = {};
+        memcpy(&y, x + at, sizeof(y)); // the buffer is longer
+        for_each_part<V>([&](int i) __attribute__((always_inline)) { y.part[i] *= inverse; });
+        if constexpr (INTEGERS) {
+            V q;
+            set_nearest<INTEGERS>(t, y, &q);
+            for_each_part<V>([&](int i) __attribute__((always_inline)) {
+                number[i] = __builtin_convertvector(q.part[i], ints) + 128;
+            });
         } else {
-            number = int16v{};
-#pragma GCC unroll 31
-            for (int k = 0; k < N - 1; k++) {
-                number -= y >= t.place[k];
-            }
+            for_each_step(t.n, [&](int k) __attribute__((always_inline)) {
+                for_each_part<V>([&](int i) __attribute__((always_inline)) { number[i] -= y.part[i] >= t.place[k]; });
+            });
         }
-        const auto bytes = __builtin_convertvector(number, uint8x16);
-        memcpy(numbers + i, &bytes, sizeof(bytes));
+        int32_t all[LANES];
+        memcpy(all, number, sizeof(all));
+        for (int i = 0; i < LANES; i++) {
+            numbers[at + i] = static_cast<uint8_t>(all[i]);
+        }
     }
 }
 
-#define WITH_LEVELS(t, call)       \
-    switch ((t).n) {               \
-        case 8: {                  \
-            constexpr int N = 8;   \
-            call;                  \
-            break;                 \
-        }                          \
-        case 16: {                 \
-            constexpr int N = 16;  \
-            call;                  \
-            break;                 \
-        }                          \
-        case 32: {                 \
-            constexpr int N = 32;  \
-            call;                  \
-            break;                 \
-        }                          \
-        default: {                 \
-            constexpr int N = 256; \
-            call;                  \
-        }                          \
-    }                              \
-    static_assert(true)
-
-MACKO_WIDE_CLONES void sums_of(const window_values & v, const level_table & t, const float16 & inverse,
-                               scale_sums * out) {
-    WITH_LEVELS(t, *out = sums_of<N>(v, t, inverse));
-}
-MACKO_WIDE_CLONES void errors_of(const window_values & v, const level_table & t, const float16 & scale,
-                                 const float16 & inverse, float16 * out) {
-    WITH_LEVELS(t, errors_of<N>(v, t, scale, inverse, out));
-}
-MACKO_WIDE_CLONES void numbers_of(const float * x, int64_t n, float inverse, const level_table & t, uint8_t * numbers) {
-    WITH_LEVELS(t, numbers_of<N>(x, n, inverse, t, numbers));
-}
+// Functions with vectors of the CPU's width. Only sets of 8, 16 and 32 levels have scales to try.
+#define WITH_WIDTH(WIDTH, ATTRIBUTE)                                                                                 \
+    ATTRIBUTE void sums_of(const window_values & v, const level_table & t, const float16 & inverse,                  \
+                           scale_sums * out) {                                                                       \
+        sums_with<floats<WIDTH>>(v, t, inverse, out);                                                                \
+    }                                                                                                                \
+    ATTRIBUTE void errors_of(const window_values & v, const level_table & t, const float16 & scale,                  \
+                             const float16 & inverse, float16 * out) {                                               \
+        t.n == 256 ? errors_with<true, floats<WIDTH>>(v, t, scale, inverse, out)                                     \
+                   : errors_with<false, floats<WIDTH>>(v, t, scale, inverse, out);                                   \
+    }                                                                                                                \
+    ATTRIBUTE void numbers_of(const float * x, int64_t n, float inverse, const level_table & t, uint8_t * numbers) { \
+        t.n == 256 ? numbers_with<true, floats<WIDTH>>(x, n, inverse, t, numbers)                                    \
+                   : numbers_with<false, floats<WIDTH>>(x, n, inverse, t, numbers);                                  \
+    }
+MACKO_WITH_WIDTHS(WITH_WIDTH)
 
 // ---- scales ----
 

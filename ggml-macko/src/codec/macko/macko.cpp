@@ -89,24 +89,29 @@ namespace {
 
 constexpr int64_t CHUNK = 1024; // entries unpacked at a time, on the stack
 
-template <int bits>
-inline __attribute__((always_inline)) void unpack_bytes(const uint8_t * packed, int64_t n_bytes, uint8_t * codes) {
-    constexpr int per_byte = 8 / bits;
-    constexpr int mask     = (1 << bits) - 1;
-    for (int64_t i = 0; i < n_bytes; i++) {
-        for (int j = 0; j < per_byte; j++) {
-            codes[i * per_byte + j] = static_cast<uint8_t>((packed[i] >> (j * bits)) & mask);
+// The codes in each byte.
+template <int bits> struct byte_codes {
+    uint8_t codes[256][size_t(8 / bits)] = {};
+    constexpr byte_codes() {
+        for (int byte = 0; byte < 256; byte++) {
+            for (int j = 0; j < 8 / bits; j++) {
+                codes[byte][j] = static_cast<uint8_t>((byte >> (j * bits)) & ((1 << bits) - 1));
+            }
         }
     }
+};
+template <int bits> void unpack_bytes(const uint8_t * packed, int64_t n_bytes, uint8_t * codes) {
+    static constexpr byte_codes<bits> of;
+    for (int64_t i = 0; i < n_bytes; i++) {
+        memcpy(codes + i * (8 / bits), of.codes[packed[i]], 8 / bits);
+    }
 }
-MACKO_CLONES void unpack_1(const uint8_t * packed, int64_t n_bytes, uint8_t * codes) {
-    unpack_bytes<1>(packed, n_bytes, codes);
-}
-MACKO_CLONES void unpack_2(const uint8_t * packed, int64_t n_bytes, uint8_t * codes) {
-    unpack_bytes<2>(packed, n_bytes, codes);
-}
-MACKO_CLONES void unpack_4(const uint8_t * packed, int64_t n_bytes, uint8_t * codes) {
-    unpack_bytes<4>(packed, n_bytes, codes);
+// without a table, which is slower for two codes at a time
+MACKO_CLONES void unpack_halves(const uint8_t * packed, int64_t n_bytes, uint8_t * codes) {
+    for (int64_t i = 0; i < n_bytes; i++) {
+        codes[2 * i]     = packed[i] & 15;
+        codes[2 * i + 1] = packed[i] >> 4;
+    }
 }
 
 // Unpacks the codes of entries k ... k+n-1 (n <= CHUNK) to bytes; returns a pointer into buffer, which has CHUNK + 8
@@ -118,7 +123,7 @@ const uint8_t * unpack_codes(int bits, const uint8_t * deltas, int64_t k, int64_
     const int     per_byte = 8 / bits;
     const int64_t first    = k / per_byte;
     const int64_t n_bytes  = (k + n + per_byte - 1) / per_byte - first;
-    (bits == 1 ? unpack_1 : bits == 2 ? unpack_2 : unpack_4)(deltas + first, n_bytes, buffer);
+    (bits == 1 ? unpack_bytes<1> : bits == 2 ? unpack_bytes<2> : unpack_halves)(deltas + first, n_bytes, buffer);
     return buffer + (k - first * per_byte);
 }
 

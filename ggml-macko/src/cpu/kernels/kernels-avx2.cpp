@@ -31,12 +31,13 @@ constexpr lane_tables make_lane_tables() {
 constexpr lane_tables tables = make_lane_tables();
 
 struct simd : avx2, bundles_avx2, quantized_avx2 {
-    static constexpr bool                    has_bundles     = true;
-    static constexpr int                     tile_vecs       = 8;
-    template <int TYPE> static constexpr int step            = 8;
-    static constexpr bool                    has_rows16      = true;
-    static constexpr int                     rows_compressed = 2;
-    template <int NX> static constexpr int   rows_per_pass   = 1;
+    static constexpr bool                    has_bundles      = true;
+    static constexpr int                     tile_vecs        = 8;
+    template <int TYPE> static constexpr int step             = 8;
+    static constexpr int                     unrolled_columns = 64;
+    static constexpr bool                    has_rows16       = true;
+    static constexpr int                     rows_compressed  = 2;
+    template <int NX> static constexpr int   rows_per_pass    = 1;
 
     // Approximate number of non-zeros in a segment. With more, the compressed x (two rows, two segments) would push x
     // out of an L1 cache of 32 KiB.

@@ -19,10 +19,11 @@ namespace {
 struct avx512 : plain_mask_bits {
     using vec = __m512;
 
-    static constexpr int                     width      = 16;
-    static constexpr int                     tile_vecs  = 8;
-    template <int TYPE> static constexpr int step       = 16;
-    static constexpr bool                    has_rows16 = false;
+    static constexpr int                     width            = 16;
+    static constexpr int                     tile_vecs        = 8;
+    template <int TYPE> static constexpr int step             = 16;
+    static constexpr int                     unrolled_columns = 64;
+    static constexpr bool                    has_rows16       = false;
     // With several x, each vector of x is loaded once for two rows.
     template <int NX> static constexpr int rows_per_pass = NX == 1 ? 1 : 2;
 

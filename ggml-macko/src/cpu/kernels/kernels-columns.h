@@ -46,6 +46,7 @@ template <int TYPE, int NC>
 void add_columns_of(const mul_mat_params & p, const uint32_t * col, int64_t lines, float * sums) {
     constexpr int         STEP  = simd::step<TYPE>;
     constexpr int         VECS  = STEP / W;
+    constexpr int         PARTS = simd::unrolled_columns / STEP;
     const bitmap_layout & m     = p.columns;
     const int64_t         words = words_of(m.cols);
     const uint64_t *      mask[NC];
@@ -74,25 +75,27 @@ void add_columns_of(const mul_mat_params & p, const uint32_t * col, int64_t line
                 __builtin_prefetch(ahead[i]);
             }
         }
+        for (int first = 0; first < 64 / STEP; first += PARTS) {
 #pragma GCC unroll 16
-        for (int s = 0; s < 64 / STEP; s++) {
-            vec sum[VECS];
-#pragma GCC unroll 8
-            for (int v = 0; v < VECS; v++) {
-                sum[v] = simd::load(sums + s * STEP + v * W);
-            }
-#pragma GCC unroll 4
-            for (int i = 0; i < NC; i++) {
-                vec w[VECS];
-                expand_next<TYPE, STEP>(at[i], bits[i], s, w);
+            for (int s = first; s < first + PARTS; s++) {
+                vec sum[VECS];
 #pragma GCC unroll 8
                 for (int v = 0; v < VECS; v++) {
-                    sum[v] = simd::fma(w[v], x[i], sum[v]);
+                    sum[v] = simd::load(sums + s * STEP + v * W);
                 }
-            }
+#pragma GCC unroll 4
+                for (int i = 0; i < NC; i++) {
+                    vec w[VECS];
+                    expand_next<TYPE, STEP>(at[i], bits[i], s, w);
 #pragma GCC unroll 8
-            for (int v = 0; v < VECS; v++) {
-                simd::store(sums + s * STEP + v * W, sum[v]);
+                    for (int v = 0; v < VECS; v++) {
+                        sum[v] = simd::fma(w[v], x[i], sum[v]);
+                    }
+                }
+#pragma GCC unroll 8
+                for (int v = 0; v < VECS; v++) {
+                    simd::store(sums + s * STEP + v * W, sum[v]);
+                }
             }
         }
     }

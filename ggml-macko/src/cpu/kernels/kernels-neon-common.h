@@ -39,12 +39,13 @@ constexpr nibble_tables tables_of_nibbles = make_nibble_tables();
 struct neon : plain_mask_bits {
     using vec = float32x4_t;
 
-    static constexpr int                     width           = 4;
-    static constexpr int                     tile_vecs       = 8;
-    template <int TYPE> static constexpr int step            = TYPE == GGML_MACKO_TYPE_F32 ? 4 : 8;
-    static constexpr bool                    has_rows16      = true;
-    static constexpr int                     rows_compressed = 2;
-    template <int NX> static constexpr int   rows_per_pass   = 1;
+    static constexpr int                     width            = 4;
+    static constexpr int                     tile_vecs        = 8;
+    template <int TYPE> static constexpr int step             = TYPE == GGML_MACKO_TYPE_F32 ? 4 : 8;
+    static constexpr int                     unrolled_columns = 64;
+    static constexpr bool                    has_rows16       = true;
+    static constexpr int                     rows_compressed  = 2;
+    template <int NX> static constexpr int   rows_per_pass    = 1;
 
     static constexpr int segment_nonzeros = 512; // same value and reasons as for AVX2
 

@@ -9,11 +9,12 @@ namespace {
 struct simd : plain_mask_bits {
     typedef float vec __attribute__((vector_size(16)));
 
-    static constexpr int                     width         = 4;
-    static constexpr int                     tile_vecs     = 8;
-    template <int TYPE> static constexpr int step          = 8; // columns per call of expand()
-    static constexpr bool                    has_rows16    = false;
-    template <int NX> static constexpr int   rows_per_pass = 1;
+    static constexpr int                     width            = 4;
+    static constexpr int                     tile_vecs        = 8;
+    template <int TYPE> static constexpr int step             = 8; // columns per call of expand()
+    static constexpr int                     unrolled_columns = 16;
+    static constexpr bool                    has_rows16       = false;
+    template <int NX> static constexpr int   rows_per_pass    = 1;
 
     static vec zero() { return vec{ 0, 0, 0, 0 }; }
     static vec set1(float a) { return vec{ a, a, a, a }; }

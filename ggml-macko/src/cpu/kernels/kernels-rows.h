@@ -16,6 +16,8 @@ void dot_rows(const layout_of<TYPE> & matrix, const mul_mat_params & p, int64_t 
     constexpr int STEP = simd::step<TYPE>;
     constexpr int VECS = STEP / W;
     constexpr int ACCS = NX == 1 ? 4 : NX <= 4 ? 2 : 1; // independent sums per row and x, to hide the latency of an FMA
+    constexpr int PARTS = simd::unrolled_columns / STEP;
+    static_assert(PARTS * VECS % ACCS == 0, "each part begins with the first sum");
 
     const int64_t words  = words_of(matrix.cols);
     const int64_t padded = words * 64;
@@ -53,22 +55,25 @@ void dot_rows(const layout_of<TYPE> & matrix, const mul_mat_params & p, int64_t 
         for (int r = 0; r < NR; r++) {
             bits[r] = simd::table_bits(mask[r][word]);
         }
+        for (int first = 0; first < 64 / STEP; first += PARTS) {
 #pragma GCC unroll 16
-        for (int s = 0; s < 64 / STEP; s++) {
-            vec w[NR][VECS];
+            for (int part = 0; part < PARTS; part++) {
+                const int s = first + part;
+                vec       w[NR][VECS];
 #pragma GCC unroll 4
-            for (int r = 0; r < NR; r++) {
-                expand_next<TYPE, STEP>(at[r], bits[r], s, w[r]);
-            }
+                for (int r = 0; r < NR; r++) {
+                    expand_next<TYPE, STEP>(at[r], bits[r], s, w[r]);
+                }
 #pragma GCC unroll 8
-            for (int v = 0; v < VECS; v++) {
+                for (int v = 0; v < VECS; v++) {
 #pragma GCC unroll 8
-                for (int i = 0; i < NX; i++) {
-                    const vec xv = simd::load(x + i * padded + s * STEP + v * W);
+                    for (int i = 0; i < NX; i++) {
+                        const vec xv = simd::load(x + i * padded + s * STEP + v * W);
 #pragma GCC unroll 4
-                    for (int r = 0; r < NR; r++) {
-                        vec & sum = acc[r][i][(s * VECS + v) % ACCS];
-                        sum       = simd::fma(w[r][v], xv, sum);
+                        for (int r = 0; r < NR; r++) {
+                            vec & sum = acc[r][i][(part * VECS + v) % ACCS];
+                            sum       = simd::fma(w[r][v], xv, sum);
+                        }
                     }
                 }
             }

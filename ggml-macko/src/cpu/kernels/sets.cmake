@@ -25,8 +25,8 @@ endforeach()
 
 get_target_property(kernel_sources macko-core SOURCES)
 list(FILTER kernel_sources INCLUDE REGEX "/kernels-[^/]*\\.cpp$")
-# kernels throw nothing; with exceptions, gcc adds a weak symbol for the personality function
-set_property(SOURCE ${kernel_sources} APPEND PROPERTY COMPILE_OPTIONS -fno-exceptions)
+# kernels throw nothing; with exceptions, gcc adds a weak symbol for the personality function, and tables to unwind
+set_property(SOURCE ${kernel_sources} APPEND PROPERTY COMPILE_OPTIONS -fno-exceptions -fno-asynchronous-unwind-tables)
 if(GGML_MACKO_FUZZ) # clang needs many minutes for them with sanitizers, which gcc's builds have
     set_property(SOURCE ${kernel_sources} APPEND PROPERTY COMPILE_OPTIONS
         -O2 -fno-sanitize=all -fno-sanitize=fuzzer-no-link)

@@ -40,6 +40,14 @@ target_compile_definitions(ggml-macko PRIVATE GGML_BACKEND_DL GGML_BACKEND_BUILD
 target_link_libraries(ggml-macko PRIVATE -Wl,--whole-archive macko-core -Wl,--no-whole-archive ${macko_ggml_base}
     -Wl,--build-id) # platform::build_id()
 set_target_properties(ggml-macko PROPERTIES BUILD_RPATH "" INSTALL_RPATH "" SKIP_BUILD_RPATH ON)
+target_compile_options(ggml-macko PRIVATE -ffunction-sections -fdata-sections)
+if(NOT WIN32) # exports the C API and ggml's entry point, but no functions of libstdc++'s headers
+    target_link_options(ggml-macko PRIVATE -Wl,--version-script=${CMAKE_CURRENT_LIST_DIR}/exports.map)
+    set_property(TARGET ggml-macko APPEND PROPERTY LINK_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/exports.map)
+    if(NOT TARGET macko-cuda)
+        target_link_options(ggml-macko PRIVATE -Wl,--gc-sections)
+    endif()
+endif()
 
 if(TARGET macko-cuda)
     file(GLOB macko_cuda_device CONFIGURE_DEPENDS cuda/device/*.cpp cuda/graph/*.cpp)

@@ -49,7 +49,7 @@ MICRO_BATCH = 512
 N_WARM, N_TOKENS = 16, 64
 EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # as --cpu-moe has them
 ALL_LAYERS = 999
-TIMEOUT = 60
+TIMEOUT = 120
 """Seconds after which a process that loads or measures a model is stopped."""
 
 
@@ -215,7 +215,8 @@ def build(folder: pathlib.Path, arch: str, small: bool, columns: list[Column]) -
 
     step("f16", write)
     for name in (c.file for c in columns if not c.plugin and c.file != "f16"):
-        step(name, lambda: quantize(raw, folder / f"{arch}-{name}.gguf", name.upper(), os.cpu_count() or 1))  # noqa: B023
+        path, kind = folder / f"{arch}-{name}.gguf", name.upper()
+        step(name, lambda: quantize(raw, path, kind, os.cpu_count() or 1))  # noqa: B023 - runs at once
     step("prune", lambda: ggml_macko.prune(raw, pruned, ggml_macko.PruneOptions(sparsity=SPARSITY), force=True))
     for name in (c.file for c in columns if c.file.startswith("sparse")):
         kind, path = {"sparse": "auto"}.get(name, name), folder / f"{arch}-{name}.gguf"
@@ -463,9 +464,9 @@ class Bench:
         return done.returncode == 0
 
     def measure(self, arch: str) -> None:
-        """Measures all columns in turn. Their processes start together; all but one then wait."""
-        workers = [Worker(self._args, arch, name) for name in self._args.columns]
-        alive = []
+        """Measures all columns in turn. Their processes start together unless they need the CPU; all but one wait."""
+        workers: list[Worker] = []
+        alive: list[Worker] = []
 
         def attempt(worker: Worker, function: Callable[[], Any]) -> Any:
             try:
@@ -474,11 +475,19 @@ class Bench:
                 self.note(arch=arch, column=worker.name, failed=True, why=str(problem))
                 return RuntimeError
 
-        for worker in workers:
+        def wait_for(worker: Worker) -> None:
             loaded = attempt(worker, worker.answer)
             if loaded is not RuntimeError:
                 self.note(arch=arch, column=worker.name, loaded=loaded)
                 alive.append(worker)
+
+        together = self._args.cuda and not self._args.host_experts
+        for name in self._args.columns:
+            workers.append(Worker(self._args, arch, name))
+            if not together:
+                wait_for(workers[-1])
+        for worker in workers if together else []:
+            wait_for(worker)
         for _ in range(self._args.repetitions):
             for measure in self._measures:
                 for worker in [*alive]:

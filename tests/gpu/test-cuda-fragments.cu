@@ -212,6 +212,76 @@ static void check_experts(rng & random, const test_matrix & w, int64_t rows, int
     }
 }
 
+// silu(v) * v and its error bound, for v with an error bound.
+static void silu_times(double v, double bound, double & y, double & y_bound) { // |silu'| <= 1.1
+    const double s = v / (1 + std::exp(-v));
+    y              = s * v;
+    y_bound = 1.1 * bound * std::fabs(v) + bound * (std::fabs(s) + 1.1 * bound) + MAX_ERROR * std::fabs(y) + 1e-25;
+}
+
+// Checks the columns of several tokens, grouped by expert. Half of the columns have the same expert, some no valid id.
+static void check_groups(rng & random, const test_matrix & w, int64_t n_experts, int64_t slots, int64_t tokens,
+                         bool shares_x, bool silu, const std::string & name) {
+    const int64_t rows = w.rows() / n_experts, cols = w.cols(), n = slots * tokens, n_x = shares_x ? tokens : n,
+                  ldx = cols + random.range(0, 3), token_stride = slots + 3;
+    const bool one   = n <= std::max(slots, n_experts / 2) && ldx % 4 == 0 && cols % 4 == 0; // a product per column
+    const bool exact = random.unit() < 0.5;
+    const std::vector<float> values = random_x(random, ldx, n_x, exact);
+    std::vector<int32_t>     ids(static_cast<size_t>(tokens * token_stride));
+    for (int32_t & id : ids) {
+        id = random.unit() < 0.5 ? 1 : static_cast<int32_t>(random.range(-1, n_experts));
+    }
+    guarded x(ldx * n_x), y(rows * n);
+    std::copy(values.begin(), values.end(), &x.at(0));
+    x.put();
+    const size_t nbytes = static_cast<size_t>(cuda_sparse_groups_nbytes(cols, n, n_experts)), guard = 256;
+    int32_t *    ids_on_gpu;
+    uint8_t *    groups;
+    CUDA_CHECK(cudaMalloc(&ids_on_gpu, ids.size() * 4));
+    CUDA_CHECK(cudaMemcpy(ids_on_gpu, ids.data(), ids.size() * 4, cudaMemcpyHostToDevice));
+    CUDA_CHECK(cudaMalloc(&groups, nbytes + guard));
+    CUDA_CHECK(cudaMemset(groups, 0x7f, nbytes + guard));
+    cuda_sparse_mul_mat_params p = plain_product(w.device, x, y, n);
+    p.expert_rows = p.ldy[0] = p.row_end[0] = rows;
+    p.ldx                                   = ldx;
+    p.expert_ids                            = ids_on_gpu;
+    p.expert_ids_stride                     = 1;
+    p.slots                                 = slots;
+    p.token_stride                          = token_stride;
+    p.shares_x                              = shares_x;
+    p.groups                                = groups;
+    if (silu) {
+        p.n_matrices = 2, p.silu_mul = true;
+        p.w[1] = p.w[0], p.row_end[1] = rows;
+    }
+    CHECK(cuda_sparse_groups_experts(w.device, n, n_experts), "%s: not grouped", name.c_str());
+    CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
+    y.get();
+    CHECK(y.guards_intact(), "%s: wrote outside of y", name.c_str());
+    std::vector<uint8_t> behind(guard);
+    CUDA_CHECK(cudaMemcpy(behind.data(), groups + nbytes, guard, cudaMemcpyDeviceToHost));
+    CHECK(std::all_of(behind.begin(), behind.end(), [](uint8_t b) { return b == 0x7f; }), "%s: wrote behind the groups",
+          name.c_str());
+    for (int64_t j = 0; j < n; j++) {
+        std::vector<double> want(static_cast<size_t>(rows), 0.0), bound(static_cast<size_t>(rows), 1e-30);
+        const int32_t       id = ids[static_cast<size_t>(j / slots * token_stride + j % slots)];
+        if (id >= 0 && id < n_experts) {
+            reference(w, id * rows, rows, &values[static_cast<size_t>((shares_x ? j / slots : j) * ldx)], {}, 0, exact,
+                      one, want, bound);
+        }
+        for (size_t r = 0; silu && r < want.size(); r++) {
+            silu_times(want[r], bound[r], want[r], bound[r]);
+        }
+        for (int64_t r = 0; r < rows; r++) {
+            const double error = std::fabs(static_cast<double>(y.at(j * rows + r)) - want[static_cast<size_t>(r)]);
+            CHECK(error <= bound[static_cast<size_t>(r)], "%s, column %lld, row %lld: off by %.3g", name.c_str(),
+                  static_cast<long long>(j), static_cast<long long>(r), error);
+        }
+    }
+    CUDA_CHECK(cudaFree(groups));
+    CUDA_CHECK(cudaFree(ids_on_gpu));
+}
+
 // Checks that NaN and infinities in the last of n columns do not become finite, and that zeros and tiny x do not become
 // NaN.
 static void check_odd_x(rng & random, const test_matrix & w, int64_t n) {
@@ -366,6 +436,27 @@ GPU_TEST(experts_and_ids_out_of_range) {
         test_matrix w(random, N_EXPERTS * rows, cols, GGML_MACKO_TYPE_BF16, BITS[seed % std::size(BITS)], 0.3, UNIFORM);
         w.upload(uploader, gpu);
         check_experts(random, w, rows, ldx, seed);
+    }
+}
+
+GPU_TEST(experts_of_several_tokens_are_grouped) {
+    const gpu_device gpu = gpu_of_tests();
+    for (uint64_t seed = 1; seed <= 12; seed++) {
+        rng           random(seed);
+        const int64_t n_experts = seed % 3 ? 5 : 40, rows = seed % 4 == 0 ? 64 : random.range(3, 70),
+                      cols = seed % 2 ? 2100 : 200, slots = random.range(1, 4);
+        test_matrix w(random, n_experts * rows, cols, GGML_MACKO_TYPE_BF16, BITS[seed % std::size(BITS)], 0.3, UNIFORM);
+        w.upload(uploader, gpu);
+        for (const int64_t per_expert : { 1, 2, 4, 16 }) {
+            const int64_t tokens = per_expert == 1 ? static_cast<int64_t>(seed % 3) : per_expert * n_experts / slots;
+            if (tokens == 0) {
+                continue;
+            }
+            for (const bool silu : { false, true }) {
+                check_groups(random, w, n_experts, slots, tokens, seed % 5 < 2, silu,
+                             "grouped, " + w.name(seed, tokens));
+            }
+        }
     }
 }
 

@@ -486,6 +486,24 @@ TEST(experts_are_one_launch_per_slot_or_token) {
     check_launches("two slots, one token", c.graph, { "sparse experts" });
 }
 
+// With a layout that groups columns by expert, the experts of all tokens are one product, also large ones.
+TEST(experts_of_several_tokens_are_grouped) {
+    fake::groups_experts = true;
+    graph_builder b;
+    ggml_tensor * w = b.sparse_weight("experts", 2048, 2048, 4);
+    finish(b, ggml_mul_mat_id(b.ctx, w, b.input(GGML_TYPE_F32, 2048, 1, 40), b.input(GGML_TYPE_I32, 2, 40)));
+    check_launches("two slots, 40 tokens", b.graph, { "sparse experts" });
+
+    graph_builder c;
+    ggml_tensor * x = c.input(GGML_TYPE_F32, 256, 1, 3), *ids = c.input(GGML_TYPE_I32, 2, 3);
+    ggml_tensor * up   = ggml_mul_mat_id(c.ctx, c.sparse_weight("up", 256, 128, 4), x, ids),
+                *gate  = ggml_mul_mat_id(c.ctx, c.sparse_weight("gate", 256, 128, 4), x, ids),
+                *other = ggml_mul_mat_id(c.ctx, c.sparse_weight("other", 256, 128, 4), x, c.input(GGML_TYPE_I32, 2, 3));
+    finish(c, ggml_add(c.ctx, ggml_swiglu_split(c.ctx, gate, up), other));
+    check_launches("gate and up of the same experts", c.graph, { "sparse gate+up silu", "sparse other", "add" });
+    fake::groups_experts = false;
+}
+
 // One of four large experts has no token, one has few, and two have too many for the sparse kernels. The host waits for
 // these numbers once, and fills no later panel before that.
 TEST(large_experts_are_products_of_their_own) {

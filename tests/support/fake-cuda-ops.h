@@ -19,9 +19,10 @@ struct launch {
 };
 inline std::vector<launch>                                    log;
 inline std::map<const macko::cuda::gpu_layout *, std::string> matrix_names;
-inline int64_t                                                sparse_max_n = 8;    // columns
-inline bool                                                   supports     = true; // all predicates
-inline std::vector<int>                                       expert_begin;        // result of op_mul_mat_id_sort
+inline bool                                                   groups_experts = false;
+inline int64_t                                                sparse_max_n   = 8;    // columns
+inline bool                                                   supports       = true; // all predicates
+inline std::vector<int>                                       expert_begin;          // result of op_mul_mat_id_sort
 
 __attribute__((format(printf, 1, 2))) inline std::string text(const char * format, ...) {
     char    buffer[1024];
@@ -109,6 +110,9 @@ cudaError_t host_staging::copy(const staged_rows & rows, int n_threads, cudaStre
 int64_t cuda_sparse_mul_mat_max_n(const gpu_layout &, bool experts) {
     return experts ? 2 * fake::sparse_max_n : fake::sparse_max_n;
 }
+
+bool    cuda_sparse_groups_experts(const gpu_layout &, int64_t, int64_t) { return fake::groups_experts; }
+int64_t cuda_sparse_groups_nbytes(int64_t, int64_t, int64_t) { return 0; }
 
 cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & p, cudaStream_t stream) {
     std::string name = "sparse ", params;

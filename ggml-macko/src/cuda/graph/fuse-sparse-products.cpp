@@ -13,7 +13,8 @@
 //
 // One launch per kind of matrix computes y_i = W_i * norm(x) + bias_i + residual_i, or silu(W_0 x) * (W_1 x). The
 // normalized x and the bare products are not stored. GET_ROWS is fused only if it selects the only row that exists:
-// llama.cpp uses it in its last layer to select the tokens with outputs.
+// llama.cpp uses it in its last layer to select the tokens with outputs. Products of experts (MUL_MAT_ID) with the same
+// x and ids are fused with each other and with GLU.
 #include "cuda/graph/fuse.h"
 #include "cuda/graph/panels.h"
 #include "cuda/graph/sparse-products.h"
@@ -74,6 +75,7 @@ private:
     const ggml_tensor * norm_                           = nullptr; // null: no norm
     const ggml_tensor * norm_weight_                    = nullptr;
     const ggml_tensor * x_                              = nullptr;
+    const ggml_tensor * ids_                            = nullptr; // null: no experts
     member              members_[CUDA_SPARSE_MAX_BATCH] = {};
     int                 n_                              = 0;
     ggml_tensor *       glu_                            = nullptr;
@@ -89,8 +91,12 @@ private:
     cuda_sparse_mul_mat_params launch_params(const op_context & ctx, int first, bool * queued) const;
 };
 
-bool can_join(const op_context & ctx, const ggml_tensor * node, const ggml_tensor * x) {
+bool can_join(const op_context & ctx, const ggml_tensor * node, const ggml_tensor * x, const ggml_tensor * ids) {
     const ggml_tensor * w = node->src[0];
+    if (ids) {
+        return op_of(node) == GGML_OP_MUL_MAT_ID && node->src[1] == x && node->src[2] == ids && stored(w) &&
+               groups_experts(node);
+    }
     if (op_of(node) != GGML_OP_MUL_MAT || node->src[1] != x || !stored(w)) {
         return false;
     }
@@ -107,12 +113,15 @@ bool fused_sparse_products::match(const op_context & ctx, const ggml_cgraph * gr
             return false;
         }
     } else {
-        x_ = graph->nodes[i]->src[1];
+        x_   = graph->nodes[i]->src[1];
+        ids_ = op_of(graph->nodes[i]) == GGML_OP_MUL_MAT_ID ? graph->nodes[i]->src[2] : nullptr;
         if (!match_products(ctx, graph, i, x_)) {
             return false;
         }
     }
-    match_sums(graph);
+    if (!ids_) {
+        match_sums(graph);
+    }
     match_glu(graph);
     return norm_ || n_ > 1 || glu_ || last_ != i;
 }
@@ -134,7 +143,7 @@ bool fused_sparse_products::match_norm(const ggml_cgraph * graph, int i, int mul
 // Matches the products of `input` from node `first` on.
 bool fused_sparse_products::match_products(const op_context & ctx, const ggml_cgraph * graph, int first,
                                            const ggml_tensor * input) {
-    for (int k = first; k < graph->n_nodes && n_ < CUDA_SPARSE_MAX_BATCH && can_join(ctx, graph->nodes[k], input);
+    for (int k = first; k < graph->n_nodes && n_ < CUDA_SPARSE_MAX_BATCH && can_join(ctx, graph->nodes[k], input, ids_);
          k     = next_node(graph, k)) {
         if (norm_ && !fuses(graph->nodes[k])) {
             return false;
@@ -241,7 +250,7 @@ void fused_sparse_products::match_glu(const ggml_cgraph * graph) {
 bool fused_sparse_products::is_safe() const {
     for (int j = 0; j < n_; j++) {
         const ggml_tensor * y = glu_ ? glu_ : members_[j].result;
-        if (overlaps(y, x_)) {
+        if (overlaps(y, x_) || (ids_ && overlaps(y, ids_))) {
             return false;
         }
         for (int k = 0; k < n_; k++) {
@@ -274,7 +283,8 @@ cuda_sparse_mul_mat_params fused_sparse_products::launch_params(const op_context
     const auto                 f32 = [](const ggml_tensor * t) { return t ? static_cast<float *>(t->data) : nullptr; };
     const auto                 ld  = [](const ggml_tensor * t) { return static_cast<int64_t>(t->nb[1]) / 4; };
     const stored_matrix &      w0  = *stored(members_[first].product->src[0]);
-    cuda_sparse_mul_mat_params p   = sparse_mul_mat_params(ctx, w0, f32(x_), nullptr, ld(x_), 0, x_->ne[1]);
+    cuda_sparse_mul_mat_params p   = ids_ ? grouped_experts_params(ctx, members_[first].product)
+                                          : sparse_mul_mat_params(ctx, w0, f32(x_), nullptr, ld(x_), 0, x_->ne[1]);
     p.n_matrices                   = 0;
     for (int j = first; j < n_; j++) {
         const member & m = members_[j];

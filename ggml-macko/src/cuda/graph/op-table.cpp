@@ -271,7 +271,13 @@ cudaError_t enqueue_sparse(panel_pipeline & panels, ggml_tensor * node) {
 bool sparse_id_supported(const ggml_tensor * op) {
     return sparse_mul_mat_supported(op) && op->src[2]->type == GGML_TYPE_I32;
 }
+size_t sparse_id_scratch_nbytes(const ggml_tensor * op) {
+    return std::max(mul_mat_id_scratch_nbytes(op), grouped_scratch_nbytes(op));
+}
 cudaError_t enqueue_sparse_id(panel_pipeline & panels, ggml_tensor * node) {
+    if (groups_experts(node)) {
+        return enqueue_grouped_experts(panels.ctx, node);
+    }
     if (multiplies_by_expert(panels.ctx, node)) {
         return panels.enqueue_by_expert(node);
     }
@@ -335,7 +341,7 @@ const op_row OP_TABLE[] = {
     { GGML_OP_MUL_MAT,        DENSE,  2,  mul_mat_supported,        mul_mat_scratch_nbytes,    enqueue_mul_mat   },
     { GGML_OP_MUL_MAT,        SPARSE, 2,  sparse_mul_mat_supported, sparse_scratch_nbytes,     enqueue_sparse    },
     { GGML_OP_MUL_MAT_ID,     DENSE,  3,  mul_mat_id_supported,     mul_mat_id_scratch_nbytes, enqueue_mul_mat_id},
-    { GGML_OP_MUL_MAT_ID,     SPARSE, 3,  sparse_id_supported,      mul_mat_id_scratch_nbytes, enqueue_sparse_id },
+    { GGML_OP_MUL_MAT_ID,     SPARSE, 3,  sparse_id_supported,      sparse_id_scratch_nbytes,  enqueue_sparse_id },
 };
 // clang-format on
 

@@ -47,8 +47,8 @@ bool densifies_experts(const op_context & ctx, const ggml_tensor * node) {
     const ggml_tensor * w           = node->src[0];
     const ggml_tensor * ids         = node->src[2];
     const int64_t       n_columns   = ids->ne[0] * ids->ne[1];
-    return densifies(ctx, w, ids->ne[1], true) && (!stored(w) || n_columns >= MIN_COLUMNS * w->ne[2]) &&
-           has_expert_products(ctx, node);
+    return !groups_experts(node) && densifies(ctx, w, ids->ne[1], true) &&
+           (!stored(w) || n_columns >= MIN_COLUMNS * w->ne[2]) && has_expert_products(ctx, node);
 }
 
 // Whether w has dense rows in 16 bits that can be multiplied in place, like a panel.
@@ -113,7 +113,7 @@ bool multiplies_by_expert(const op_context & ctx, const ggml_tensor * node) {
         return false;
     }
     const ggml_tensor * w = node->src[0];
-    return is_sparse(w) ? ctx.panels && fits_panels(w, panel_nbytes(ctx)) : is_dense_panel(w);
+    return is_sparse(w) ? ctx.panels && fits_panels(w, panel_nbytes(ctx)) && !groups_experts(node) : is_dense_panel(w);
 }
 
 size_t by_expert_scratch_nbytes(const ggml_tensor * node) {

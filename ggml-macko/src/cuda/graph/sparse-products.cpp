@@ -63,6 +63,42 @@ cudaError_t enqueue_sparse_mul_mat(const op_context & ctx, ggml_tensor * node) {
     });
 }
 
+bool groups_experts(const ggml_tensor * node) {
+    const ggml_tensor *   x   = node->src[1];
+    const ggml_tensor *   ids = node->src[2];
+    const stored_matrix * w   = stored(node->src[0]);
+    // columns of x and of the result have one stride
+    const bool one_stride = (x->ne[1] == 1 || x->ne[1] == ids->ne[0]) && x->nb[2] == x->nb[1] * size_t(x->ne[1]) &&
+                            node->nb[2] == node->nb[1] * size_t(node->ne[1]);
+    return w && one_stride && cuda_sparse_groups_experts(w->matrix, ids->ne[0] * ids->ne[1], node->src[0]->ne[2]);
+}
+
+size_t grouped_scratch_nbytes(const ggml_tensor * node) {
+    const ggml_tensor * w   = node->src[0];
+    const ggml_tensor * ids = node->src[2];
+    return static_cast<size_t>(cuda_sparse_groups_nbytes(w->ne[0], ids->ne[0] * ids->ne[1], w->ne[2]));
+}
+
+cuda_sparse_mul_mat_params grouped_experts_params(const op_context & ctx, const ggml_tensor * node) {
+    const stored_matrix &      w   = *stored(node->src[0]);
+    const ggml_tensor *        x   = node->src[1];
+    const ggml_tensor *        ids = node->src[2];
+    cuda_sparse_mul_mat_params p   = sparse_mul_mat_params(ctx, w, f32_row(x, 0, 0, 0), f32_row(node, 0, 0, 0),
+                                                           stride(x, 1), stride(node, 1), ids->ne[0] * ids->ne[1]);
+    p.expert_ids                   = static_cast<const int32_t *>(ids->data);
+    p.expert_ids_stride            = stride(ids, 0);
+    p.expert_rows                  = w.rows_per_matrix;
+    p.slots                        = ids->ne[0];
+    p.token_stride                 = stride(ids, 1);
+    p.shares_x                     = x->ne[1] == 1;
+    p.groups                       = scratch_of(ctx, node);
+    return p;
+}
+
+cudaError_t enqueue_grouped_experts(const op_context & ctx, ggml_tensor * node) {
+    return cuda_sparse_mul_mat(grouped_experts_params(ctx, node), ctx.stream);
+}
+
 // The columns of the result are pairs (slot, token); slot numbers the experts that a token uses. Uses one launch per
 // slot for all tokens, or one per token for all slots, whichever needs fewer launches.
 cudaError_t enqueue_sparse_mul_mat_id(const op_context & ctx, ggml_tensor * node) {

@@ -13,6 +13,12 @@ bool sparse_mul_mat_supported(const ggml_tensor * op);
 cudaError_t enqueue_sparse_mul_mat(const op_context & ctx, ggml_tensor * node);
 cudaError_t enqueue_sparse_mul_mat_id(const op_context & ctx, ggml_tensor * node);
 
+// Whether a product of experts is one product for all tokens, and its scratch memory.
+bool                       groups_experts(const ggml_tensor * node);
+size_t                     grouped_scratch_nbytes(const ggml_tensor * node);
+cudaError_t                enqueue_grouped_experts(const op_context & ctx, ggml_tensor * node);
+cuda_sparse_mul_mat_params grouped_experts_params(const op_context & ctx, const ggml_tensor * node);
+
 // ---- for panels.cpp and fuse-sparse-products.cpp ----
 
 // y = W x for the first rows_per_matrix rows of w and n columns; ldx and ldy: floats from one column to the next.

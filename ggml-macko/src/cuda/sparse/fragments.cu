@@ -6,7 +6,10 @@
 // each, and a kernel of its own rounds them. B's 8 columns are the bytes of x: for up to 4 columns of x, (step, column,
 // high or low) of 4, 2 or 1 steps, of which a product uses one (the others are zero), so that the sums of these steps
 // remain apart; for each 8 columns of x, two B operands. A block has all columns of W for its rows: it adds up the sums
-// of parts of a row in their order, so there are no atomics.
+// of parts of a row in their order, so there are no float atomics.
+//
+// Experts of several tokens: the kernel that rounds the columns puts those of the same expert side by side, in groups
+// of up to NX. Each group is a product of its own.
 //
 // With codes of 4 bits, the instruction PRMT looks up magnitudes: it takes selectors of 4 bits, and bit 3 asks for the
 // sign of a byte, which is 0 in a table of magnitudes. The same codes thus give the positive levels (and 0), and with
@@ -17,6 +20,7 @@
 #include "cuda/sparse/product.cuh"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 namespace macko::cuda {
@@ -62,7 +66,22 @@ struct fragments_launch : product_launch<fragments_operand> {
     int32_t stripe_places, inverse_places;
     // Of round_x_kernel. null: the kernel rounds its one column, which is_aligned().
     const uint8_t * rounded;
-    int64_t         apart; // bytes to the column of the next expert
+    int64_t         apart;  // bytes to the columns of the next group, or to the column of the next expert
+    const int32_t * groups; // or null: see group_list
+    // with experts: see cuda_sparse_mul_mat_params; slots is INT32_MAX if the columns are those of one token
+    int64_t token_stride;
+    int32_t slots;
+    bool    shares_x;
+};
+
+// The groups of the columns of all experts, in device memory, each with NX columns. A group has 1 + NX numbers: its
+// expert, which is n_experts for invalid ids and -1 if there is no such group, and its columns, then -1.
+struct group_list {
+    int32_t *       groups;
+    const int32_t * ids;
+    int64_t         id_stride, token_stride;
+    int32_t         n_columns, slots, n_experts, most; // most: groups of the list
+    bool            shares_x;                          // columns of a token have the same x
 };
 
 // ---- x ----
@@ -246,30 +265,98 @@ __device__ __forceinline__ void round_column(const x_source & s, int n_steps, in
     }
 }
 
-// Columns of x, a block for each. A product's nx columns are side by side.
-struct round_params {
-    x_source  source; // the first column
-    int64_t   ldx;
-    int32_t   n_steps, nx;
-    uint8_t * to;
-    int64_t   apart; // bytes from the columns of one product to those of the next
+// Where a column is: in which group, and in which of its places.
+struct group_place {
+    int group, place;
 };
 
-template <bool ALIGNED>
+// Adds a column to the list of groups; the first column also marks those that there are not. All threads of a block
+// call it. counts: [n_experts + 1]; scratch: [3][warp]
+__device__ __forceinline__ group_place join_group(const group_list & l, int nx, int column, int * counts,
+                                                  int * scratch) {
+    const int  lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const auto expert_of = [&](int j) {
+        const int id = l.ids[j % l.slots * l.id_stride + j / l.slots * l.token_stride];
+        return id >= 0 && id < l.n_experts ? id : l.n_experts;
+    };
+    const auto sum = [](int x) { return __shfl_sync(FULL_WARP, warp_prefix_sum(x), 31); };
+    for (int e = threadIdx.x; e <= l.n_experts; e += blockDim.x) {
+        counts[e] = 0;
+    }
+    __syncthreads();
+    const int expert = expert_of(column);
+    int       v[3]   = {}; // columns of this expert before this one; groups of the experts before it; all groups
+    for (int j = threadIdx.x; j < l.n_columns; j += blockDim.x) {
+        const int of_j = expert_of(j);
+        atomicAdd(&counts[of_j], 1);
+        v[0] += of_j == expert && j < column;
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e <= l.n_experts; e += blockDim.x) {
+        const int n = (counts[e] + nx - 1) / nx;
+        v[1] += e < expert ? n : 0;
+        v[2] += n;
+    }
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+        v[i] = sum(v[i]);
+        if (lane == 0) {
+            scratch[i * warps + warp] = v[i];
+        }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+        v[i] = sum(lane < warps ? scratch[i * warps + lane] : 0);
+    }
+    __syncthreads();
+    const group_place at    = { v[1] + v[0] / nx, v[0] % nx };
+    int32_t * const   group = l.groups + at.group * (1 + nx);
+    if (threadIdx.x == 0) {
+        group[0]            = expert; // all columns of the group store the same
+        group[1 + at.place] = column;
+    }
+    if (v[0] + 1 == counts[expert] && at.place + 1 + threadIdx.x < nx) {
+        group[1 + at.place + 1 + threadIdx.x] = -1;
+    }
+    for (int g = v[2] + threadIdx.x; column == 0 && g < l.most; g += blockDim.x) {
+        l.groups[g * (1 + nx)] = -1;
+    }
+    return at;
+}
+
+// Columns of x, a block for each. A product's nx columns are side by side.
+struct round_params {
+    x_source   source; // the first column
+    int64_t    ldx;
+    int32_t    n_steps, nx;
+    uint8_t *  to;
+    int64_t    apart; // bytes from the columns of one product to those of the next
+    group_list list;  // without groups: column j is column j % nx of product j / nx
+};
+
+// GROUPED: columns join groups
+template <bool ALIGNED, bool GROUPED>
 __global__ void __launch_bounds__(ROUND_THREADS) round_x_kernel(const __grid_constant__ round_params p) {
-    __shared__ float scratch[ROUND_THREADS / 16];
-    const int        column = blockIdx.x % p.nx;
-    uint8_t * const  to     = p.to + blockIdx.x / p.nx * p.apart;
-    x_source         s      = p.source;
-    s.x += blockIdx.x * p.ldx;
-    uint8_t * const  integers = to + x_integers_at(p.n_steps, p.nx) + column * 64;
-    x_fours<ALIGNED> w;
+    __shared__ float  scratch[ROUND_THREADS / 32 * 3];
+    extern __shared__ __align__(16) int counts[];
+    x_source                            s = p.source;
+    x_fours<ALIGNED>                    w;
     if (s.norm_weight) {
         w.load(s.norm_weight, threadIdx.x * 4, s.cols);
     }
     cuda_allow_next();
     cuda_wait_for_previous();
-    if (p.nx == 1) {
+    const int   j  = blockIdx.x;
+    group_place at = { j / p.nx, j % p.nx };
+    if (GROUPED) {
+        at = join_group(p.list, p.nx, j, counts, reinterpret_cast<int *>(scratch));
+    }
+    s.x += (GROUPED && p.list.shares_x ? j / p.list.slots : j) * p.ldx;
+    const int       column   = at.place;
+    uint8_t * const to       = p.to + at.group * p.apart;
+    uint8_t * const integers = to + x_integers_at(p.n_steps, p.nx) + column * 64;
+    if (!GROUPED && p.nx == 1) {
         round_steps<ALIGNED>(s, p.n_steps, to, integers, scratch, w, [] {});
     } else {
         round_column<ALIGNED>(s, p.n_steps, 64 * p.nx, integers, reinterpret_cast<float *>(to) + column, scratch, w);
@@ -420,8 +507,19 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
 
     if (p.expert_ids) {
         fill_table<BITS>(shared, p.lut_copies); // while the kernel before ends
+        cuda_wait_for_previous();               // which writes ids or groups
     }
-    const int row_offset = p.expert_ids ? expert_row(p, column) : 0;
+    const int32_t * const group = p.groups ? p.groups + blockIdx.y * (1 + NX) : nullptr;
+    if (group && group[0] < 0) {
+        return;
+    }
+    const int  token  = p.expert_ids ? column / p.slots : 0;
+    const auto own_id = [&] {
+        return p.expert_ids[(column - token * p.slots) * p.expert_ids_stride + token * p.token_stride];
+    };
+    const int row_offset = !p.expert_ids ? 0 : row_of_expert(p, group ? group[0] : own_id());
+    // column n of the product among all columns; -1: there is none
+    const auto column_of = [&](int n) { return group ? group[1 + n] : column + n < p.n_columns ? column + n : -1; };
 
     const int matrices         = p.silu_mul ? 2 : 1;
     const int n_units_of_block = p.units + (static_cast<int>(blockIdx.x) < p.more);
@@ -513,7 +611,7 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
         first = tile_at(0, threadIdx.x);
     }
     // NX == 1 without p.rounded: this block rounds x
-    const x_source source = { p.x + column * p.ldx, p.norm_weight, p.norm_eps, p.cols };
+    const x_source source = { p.x + (p.shares_x ? token : column) * p.ldx, p.norm_weight, p.norm_eps, p.cols };
     x_fours<true>  weights;
     if (NX == 1 && !p.rounded && p.norm_weight) {
         weights.load(p.norm_weight, threadIdx.x * 4, p.cols);
@@ -622,10 +720,11 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
             const int   unit = i / (16 * NX), n = i / 16 % NX, r = i % 16;
             sparse_task t = task_of(round * p.round_stripes + unit * matrices);
             t.row += r - ((max(row_offset, 0) + p.m[t.matrix].row_begin) & 15);
-            if (t.row < 0 || t.row >= p.m[t.matrix].n_rows || column + n >= p.n_columns) {
+            const int to = column_of(n);
+            if (t.row < 0 || t.row >= p.m[t.matrix].n_rows || to < 0) {
                 continue;
             }
-            const float added = added_to_result(p, p.m[t.matrix], column + n, t.row);
+            const float added = added_to_result(p, p.m[t.matrix], to, t.row);
             float       y     = 0.0f;
             if (row_offset >= 0) {
                 const auto factor_of = [&](int matrix) {
@@ -637,7 +736,7 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
                     y = silu(y) * sum_of(unit * 2 + 1, n, r) * factor_of_up;
                 }
             }
-            *result_at(p.m[t.matrix], column + n, t.row) = y + added;
+            *result_at(p.m[t.matrix], to, t.row) = y + added;
         }
         if (stripes_of(turn + 1) == 0) {
             break;
@@ -738,6 +837,16 @@ fragments_launch sized_launch(const fragments_layout & w, const cuda_sparse_mul_
     return p;
 }
 
+int steps_of(int64_t cols) { return static_cast<int>(fragments_all_chunks(cols) * 8); }
+// Bytes of nx columns that round_x_kernel has rounded.
+int64_t rounded_nbytes(int64_t cols, int nx) {
+    return x_integers_at(steps_of(cols), nx) + steps_of(cols) * int64_t(64) * nx;
+}
+
+x_source source_of(const fragments_layout & w, const cuda_sparse_mul_mat_params & a) {
+    return { a.x, a.norm_weight, a.norm_eps, static_cast<int>(w.cols) };
+}
+
 // Whether a product of nx columns fits shared memory.
 bool fits(const fragments_layout & w, const cuda_sparse_mul_mat_params & a, int nx, const uint8_t * rounded) {
     cuda_device_info device;
@@ -746,9 +855,16 @@ bool fits(const fragments_layout & w, const cuda_sparse_mul_mat_params & a, int 
            divide(p, nx, most_words_of(a), a.silu_mul ? 2 : 1, device.shared_nbytes) > 0;
 }
 
-// A product of up to nx columns, or of experts, one column each.
+// The products of a launch: one of up to nx columns, or, with experts, one for each column or for each group.
+struct product_batch {
+    int             n      = 1;
+    int             busy   = 1; // about as many have columns
+    int64_t         apart  = 0; // bytes from the rounded columns of one to those of the next
+    const int32_t * groups = nullptr;
+};
+
 cudaError_t multiply_columns(const fragments_layout & w, const cuda_sparse_mul_mat_params & a, int nx,
-                             const uint8_t * rounded, int64_t apart, cudaStream_t stream) {
+                             const uint8_t * rounded, const product_batch & batch, cudaStream_t stream) {
     fragments_launch p = sized_launch(w, a, rounded);
     set_product(p, a, static_cast<int>(FRAGMENT_ROWS), [&](const gpu_layout & layout, fragments_operand & m) {
         const fragments_layout & l = std::get<fragments_layout>(layout);
@@ -774,10 +890,15 @@ cudaError_t multiply_columns(const fragments_layout & w, const cuda_sparse_mul_m
     if (a.silu_mul && a.row_begin[0] % FRAGMENT_ROWS != a.row_begin[1] % FRAGMENT_ROWS) {
         return cudaErrorNotSupported;
     }
-    p.apart = apart;
+    p.apart        = batch.apart;
+    p.groups       = batch.groups;
+    p.slots        = a.slots ? static_cast<int32_t>(a.slots) : INT32_MAX;
+    p.token_stride = a.token_stride;
+    p.shares_x     = a.shares_x;
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
-    const int blocks  = std::min(device.multiprocessors, p.n_warp_rows); // one per multiprocessor
+    // of a product; in total, one per multiprocessor
+    const int blocks  = std::min(std::max(device.multiprocessors / batch.busy, 1), p.n_warp_rows);
     const int stripes = (p.n_warp_rows + blocks - 1) / blocks * (a.silu_mul ? 2 : 1);
     const int warps   = divide(p, nx, most_words_of(a), stripes, device.shared_nbytes);
     if (warps == 0) {
@@ -793,17 +914,103 @@ cudaError_t multiply_columns(const fragments_layout & w, const cuda_sparse_mul_m
     return with_constant<1, 2, 4, 8, 16, 32>(nx, cudaErrorNotSupported, [&](auto n) {
         constexpr int NX     = decltype(n)::value;
         const auto    kernel = w.code_bits == 4 ? fragments_kernel<4, NX> : fragments_kernel<8, NX>;
-        return launch_sparse(kernel, p, warps * 32, p.buffers_at + warps * 2 * p.buffer_nbytes, blocks, grid_columns(a),
+        return launch_sparse(kernel, p, warps * 32, p.buffers_at + warps * 2 * p.buffer_nbytes, blocks, batch.n,
                              stream);
     });
 }
 
+// Whether the kernel of one column rounds it.
+bool rounds_own_x(const fragments_layout & w, const cuda_sparse_mul_mat_params & a) {
+    return w.cols <= X_OWN_COLS && is_aligned(a) && fits(w, a, 1, nullptr);
+}
+
+// ---- groups of experts ----
+
+constexpr int64_t MAX_GROUPED = 16; // columns of an expert, on average
+
+// Columns of a group: few experts need two groups, which decode the expert twice.
+int grouped_columns(int64_t n, int64_t n_experts) {
+    return n > 4 * n_experts ? 16 : n > 2 * n_experts ? 8 : n > n_experts / 2 ? 4 : 2;
+}
+int64_t most_groups(int64_t n, int64_t n_experts, int nx) { return std::min(n, n_experts + 1 + n / nx); }
+int64_t group_list_nbytes(int64_t most, int nx) { return (most * (1 + nx) * 4 + 15) / 16 * 16; }
+
+// As many columns of a group as fit shared memory; 1: none
+int grouped_columns(const fragments_layout & w, const cuda_sparse_mul_mat_params & a, int64_t n_experts) {
+    int nx = w.window < 2 * FRAGMENT_STEP ? 2 : grouped_columns(a.n, n_experts);
+    while (nx > 1 && !fits(w, a, nx, w.tiles)) {
+        nx /= 2;
+    }
+    return nx;
+}
+
+// Whether few columns have the same expert, so that a product for each column is faster: it rounds its x itself.
+bool is_one_by_one(const fragments_layout & w, const cuda_sparse_mul_mat_params & a) {
+    return a.n <= std::max(a.slots, w.rows / a.expert_rows / 2) && rounds_own_x(w, a);
+}
+
+cudaError_t multiply_groups(const fragments_layout & w, const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
+    const int64_t n_experts = w.rows / a.expert_rows;
+    const int     nx        = grouped_columns(w, a, n_experts);
+    if (nx == 1) {
+        return cudaErrorNotSupported;
+    }
+    const int64_t most = most_groups(a.n, n_experts, nx);
+    product_batch batch;
+    batch.n      = static_cast<int>(most);
+    batch.apart  = rounded_nbytes(w.cols, nx);
+    batch.groups = static_cast<const int32_t *>(a.groups);
+    // with columns of random experts, so many experts have some
+    const double all            = static_cast<double>(n_experts);
+    batch.busy                  = std::max(static_cast<int>(all * (1 - std::exp(-static_cast<double>(a.n) / all))), 1);
+    const group_list   list     = { static_cast<int32_t *>(a.groups),
+                                    a.expert_ids,
+                                    a.expert_ids_stride,
+                                    a.token_stride,
+                                    static_cast<int32_t>(a.n),
+                                    static_cast<int32_t>(a.slots),
+                                    static_cast<int32_t>(n_experts),
+                                    batch.n,
+                                    a.shares_x };
+    uint8_t * const    integers = static_cast<uint8_t *>(a.groups) + group_list_nbytes(most, nx);
+    const round_params r        = { source_of(w, a), a.ldx, steps_of(w.cols), nx, integers, batch.apart, list };
+    CUDA_TRY(launch_kernel(is_aligned(a) ? round_x_kernel<true, true> : round_x_kernel<false, true>, r,
+                           dim3(static_cast<unsigned>(a.n)), ROUND_THREADS, (n_experts + 1) * 4, a.programmatic,
+                           stream));
+    return multiply_columns(w, a, nx, integers, batch, stream);
+}
+
 } // namespace
 
+bool cuda_sparse_groups_experts(const gpu_layout & layout, int64_t n, int64_t n_experts) {
+    const auto * w = std::get_if<fragments_layout>(&layout);
+    if (!w || n > MAX_GROUPED * n_experts || n > MAX_GRID_YZ || n_experts >= 8192) {
+        return false;
+    }
+    cuda_sparse_mul_mat_params a = {};
+    a.n_matrices = 2, a.w[0] = a.w[1] = &layout, a.n = n, a.silu_mul = true; // needs the most memory
+    return grouped_columns(*w, a, n_experts) > 1;
+}
+
+int64_t cuda_sparse_groups_nbytes(int64_t cols, int64_t n, int64_t n_experts) {
+    n              = std::min(n, MAX_GROUPED * n_experts);
+    int64_t nbytes = 0;
+    for (int nx = 2; nx <= grouped_columns(n, n_experts); nx *= 2) {
+        const int64_t most = most_groups(n, n_experts, nx);
+        nbytes             = std::max(nbytes, group_list_nbytes(most, nx) + most * rounded_nbytes(cols, nx));
+    }
+    return nbytes;
+}
+
 cudaError_t multiply_all(const fragments_layout & w, const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
-    const bool each = a.n == 1 || a.expert_ids; // one column at a time
-    if (each && w.cols <= X_OWN_COLS && is_aligned(a) && fits(w, a, 1, nullptr)) {
-        return multiply_columns(w, a, 1, nullptr, 0, stream);
+    if (a.slots && !is_one_by_one(w, a)) {
+        return multiply_groups(w, a, stream);
+    }
+    const bool    each = a.n == 1 || a.expert_ids; // one column at a time
+    product_batch columns;
+    columns.n = columns.busy = grid_columns(a);
+    if (each && rounds_own_x(w, a)) {
+        return multiply_columns(w, a, 1, nullptr, columns, stream);
     }
     if (!a.x16) {
         return cudaErrorNotSupported;
@@ -812,8 +1019,7 @@ cudaError_t multiply_all(const fragments_layout & w, const cuda_sparse_mul_mat_p
     if (w.window < 2 * FRAGMENT_STEP) {
         nx = std::min(nx, 2); // more columns add two steps before they scale the sum
     }
-    const int64_t   steps    = fragments_all_chunks(w.cols) * 8;
-    const auto      apart    = [&] { return x_integers_at(static_cast<int>(steps), nx) + steps * 64 * nx; };
+    const auto      apart    = [&] { return rounded_nbytes(w.cols, nx); };
     uint8_t * const integers = static_cast<uint8_t *>(a.x16);
     while (nx > 1 && (apart() > CUDA_SPARSE_X16_NBYTES || !fits(w, a, nx, integers))) {
         nx /= 2;
@@ -824,21 +1030,18 @@ cudaError_t multiply_all(const fragments_layout & w, const cuda_sparse_mul_mat_p
     }
     for (int64_t j = 0; j < a.n; j += most) {
         const int64_t      n = std::min(most, a.n - j);
-        const round_params r = { { a.x + j * a.ldx, a.norm_weight, a.norm_eps, static_cast<int>(w.cols) },
-                                 a.ldx,
-                                 static_cast<int32_t>(steps),
-                                 nx,
-                                 integers,
-                                 apart() };
-        CUDA_TRY(launch_kernel(is_aligned(a) ? round_x_kernel<true> : round_x_kernel<false>, r,
+        const round_params r = { source_of(w, a.columns(j, n)), a.ldx, steps_of(w.cols), nx, integers, apart(), {} };
+        CUDA_TRY(launch_kernel(is_aligned(a) ? round_x_kernel<true, false> : round_x_kernel<false, false>, r,
                                dim3(static_cast<unsigned>(n)), ROUND_THREADS, 0, a.programmatic, stream));
         if (a.expert_ids) {
-            CUDA_TRY(multiply_columns(w, a.columns(j, n), 1, integers, apart(), stream));
+            columns.n = columns.busy = static_cast<int>(n);
+            columns.apart            = apart();
+            CUDA_TRY(multiply_columns(w, a.columns(j, n), 1, integers, columns, stream));
             continue;
         }
         for (int64_t i = 0; i < n; i += nx) {
             CUDA_TRY(multiply_columns(w, a.columns(j + i, std::min<int64_t>(nx, n - i)), nx,
-                                      integers + i / nx * apart(), 0, stream));
+                                      integers + i / nx * apart(), {}, stream));
         }
     }
     return cudaSuccess;

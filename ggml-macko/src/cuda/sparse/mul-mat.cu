@@ -75,6 +75,9 @@ static cudaError_t mul_mat(const fragments_layout & w, const cuda_sparse_mul_mat
 // Multiplies matrices that share a kernel.
 template <typename W>
 static cudaError_t mul_mat(const W & w, const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
+    if (a.slots) {
+        return cudaErrorNotSupported;
+    }
     if (a.expert_ids) {
         for (int64_t j = 0; j < a.n; j += MAX_GRID_YZ) {
             CUDA_TRY(multiply(w, a.columns(j, std::min<int64_t>(MAX_GRID_YZ, a.n - j)), 1, stream));

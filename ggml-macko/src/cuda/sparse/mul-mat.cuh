@@ -59,6 +59,16 @@ struct cuda_sparse_mul_mat_params {
     int64_t         expert_ids_stride; // in elements
     int64_t         expert_rows;       // rows of one expert
 
+    // Experts of several tokens (if cuda_sparse_groups_experts()), or slots is 0: columns with the same expert are
+    // multiplied together. The columns are those of tokens with `slots` experts each: column j belongs to token t = j /
+    // slots, its id is at expert_ids + j % slots * expert_ids_stride + t * token_stride, and its x is column t if the
+    // slots of a token share x, else j.
+    // groups: cuda_sparse_groups_nbytes() bytes that the product may overwrite, aligned to 16 bytes
+    int64_t slots;
+    int64_t token_stride;
+    bool    shares_x;
+    void *  groups;
+
     // Programmatic dependent launch (ignored before cc 9.0): the kernel may start before the previous kernel on the
     // stream has ended, and reads weights early. It accesses x, residual, bias and y only after that kernel is
     // complete.
@@ -73,6 +83,10 @@ struct cuda_sparse_mul_mat_params {
 int64_t cuda_sparse_mul_mat_max_n(const gpu_layout & w, bool experts);
 
 cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & params, cudaStream_t stream);
+
+// Whether products with n columns of several tokens are supported, and faster than other ways.
+bool    cuda_sparse_groups_experts(const gpu_layout & w, int64_t n, int64_t n_experts);
+int64_t cuda_sparse_groups_nbytes(int64_t cols, int64_t n, int64_t n_experts);
 
 // Writes rows row_begin ... row_end - 1 as dense rows of the matrix's type, `ld` elements apart. Values that are not
 // quantized keep their bits.

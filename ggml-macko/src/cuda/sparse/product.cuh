@@ -104,7 +104,7 @@ void set_product(P & p, const cuda_sparse_mul_mat_params & a, int rows_of_warp_r
     p.silu_mul            = a.silu_mul;
     p.programmatic        = a.programmatic;
 }
-// Columns of a grid: one per expert.
+// Columns of a grid: one per expert, unless they are grouped.
 inline int grid_columns(const cuda_sparse_mul_mat_params & a) { return a.expert_ids ? static_cast<int>(a.n) : 1; }
 
 // The arguments for a row-split layout M.
@@ -159,11 +159,14 @@ __device__ __forceinline__ sparse_task task_at(const P & p, int first, int strid
     return task_at<BATCHED>(p, ROWS, first, stride, sub, j);
 }
 
-// First row of the expert of a column; -1 for an invalid id. Waits for the previous kernel, which writes the ids.
+// First row of an expert; -1 for an invalid id.
+template <typename P> __device__ __forceinline__ int row_of_expert(const P & p, int id) {
+    return id >= 0 && id < p.n_experts ? static_cast<int>(id * p.expert_rows) : -1;
+}
+// First row of the expert of a column; -1 for an invalid id. Waits for the previous kernel.
 template <typename P> __device__ __forceinline__ int expert_row(const P & p, int column) {
     cuda_wait_for_previous();
-    const int id = p.expert_ids[column * p.expert_ids_stride];
-    return id >= 0 && id < p.n_experts ? static_cast<int>(id * p.expert_rows) : -1;
+    return row_of_expert(p, p.expert_ids[column * p.expert_ids_stride]);
 }
 
 // Subtracts period from `at` if it has reached limit. Two instructions; C++ code compiles to three.

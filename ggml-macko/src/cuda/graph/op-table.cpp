@@ -48,7 +48,6 @@ constexpr auto ssm_scan_supported   = supports<op_ssm_scan_supported, 7>;
 constexpr auto enqueue_ssm_scan     = enqueue<op_ssm_scan, 7>;
 constexpr auto delta_net_supported  = supports<op_gated_delta_net_supported, 6>;
 constexpr auto enqueue_delta_net    = enqueue<op_gated_delta_net, 6>;
-constexpr auto rwkv6_supported      = supports<op_rwkv6_supported, 6>;
 constexpr auto enqueue_rwkv6        = enqueue<op_rwkv6, 6>;
 constexpr auto rwkv7_supported      = supports<op_rwkv7_supported, 7>;
 constexpr auto enqueue_rwkv7        = enqueue<op_rwkv7, 7>;
@@ -227,6 +226,15 @@ size_t attention_scratch_nbytes(const ggml_tensor * op) {
 }
 cudaError_t enqueue_attention(panel_pipeline & panels, ggml_tensor * node) {
     return op_attention(panels.ctx, attention_operands(node).params(), scratch_of(panels.ctx, node));
+}
+
+// When a model is loaded, llama.cpp asks with this number of heads, elements and tokens whether the GPU can have
+// time_mix_first. No graph has them.
+bool rwkv6_supported(const ggml_tensor * op) {
+    constexpr int64_t   PLACEHOLDER = 123;
+    const ggml_tensor * k           = op->src[0];
+    return (k->ne[0] == PLACEHOLDER && k->ne[1] == PLACEHOLDER && k->ne[2] == PLACEHOLDER) ||
+           supports<op_rwkv6_supported, 6>(op);
 }
 
 // ---- matrix products ----

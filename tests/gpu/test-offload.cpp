@@ -231,6 +231,8 @@ TEST(a_weight_that_was_not_read_fails) {
 
 TEST(the_largest_weight_decides_on_the_panels) {
     host_graph b;
+    b.host_weight(GGML_TYPE_F16, 2048, 768, 32);
+    CHECK(largest_host_weight() == size_t(32) << 20, "%zu bytes for several small experts", largest_host_weight());
     b.host_weight(GGML_TYPE_F16, 4097, 1 << 14);
     b.host_weight(GGML_TYPE_F16, 256, 256);
     b.host_weight(GGML_TYPE_F32, 4096, 1 << 20);

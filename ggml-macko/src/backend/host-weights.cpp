@@ -1,6 +1,7 @@
 #include "backend/host-weights.h"
 #include "backend/planned-buffer.h"
 
+#include <algorithm>
 #include <atomic>
 
 namespace macko {
@@ -24,8 +25,11 @@ bool is_host_weights_buffer_type(ggml_backend_buffer_type_t buft) {
 }
 
 void note_host_weight(const ggml_tensor * w) {
-    const auto nbytes = w->type == GGML_TYPE_F32 ? 0 : static_cast<size_t>(w->ne[1] * GGML_PAD(w->ne[0], 8) * 2);
-    size_t     before = largest;
+    constexpr int64_t SEVERAL = int64_t(32) << 20; // bytes of small experts that are sent together
+    const int64_t     matrix  = w->ne[1] * GGML_PAD(w->ne[0], 8) * 2;
+    const int64_t     panel   = std::max(matrix, std::min(matrix * w->ne[2] * w->ne[3], SEVERAL));
+    const auto        nbytes  = static_cast<size_t>(w->type == GGML_TYPE_F32 ? 0 : panel);
+    size_t            before  = largest;
     while (before < nbytes && !largest.compare_exchange_weak(before, nbytes)) {
     }
 }

@@ -28,8 +28,9 @@ const host_weights * host_weights_of(const ggml_tensor * w);
 bool is_host_weights_buffer_type(ggml_backend_buffer_type_t buft);
 
 // Called when the CPU device has read a weight. largest_host_weight() is the maximum over these weights of the bytes of
-// ne[1] rows in 16 bits per element, each row padded to a multiple of 16 bytes. F32 weights do not count, because GPUs
-// do not accept them.
+// a matrix in 16 bits per element, each row padded to a multiple of 16 bytes. Matrices below 32 MiB count as all those
+// of their weight, up to 32 MiB: threads and launches for each small expert would take longer than to send it. F32
+// weights do not count, because GPUs do not accept them.
 void   note_host_weight(const ggml_tensor * w);
 size_t largest_host_weight(); // maximum over all weights so far; 0: none
 

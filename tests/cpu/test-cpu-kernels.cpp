@@ -235,7 +235,7 @@ TEST(packed_rows_turn_back_into_the_same_bytes) {
                           "rows %ld-%ld", (long)begin, (long)end);
                     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
                         const guarded made((end - begin) * row_nbytes);
-                        densify(w, begin, end, made.data, set->expand_row);
+                        densify(w, begin, end, made.data, set->expand());
                         CHECK(made.intact() &&
                                   memcmp(made.data, some.data, static_cast<size_t>((end - begin) * row_nbytes)) == 0,
                               "%s: type %d, rows %ld-%ld of %ld columns", set->name, type, (long)begin, (long)end,
@@ -731,10 +731,18 @@ TEST(quantized_rows_turn_into_rounded_values) {
     rng random(32);
     for (const int32_t type : all_types) {
         for (const int32_t bits : all_bits) {
-            for (const int64_t cols : { 1, 8, 65, 300, 1089 }) {
+            for (const int64_t cols : { 1, 8, 65, 300, 1089, 2113 }) {
                 const quantized_matrix_of q(random, type, bits, 32 << random.range(0, 4), 9, cols, 0.4);
-                const guarded             dense(7 * cols * value_nbytes(type));
+                const int64_t             nbytes = 7 * cols * value_nbytes(type);
+                const guarded             dense(nbytes);
                 densify(q.w, 2, 9, dense.data);
+                for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
+                    const guarded made(nbytes);
+                    densify(q.w, 2, 9, made.data, set->expand());
+                    CHECK(set->expand().quantized && made.intact() &&
+                              memcmp(made.data, dense.data, static_cast<size_t>(nbytes)) == 0,
+                          "%s: type %d, %d bits, %ld columns", set->name, type, bits, (long)cols);
+                }
                 for (int64_t i = 0; i < 7 * cols; i++) {
                     uint32_t got = 0;
                     memcpy(&got, dense.data + i * value_nbytes(type), static_cast<size_t>(value_nbytes(type)));

@@ -52,7 +52,7 @@ void weight_init(weight * m, const sparse_tensor_info & matrix) {
 }
 
 void weight_densify_rows(const weight & m, int64_t row_begin, int64_t row_end, void * dense) {
-    densify(m.matrix(), row_begin, row_end, dense, expand_row_in_use());
+    densify(m.matrix(), row_begin, row_end, dense, expanders_in_use());
 }
 
 int64_t weight_row_step(const weight & m) { return in_bundles(m.matrix()) ? BUNDLE_ROWS : 1; }
@@ -87,7 +87,7 @@ bool weight_packer::end() {
     }
     if (const bitmap_layout columns = weight_.columns(); columns.masks) {
         const int n_threads = threads_for(0, weight_.desc().rows * weight_.desc().cols);
-        columns_pack(packer_->matrix(), n_threads, columns, expand_row_in_use());
+        columns_pack(packer_->matrix(), n_threads, columns, expanders_in_use());
         if (float * norms = weight_.norms()) {
             columns_norms(columns, n_threads, norms);
         }

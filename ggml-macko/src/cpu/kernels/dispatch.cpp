@@ -429,6 +429,6 @@ const row_ops & row_ops_in_use() { return set_in_use().rows; }
 
 const span_ops & span_ops_in_use() { return *set_in_use().spans; }
 
-expand_row_fn expand_row_in_use() { return set_in_use().expand_row; }
+expanders expanders_in_use() { return set_in_use().expand(); }
 
 } // namespace macko::cpu

@@ -664,5 +664,59 @@ void multiply_quantized(const quantized_layout & w, const mul_mat_params & p, x_
                  : multiply_quantized_rows<ROW_TILE, TILES>(w, p, row_begin, row_end);
 }
 
+// ---- dense rows ----
+
+// Writes the n first columns of a word. low, high: the scales of its halves.
+template <int TYPE>
+INLINE void expand_word(const weight_t * weights, float low, float high, int64_t n, uint16_t * dense) {
+    float    scales[64];
+    uint16_t all[64];
+    for (int i = 0; i < 64; i++) {
+        scales[i] = i < 32 ? low : high;
+    }
+    for (int i = 0; i < 64; i++) { // as many as bytes in the longest vector
+        all[i] = dense_of_quant<uint16_t>(scales[i], weights[i] - OFFSET, TYPE);
+    }
+    if (n >= 64) {
+        __builtin_memcpy(dense, all, sizeof(all));
+    } else {
+        __builtin_memcpy(dense, all, static_cast<size_t>(n) * 2);
+    }
+}
+
+template <int TYPE>
+void expand_quantized_rows(const quantized_layout & w, int64_t row_begin, int64_t row_end, uint16_t * dense) {
+    const row_source     source(w);
+    const read_fn        read = reader_of(w.bits);
+    packed_rows          packed;
+    alignas(64) weight_t weights[64];
+    float                scales[ROWS_PER_PASS * SCALES];
+    for (int64_t row = row_begin; row < row_end; row += ROWS_PER_PASS, dense += ROWS_PER_PASS * w.cols) {
+        const auto n_rows              = static_cast<int>(smaller(ROWS_PER_PASS, row_end - row));
+        int64_t    used[ROWS_PER_PASS] = {};
+        for (int64_t column = 0; column < w.cols; column += CHUNK) {
+            const int64_t n_words = words_of(smaller(CHUNK, w.cols - column));
+            read(source, row, n_rows, column, n_words, used, packed, scales);
+            for (int r = 0; r < n_rows; r++) {
+                const uint8_t * at    = packed.at[r];
+                const float *   scale = scales + r * SCALES;
+                uint16_t *      out   = dense + r * w.cols + column;
+                for (int64_t col = 0; col < n_words * 64; col += 64) {
+                    const uint64_t bits = packed.mask[r][col / 64];
+                    spread(bits, at, weights);
+                    at += __builtin_popcountll(bits);
+                    expand_word<TYPE>(weights, scale[col >> source.log_window], scale[(col + 32) >> source.log_window],
+                                      w.cols - column - col, out + col);
+                }
+            }
+        }
+    }
+}
+
+void expand_quantized(const quantized_layout & w, int64_t row_begin, int64_t row_end, uint16_t * dense) {
+    w.dense_type == GGML_MACKO_TYPE_F16 ? expand_quantized_rows<GGML_MACKO_TYPE_F16>(w, row_begin, row_end, dense)
+                                        : expand_quantized_rows<GGML_MACKO_TYPE_BF16>(w, row_begin, row_end, dense);
+}
+
 } // namespace
 } // namespace macko::cpu

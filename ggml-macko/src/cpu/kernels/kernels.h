@@ -49,11 +49,10 @@ constexpr int MAX_SAME_X = 8;
 // Whether the x prepared for p also serves q, which has the same x and the same scratch memory.
 bool same_prepared_x(const mul_mat_params & p, const mul_mat_params & q);
 
-// The properties of the kernel set in use on which choose_cpu_layout() depends, and its functions that convert layouts;
-// expand_row_in_use() may return null.
+// The properties of the kernel set in use on which choose_cpu_layout() depends, and its functions that convert layouts.
 const layout_traits & layout_traits_in_use();
 const span_ops &      span_ops_in_use();
-expand_row_fn         expand_row_in_use();
+expanders             expanders_in_use();
 // Name of the CPU if the choice depends on it and not only on the kernel set, else "".
 const char * cpu_with_own_layouts();
 

@@ -49,7 +49,7 @@ struct source_rows {
     const cpu_matrix &  w;
     const layout_base & base;
     int                 n_threads;
-    expand_row_fn       expand_row;
+    const expanders &   expand;
 };
 
 // Calls f(matrix, word, n, dense) for the rows of each mask word of each matrix, on several threads. dense: n dense
@@ -62,7 +62,7 @@ template <typename T, typename F> void for_each_word(const source_rows & from, i
         for (int64_t part = begin; part < end; part++) {
             const int64_t matrix = part / parts, row = part % parts * BUNDLE_ROWS;
             const int64_t last = std::min(row + BUNDLE_ROWS, rows);
-            densify(from.w, matrix * rows + row, matrix * rows + last, dense.data(), from.expand_row);
+            densify(from.w, matrix * rows + row, matrix * rows + last, dense.data(), from.expand);
             for (int64_t r = row; r < last; r += WORD) {
                 f(matrix, r / WORD, std::min(WORD, last - r), dense.data() + (r - row) * w.cols);
             }
@@ -135,8 +135,8 @@ template <typename T> void pack_type(const source_rows & from, const bitmap_layo
 
 } // namespace
 
-void columns_pack(const cpu_matrix & w, int n_threads, const bitmap_layout & dst, expand_row_fn expand_row) {
-    const source_rows from = { w, base_of(w), n_threads, expand_row };
+void columns_pack(const cpu_matrix & w, int n_threads, const bitmap_layout & dst, const expanders & expand) {
+    const source_rows from = { w, base_of(w), n_threads, expand };
     value_nbytes(dst.dense_type) == 4 ? pack_type<uint32_t>(from, dst) : pack_type<uint16_t>(from, dst);
 }
 

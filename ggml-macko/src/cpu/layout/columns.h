@@ -16,8 +16,8 @@ int64_t columns_nbytes(const macko_desc & desc, int64_t rows_per_matrix);
 // Binds pointers to them, like bind_layout().
 bitmap_layout columns_bind(const macko_desc & desc, int64_t rows_per_matrix, void * memory);
 // Writes all of dst from the packed matrix w, with up to n_threads threads; dst.cols is the number of rows of one
-// matrix. expand_row: see densify(). Throws bad_alloc: each thread makes BUNDLE_ROWS rows dense at a time.
-void columns_pack(const cpu_matrix & w, int n_threads, const bitmap_layout & dst, expand_row_fn expand_row = nullptr);
+// matrix. expand: see densify(). Throws bad_alloc: each thread makes BUNDLE_ROWS rows dense at a time.
+void columns_pack(const cpu_matrix & w, int n_threads, const bitmap_layout & dst, const expanders & expand = {});
 // Writes the Euclidean norm of each column, with up to n_threads threads.
 void columns_norms(const bitmap_layout & columns, int n_threads, float * norms);
 // Copies n elements of x. An element becomes +0 if its magnitude, or with norms its magnitude times the norm of its

@@ -36,22 +36,26 @@ template <typename T, typename F> void for_each_value(const masked_layout & m, i
 }
 
 template <typename T> struct densifier {
-    int64_t       row_begin, row_end;
-    T *           dense; // zeros
-    expand_row_fn expand_row;
+    int64_t           row_begin, row_end;
+    T *               dense;
+    const expanders & expand;
 
+    void clear(const layout_base & m) const {
+        memset(dense, 0, static_cast<size_t>((row_end - row_begin) * m.cols) * sizeof(T));
+    }
     template <typename M, typename F> void rows(const M & m, F && value_at) const {
+        clear(m);
         for (int64_t r = row_begin; r < row_end; r++) {
             for_each_value(m, r, dense + (r - row_begin) * m.cols, value_at);
         }
     }
     void operator()(const bitmap_layout & m) const {
         if constexpr (sizeof(T) == 2) {
-            for (int64_t r = row_begin; expand_row && r < row_end; r++) {
-                expand_row(m.masks + r * mask_words(m.cols), m.values + int64_t(m.row_off[r]) * 2, m.cols,
+            for (int64_t r = row_begin; expand.row && r < row_end; r++) {
+                expand.row(m.masks + r * mask_words(m.cols), m.values + int64_t(m.row_off[r]) * 2, m.cols,
                            dense + (r - row_begin) * m.cols);
             }
-            if (expand_row) {
+            if (expand.row) {
                 return;
             }
         }
@@ -66,12 +70,19 @@ template <typename T> struct densifier {
         }
     }
     void operator()(const quantized_layout & m) const {
+        if constexpr (sizeof(T) == 2) {
+            if (expand.quantized) {
+                return expand.quantized(m, row_begin, row_end, dense);
+            }
+        }
         const quantized_arrays a = arrays_of(m);
+        clear(m);
         for (int64_t r = row_begin; r < row_end; r++) {
             put_values(a, r, dense + (r - row_begin) * m.cols);
         }
     }
     void operator()(const bundles_layout & m) const {
+        clear(m);
         for (int64_t group = row_begin / BUNDLE_ROWS; group * BUNDLE_ROWS < row_end; group++) {
             for_each_in_group(m.bundles + m.group_off[group], m.bundles + m.group_off[group + 1],
                               [&](int row, int64_t col, uint16_t value) {
@@ -86,16 +97,11 @@ template <typename T> struct densifier {
 
 } // namespace
 
-void densify(const cpu_matrix & m, int64_t row_begin, int64_t row_end, void * dense, expand_row_fn expand_row) {
-    const bool    is_bitmap = std::holds_alternative<bitmap_layout>(m);
-    const int64_t size = value_nbytes(base_of(m).dense_type), n = (row_end - row_begin) * base_of(m).cols;
-    if (!is_bitmap || !expand_row || size == 4) { // expand_row writes zeros, too
-        memset(dense, 0, static_cast<size_t>(n * size));
-    }
-    if (size == 4) {
-        std::visit(densifier<uint32_t>{ row_begin, row_end, static_cast<uint32_t *>(dense), nullptr }, m);
+void densify(const cpu_matrix & m, int64_t row_begin, int64_t row_end, void * dense, const expanders & expand) {
+    if (value_nbytes(base_of(m).dense_type) == 4) {
+        std::visit(densifier<uint32_t>{ row_begin, row_end, static_cast<uint32_t *>(dense), expand }, m);
     } else {
-        std::visit(densifier<uint16_t>{ row_begin, row_end, static_cast<uint16_t *>(dense), expand_row }, m);
+        std::visit(densifier<uint16_t>{ row_begin, row_end, static_cast<uint16_t *>(dense), expand }, m);
     }
 }
 

@@ -100,10 +100,14 @@ quantized_arrays arrays_of(const quantized_layout & m);
 // Whether CODED_BITMAP can hold a matrix with this many outliers (-1: its values do not have m = 7 and e = 2).
 bool can_stay_coded(const macko_desc & desc, int64_t max_outliers);
 
-// Writes `cols` dense elements of a row of F16 or BF16 values from its masks and values. Kernel sets may have one.
-using expand_row_fn = void (*)(const uint64_t * masks, const uint8_t * values, int64_t cols, uint16_t * dense);
-// Writes rows row_begin ... row_end - 1 as elements of the dense type. expand_row: null, or faster than bit by bit.
-void densify(const cpu_matrix & m, int64_t row_begin, int64_t row_end, void * dense,
-             expand_row_fn expand_row = nullptr);
+// Functions of a kernel set that write dense F16 or BF16 elements faster than bit by bit; null if it has none.
+struct expanders {
+    // `cols` elements of a row, from its masks and values
+    void (*row)(const uint64_t * masks, const uint8_t * values, int64_t cols, uint16_t * dense) = nullptr;
+    // rows row_begin ... row_end - 1
+    void (*quantized)(const quantized_layout & m, int64_t row_begin, int64_t row_end, uint16_t * dense) = nullptr;
+};
+// Writes rows row_begin ... row_end - 1 as elements of the dense type.
+void densify(const cpu_matrix & m, int64_t row_begin, int64_t row_end, void * dense, const expanders & expand = {});
 
 } // namespace macko::cpu

@@ -53,24 +53,28 @@ constexpr int bundle_value_at(int step, int slot) { return slot / 8 * 16 + step 
 // Maximum bytes of the bundles; 0 if the matrix must be a bitmap.
 int64_t bundles_nbytes(const macko_desc & desc);
 
-// Calls f(row, column, bits of the value) for all non-zeros of a group, with ascending columns within each row.
-template <typename F> void for_each_in_group(const uint8_t * at, const uint8_t * end, F && f) {
+// Calls f(row, first column, values of BUNDLE_SPAN columns) for all pieces of a group, and with zeros for those that a
+// bundle lacks. Has no branch for each non-zero.
+template <typename F> void for_each_piece(const uint8_t * at, const uint8_t * end, F && f) {
     while (at < end) {
         bundle_header header;
         memcpy(&header, at, sizeof(header));
         const uint8_t * rows = at + sizeof(header);
         at += BUNDLE_HEADER_NBYTES;
-        int64_t column = header.first;
+        uint16_t values[STEP_SLOTS][BUNDLE_SPAN + WINDOW] = {}; // the last window may begin at the last column
+        int64_t  window                                   = 0;
         for (int v = 0; v < header.n_vectors; v++, at += BUNDLE_VECTOR_NBYTES) {
-            for (int i = 0; i < 2 * STEP_SLOTS; i++) {
-                const int step = i / STEP_SLOTS, slot = i % STEP_SLOTS;
-                uint16_t  value;
-                memcpy(&value, at + BUNDLE_VALUES_AT + 2 * bundle_value_at(step, slot), sizeof(value));
-                column += slot == 0 ? at[step] : 0;
-                if (value != 0) {
-                    f(rows[slot], column + (at[2 + slot] >> 4 * step & 15), value);
+            for (int step = 0; step < 2; step++) {
+                window += at[step];
+                for (int slot = 0; slot < STEP_SLOTS; slot++) {
+                    uint16_t value;
+                    memcpy(&value, at + BUNDLE_VALUES_AT + 2 * bundle_value_at(step, slot), sizeof(value));
+                    values[slot][window + (at[2 + slot] >> 4 * step & 15)] |= value; // 0 in an empty slot
                 }
             }
+        }
+        for (int slot = 0; slot < STEP_SLOTS; slot++) {
+            f(rows[slot], header.first, values[slot]);
         }
     }
 }

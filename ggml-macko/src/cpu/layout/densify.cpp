@@ -1,6 +1,7 @@
 // Converts rows of a packed matrix back to dense rows.
 #include "cpu/layout/layouts.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace macko::cpu {
@@ -84,13 +85,17 @@ template <typename T> struct densifier {
     void operator()(const bundles_layout & m) const {
         clear(m);
         for (int64_t group = row_begin / BUNDLE_ROWS; group * BUNDLE_ROWS < row_end; group++) {
-            for_each_in_group(m.bundles + m.group_off[group], m.bundles + m.group_off[group + 1],
-                              [&](int row, int64_t col, uint16_t value) {
-                                  const int64_t r = group * BUNDLE_ROWS + row;
-                                  if (r >= row_begin && r < row_end) {
-                                      dense[(r - row_begin) * m.cols + col] = value;
-                                  }
-                              });
+            for_each_piece(m.bundles + m.group_off[group], m.bundles + m.group_off[group + 1],
+                           [&](int row, int64_t first, const uint16_t * values) {
+                               const int64_t r = group * BUNDLE_ROWS + row;
+                               if (r >= row_begin && r < row_end) {
+                                   T * const     to = dense + (r - row_begin) * m.cols + first;
+                                   const int64_t n  = std::min<int64_t>(BUNDLE_SPAN, m.cols - first);
+                                   for (int64_t i = 0; i < n; i++) {
+                                       to[i] = static_cast<T>(to[i] | values[i]); // other bundles have other columns
+                                   }
+                               }
+                           });
         }
     }
 };

@@ -394,7 +394,8 @@ struct ggml_macko_params_layout {
     int32_t vocab_only;
     int32_t check_tensors;
     int32_t no_alloc;
-    int32_t load_mode; // an enum; it replaced the next three members
+    int32_t split_mode; // an enum
+    int32_t load_mode;  // an enum; it replaced the next three members
     int32_t use_mmap;
     int32_t use_direct_io;
     int32_t use_mlock;
@@ -419,8 +420,9 @@ struct ggml_macko_llama {
 // ggml_macko_check_environment() fails. A progress callback may load other models.
 // On OK, *model is the result of llama.cpp: it is null if llama.cpp refused a file that is not sparse. On an error
 // *model is null, and the message is the first error of a device, or names a matrix that was not placed on a device of
-// this plugin. LOAD_FAILED if llama.cpp refused the model; NOT_A_FILE for a directory, FIFO, socket or device;
-// VERSION_MISMATCH for a sparse file if ggml_macko_check_running_ggml() fails.
+// this plugin. LOAD_FAILED if llama.cpp refused the model, and for a sparse file with LLAMA_SPLIT_MODE_TENSOR;
+// NOT_A_FILE for a directory, FIFO, socket or device; VERSION_MISMATCH for a sparse file if
+// ggml_macko_check_running_ggml() fails.
 GGML_MACKO_API int ggml_macko_load_model(const char * path, const struct llama_model_params * params, int32_t flags,
                                          const struct ggml_macko_llama * llama, struct llama_model ** model);
 // Finds the layout of llama_model_params for a caller without llama.cpp's headers. default_params is the

@@ -283,6 +283,22 @@ def test_program_that_knows_only_llama_h_runs_a_sparse_file(pair, tmp_path):
     assert plain.returncode == 1  # without `macko run` the file is refused
 
 
+@pytest.mark.parametrize("how", ["ggml_macko.Llama", "llama_cpp.Llama", "macko run"])
+def test_sparse_weights_are_not_split_over_devices(pair, tmp_path, how):
+    """LLAMA_SPLIT_MODE_TENSOR (3), with which llama.cpp would abort."""
+    if how == "macko run":
+        source = generators.ROOT / "tests" / "support" / "run-llama.c"
+        program = upstream.compile_program(source, tmp_path / "run-llama")
+        command = ["-m", "ggml_macko.commands.cli", "run", "--", program, pair[1], "1", PROMPT, "3"]
+    else:
+        options = "n_gpu_layers=-1, split_mode=3, flash_attn=True, verbose=False"
+        code = f"import ggml_macko, llama_cpp; ggml_macko.register(); {how}({str(pair[1])!r}, {options})"
+        command = ["-c", code]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert f"{pair[1]}: split_mode tensor (-sm tensor) works with dense weights only: use layer" in done.stderr
+
+
 @pytest.mark.slow
 def test_memory_and_descriptors_are_stable_over_200_loads(pair):
     """After 20 loads, RSS grows by less than 1 KiB per load in most groups of 20, and by less than 512 KiB in total;

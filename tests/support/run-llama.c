@@ -1,5 +1,5 @@
 // Prints greedy text of a model, using only llama.h, to test `macko run` with a program without code for ggml-macko.
-// usage: run-llama MODEL N_TOKENS PROMPT
+// usage: run-llama MODEL N_TOKENS PROMPT [SPLIT_MODE]
 #include "llama.h"
 
 #include <stdio.h>
@@ -7,12 +7,16 @@
 #include <string.h>
 
 int main(int argc, char ** argv) {
-    if (argc != 4) {
-        fprintf(stderr, "usage: %s MODEL N_TOKENS PROMPT\n", argv[0]);
+    if (argc != 4 && argc != 5) {
+        fprintf(stderr, "usage: %s MODEL N_TOKENS PROMPT [SPLIT_MODE]\n", argv[0]);
         return 1;
     }
     llama_backend_init();
-    struct llama_model * model = llama_model_load_from_file(argv[1], llama_model_default_params());
+    struct llama_model_params model_params = llama_model_default_params();
+    if (argc == 5) {
+        model_params.split_mode = (enum llama_split_mode)atoi(argv[4]);
+    }
+    struct llama_model * model = llama_model_load_from_file(argv[1], model_params);
     if (!model) {
         fprintf(stderr, "error: cannot load %s\n", argv[1]);
         return 1;

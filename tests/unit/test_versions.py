@@ -265,10 +265,10 @@ def test_layout_of_parameters_is_found_without_ctypes():
     macko = ctypes.CDLL(str(library.LIBRARY_PATH))
     default_params = ctypes.cast(api._lib.llama_model_default_params, ctypes.c_void_p)
     has_load_mode = hasattr(api._lib, "llama_load_mode_name")
-    layout = (ctypes.c_int32 * 10)()
+    layout = (ctypes.c_int32 * 11)()
     assert macko.ggml_macko_find_params_layout(default_params, has_load_mode, layout) == 0
-    names = ["progress_callback", "progress_callback_user_data", "vocab_only", "check_tensors", "no_alloc", "load_mode",
-             "use_mmap", "use_direct_io", "use_mlock"]  # fmt: skip
+    names = ["progress_callback", "progress_callback_user_data", "vocab_only", "check_tensors", "no_alloc",
+             "split_mode", "load_mode", "use_mmap", "use_direct_io", "use_mlock"]  # fmt: skip
     members = [getattr(api.llama_model_params, name, None) for name in names]
     assert list(layout) == [ctypes.sizeof(api.llama_model_params), *(-1 if m is None else m.offset for m in members)]
 
@@ -288,7 +288,7 @@ def test_layout_of_parameters_is_known_for_every_version(version):
     known = [[int(n) for n in row.split(",")] for row in re.findall(r"\{ ([-\d, ]+) \}", table)]
     facts = {**RECORD["common"], **VERSIONS[version]["differs"]}
     members = ["progress_callback", "progress_callback_user_data", "vocab_only", "check_tensors", "no_alloc",
-               "load_mode", "use_mmap", "use_direct_io", "use_mlock"]  # fmt: skip
+               "split_mode", "load_mode", "use_mmap", "use_direct_io", "use_mlock"]  # fmt: skip
     places = [facts.get(f"llama_model_params.{m}") for m in members]
     row = [int(facts["sizeof llama_model_params"]), *(-1 if p is None else int(p.split()[0]) for p in places)]
     assert row in known

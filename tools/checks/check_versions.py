@@ -65,8 +65,8 @@ STRUCTS = {
     "ggml_backend_reg": "api_version iface context",
     "ggml_backend_dev_caps": "async host_buffer buffer_from_host_ptr events",
     "ggml_backend_dev_props": "name description memory_free memory_total type device_id caps",
-    "llama_model_params": "progress_callback progress_callback_user_data vocab_only check_tensors no_alloc load_mode"
-    " use_mmap use_direct_io use_mlock",
+    "llama_model_params": "progress_callback progress_callback_user_data vocab_only check_tensors no_alloc split_mode"
+    " load_mode use_mmap use_direct_io use_mlock",
 }
 # functions of libllama whose addresses a caller passes to the plugin
 LLAMA_FUNCTIONS = (

@@ -46,15 +46,17 @@ public:
         const bool has_mode = l.load_mode >= 0 || (l.use_mmap >= 0 && l.use_direct_io >= 0 && l.use_mlock >= 0);
         return l.nbytes > 0 && l.nbytes <= any_params::MAX_NBYTES && l.progress_callback >= 0 &&
                l.progress_callback_user_data >= 0 && l.vocab_only >= 0 && l.check_tensors >= 0 && l.no_alloc >= 0 &&
-               has_mode && is_inside(l.progress_callback, sizeof(void *)) &&
+               l.split_mode >= 0 && has_mode && is_inside(l.progress_callback, sizeof(void *)) &&
                is_inside(l.progress_callback_user_data, sizeof(void *)) && is_inside(l.vocab_only, 1) &&
-               is_inside(l.check_tensors, 1) && is_inside(l.no_alloc, 1) && is_inside(l.load_mode, sizeof(int32_t)) &&
-               is_inside(l.use_mmap, 1) && is_inside(l.use_direct_io, 1) && is_inside(l.use_mlock, 1);
+               is_inside(l.check_tensors, 1) && is_inside(l.no_alloc, 1) && is_inside(l.split_mode, sizeof(int32_t)) &&
+               is_inside(l.load_mode, sizeof(int32_t)) && is_inside(l.use_mmap, 1) && is_inside(l.use_direct_io, 1) &&
+               is_inside(l.use_mlock, 1);
     }
 
     const any_params & value() const { return value_; }
     bool               vocab_only() const { return value_.bytes[layout_.vocab_only]; }
     bool               no_alloc() const { return value_.bytes[layout_.no_alloc]; }
+    int32_t            split_mode() const { return get<int32_t>(layout_.split_mode); }
     progress_callback  callback() const { return get<progress_callback>(layout_.progress_callback); }
     void *             user_data() const { return get<void *>(layout_.progress_callback_user_data); }
 
@@ -99,11 +101,17 @@ struct caller_progress {
     }
 };
 
+static constexpr int32_t SPLIT_MODE_TENSOR = 3; // LLAMA_SPLIT_MODE_TENSOR
+
 // Passes a checked file to llama.cpp. The session is current only during this call, even if the caller fails.
-static int load_sparse(load_session & session, model_params params, int32_t flags, const llama_functions & llama,
-                       llama_model ** model) {
+static int load_sparse(const char * path, load_session & session, model_params params, int32_t flags,
+                       const llama_functions & llama, llama_model ** model) {
     const char * kernels = nullptr; // read after opening: a wrong environment must not affect dense models
     TRY(check_running_ggml());
+    if (params.split_mode() == SPLIT_MODE_TENSOR) { // llama.cpp would abort when it uses the model
+        return fail(GGML_MACKO_STATUS_LOAD_FAILED,
+                    "%s: split_mode tensor (-sm tensor) works with dense weights only: use layer (-sm layer)", path);
+    }
     TRY(ggml_macko_check_environment() ?: cpu::select_kernels(&kernels));
     // The bytes in memory depend on the kernels, on some CPUs, and on the handling of negative zeros.
     const std::string cache_for =
@@ -156,16 +164,16 @@ int ggml_macko_load_model(const char * path, const llama_model_params * params, 
             *model = functions.load_from_file(path, copy.value());
             return GGML_MACKO_STATUS_OK;
         }
-        return status ? status : load_sparse(*session, copy, flags, functions, model);
+        return status ? status : load_sparse(path, *session, copy, flags, functions, model);
     });
 }
 
-// nbytes, progress_callback and its user_data, vocab_only, check_tensors, no_alloc, load_mode, use_mmap, use_direct_io,
-// use_mlock
+// nbytes, progress_callback and its user_data, vocab_only, check_tensors, no_alloc, split_mode, load_mode, use_mmap,
+// use_direct_io, use_mlock
 static constexpr ggml_macko_params_layout KNOWN_LAYOUTS[] = {
-    { 72, 40, 48, 64, 68, 71, -1, 65, 66, 67 }, // before load_mode
-    { 72, 40, 48, 64, 65, 68, 24, -1, -1, -1 }, // with load_mode
-    { 80, 48, 56, 72, 73, 76, 24, -1, -1, -1 }, // and with lazy_mode
+    { 72, 40, 48, 64, 68, 71, 20, -1, 65, 66, 67 }, // before load_mode
+    { 72, 40, 48, 64, 65, 68, 20, 24, -1, -1, -1 }, // with load_mode
+    { 80, 48, 56, 72, 73, 76, 20, 24, -1, -1, -1 }, // and with lazy_mode
 };
 
 // Like any_params, but with a deleted copy constructor, so that a function returns it through an address from the

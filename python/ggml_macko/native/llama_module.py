@@ -22,11 +22,12 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], str | None]] = {
     "llama_model_default_params": ((), "params"),
 }
 """Arguments and result of each function."""
-MEMBERS = {"progress_callback": POINTER, "progress_callback_user_data": POINTER}
+ENUM = ctypes.sizeof(ctypes.c_int)
+MEMBERS = {"progress_callback": POINTER, "progress_callback_user_data": POINTER, "split_mode": ENUM}
 MEMBERS |= dict.fromkeys(("vocab_only", "check_tensors", "no_alloc"), 1)
 """Bytes of each member of llama_model_params that every version has."""
 LOAD_MODES: tuple[dict[str, int], ...] = (
-    {"load_mode": ctypes.sizeof(ctypes.c_int)},
+    {"load_mode": ENUM},
     dict.fromkeys(("use_mmap", "use_direct_io", "use_mlock"), 1),
 )
 """Members that choose how a file is read; llama_model_params has all of one group."""

@@ -454,7 +454,7 @@ def _measured_kind(name: str, looked: Sequence[_Looked]) -> str | None:
 
 def machines() -> tuple[measured_speed.Machine, ...]:
     """The measured machines that resemble this one."""
-    return (*measured_speed.BY_KERNELS.get(cpu.cpu_kernels(), ()), measured_speed.H200, measured_speed.H100)
+    return (*measured_speed.BY_KERNELS.get(cpu.cpu_kernels(), ()), measured_speed.H200, measured_speed.H200_QUANTIZED)
 
 
 def _speeds(

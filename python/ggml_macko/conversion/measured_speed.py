@@ -18,7 +18,7 @@ NEAR = 0.05
 F16, Q8_0, Q4_K_M = "F16", "Q8_0", "Q4_K_M"  # dense
 BITS = {F16: 16.0, Q8_0: 8.5, Q4_K_M: 4.85}  # of a block weight
 SPARSE_F16 = "sparse F16"
-SPARSE_Q5, SPARSE_Q4, SPARSE_Q3 = "sparse-q5", "sparse-q4", "sparse-q3"
+SPARSE_Q5, SPARSE_Q4 = "sparse-q5", "sparse-q4"
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ H200 = Machine(
     {F16: 219, Q8_0: 273, Q4_K_M: 297},
     {SPARSE_F16: {0.5: 423, 0.3: 585, 0.1: 934}},
 )
-H100 = Machine(
-    "NVIDIA H100, one sequence (dense: llama.cpp's own CUDA backend)",
-    {F16: 171, Q4_K_M: 263},
-    {SPARSE_Q5: {0.5: 360}, SPARSE_Q4: {0.5: 378}, SPARSE_Q3: {0.5: 378}},
+H200_QUANTIZED = Machine(
+    "another NVIDIA H200, one sequence (dense: llama.cpp's own CUDA backend)",
+    {F16: 200, Q4_K_M: 257},
+    {SPARSE_Q5: {0.5: 379}, SPARSE_Q4: {0.5: 389}},
 )
 
 BY_KERNELS: Mapping[str, tuple[Machine, ...]] = {

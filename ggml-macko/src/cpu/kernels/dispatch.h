@@ -67,8 +67,7 @@ struct multiply_fns {
 struct quantized_kernels {
     // kernel_set::prepare() for the layout `blocks`
     void (*prepare)(const quantized_layout & w, const mul_mat_params & p, int64_t col_begin, int64_t col_end);
-    multiply_fn<quantized_layout>  multiply;
-    decltype(expanders::quantized) expand;
+    multiply_fn<quantized_layout> multiply;
 };
 
 struct kernel_set {
@@ -82,13 +81,11 @@ struct kernel_set {
     // multiple of 64 and x in p.scratch. w: p.w. sums: one float per row, rounded up to a multiple of 64.
     void (*add_columns)(const layout_base & w, const mul_mat_params & p, int64_t col_begin, int64_t col_end,
                         float * sums);
-    kernel_costs             costs;
-    row_ops                  rows;
-    layout_traits            layouts;
-    const span_ops *         spans      = &plain_span_ops; // makes bundles
-    decltype(expanders::row) expand_row = nullptr;
-
-    expanders expand() const { return { expand_row, quantized.expand }; }
+    kernel_costs     costs;
+    row_ops          rows;
+    layout_traits    layouts;
+    expanders        expand = {};
+    const span_ops * spans  = &plain_span_ops; // makes bundles
 };
 
 // Whether the set has rows16 for values of this dense type, which are not coded.

@@ -31,5 +31,4 @@ struct simd : avx2, quantized_avx2 {
 
 #include "cpu/kernels/kernels-quantized.h"
 
-const macko::cpu::quantized_kernels macko::cpu::kernels_avx2_vnni = { prepare_blocks, multiply_quantized,
-                                                                      expand_quantized };
+const macko::cpu::quantized_kernels macko::cpu::kernels_avx2_vnni = { prepare_blocks, multiply_quantized };

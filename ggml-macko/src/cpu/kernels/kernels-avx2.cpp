@@ -192,4 +192,5 @@ const macko::cpu::kernel_set macko::cpu::kernels_avx2 = { "avx2",
                                                           { 0.17f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f },
                                                           macko::cpu::ROW_OPS,
                                                           { 0.55f },
+                                                          { nullptr, macko::cpu::expand_quantized },
                                                           &macko::cpu::SPAN_OPS };

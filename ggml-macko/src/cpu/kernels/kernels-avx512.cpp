@@ -37,4 +37,5 @@ const macko::cpu::kernel_set macko::cpu::kernels_avx512 = { "avx512",
                                                             { 0.0f, 16, 0.04f, 0.032f, 0.12f, 0.5f, 0.46f },
                                                             macko::cpu::ROW_OPS,
                                                             { 0.55f },
+                                                            {},
                                                             &macko::cpu::SPAN_OPS };

@@ -140,7 +140,7 @@ template <typename S> constexpr multiply_fns multiply_of() {
     return all;
 }
 constexpr multiply_fns      MULTIPLY  = multiply_of<simd>();
-constexpr quantized_kernels QUANTIZED = { prepare_blocks, multiply_quantized, expand_quantized };
+constexpr quantized_kernels QUANTIZED = { prepare_blocks, multiply_quantized };
 
 } // namespace
 } // namespace macko::cpu

@@ -19,4 +19,5 @@ const macko::cpu::kernel_set macko::cpu::kernels_neon = { "neon",
                                                           add_columns,
                                                           macko::cpu::NEON_COSTS,
                                                           macko::cpu::ROW_OPS,
-                                                          {} };
+                                                          {},
+                                                          { nullptr, macko::cpu::expand_quantized } };

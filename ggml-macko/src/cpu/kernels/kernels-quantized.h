@@ -667,8 +667,8 @@ void multiply_quantized(const quantized_layout & w, const mul_mat_params & p, x_
 // ---- dense rows ----
 
 // Writes the n first columns of a word. low, high: the scales of its halves.
-template <int TYPE>
-INLINE void expand_word(const weight_t * weights, float low, float high, int64_t n, uint16_t * dense) {
+using write_word_fn = void (*)(const weight_t * weights, float low, float high, int64_t n, uint16_t * dense);
+template <int TYPE> void write_word(const weight_t * weights, float low, float high, int64_t n, uint16_t * dense) {
     float    scales[64];
     uint16_t all[64];
     for (int i = 0; i < 64; i++) {
@@ -684,10 +684,12 @@ INLINE void expand_word(const weight_t * weights, float low, float high, int64_t
     }
 }
 
-template <int TYPE>
-void expand_quantized_rows(const quantized_layout & w, int64_t row_begin, int64_t row_end, uint16_t * dense) {
-    const row_source     source(w);
-    const read_fn        read = reader_of(w.bits);
+[[maybe_unused]] void expand_quantized(const quantized_layout & w, int64_t row_begin, int64_t row_end,
+                                       uint16_t * dense) {
+    const row_source    source(w);
+    const read_fn       read = reader_of(w.bits);
+    const write_word_fn write =
+        w.dense_type == GGML_MACKO_TYPE_F16 ? write_word<GGML_MACKO_TYPE_F16> : write_word<GGML_MACKO_TYPE_BF16>;
     packed_rows          packed;
     alignas(64) weight_t weights[64];
     float                scales[ROWS_PER_PASS * SCALES];
@@ -705,17 +707,12 @@ void expand_quantized_rows(const quantized_layout & w, int64_t row_begin, int64_
                     const uint64_t bits = packed.mask[r][col / 64];
                     spread(bits, at, weights);
                     at += __builtin_popcountll(bits);
-                    expand_word<TYPE>(weights, scale[col >> source.log_window], scale[(col + 32) >> source.log_window],
-                                      w.cols - column - col, out + col);
+                    write(weights, scale[col >> source.log_window], scale[(col + 32) >> source.log_window],
+                          w.cols - column - col, out + col);
                 }
             }
         }
     }
-}
-
-void expand_quantized(const quantized_layout & w, int64_t row_begin, int64_t row_end, uint16_t * dense) {
-    w.dense_type == GGML_MACKO_TYPE_F16 ? expand_quantized_rows<GGML_MACKO_TYPE_F16>(w, row_begin, row_end, dense)
-                                        : expand_quantized_rows<GGML_MACKO_TYPE_BF16>(w, row_begin, row_end, dense);
 }
 
 } // namespace

@@ -8,6 +8,7 @@ import json
 
 import numpy as np
 import pytest
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from support import generators, llama_logits, lora_files
 
@@ -106,6 +107,24 @@ def test_sparse_draft_model_keeps_the_text(pair):
         drafter = Draft(open_model(draft))
         assert greedy(open_model(target, draft_model=drafter)) == want
         assert 0 < drafter.calls < 20  # the draft had most of the 40 tokens
+
+
+class Lookup(LlamaPromptLookupDecoding):
+    """Proposes what followed the last words before, and counts the tokens that it proposed."""
+
+    n_proposed = 0
+
+    def __call__(self, input_ids, /, **kwargs):
+        found = super().__call__(input_ids, **kwargs)
+        self.n_proposed += len(found)
+        return found
+
+
+def test_lookup_of_earlier_words_keeps_the_text(pair):
+    want = [greedy(open_model(path)) for path in pair]
+    lookup = Lookup(num_pred_tokens=5)
+    assert want[0] == want[1] == greedy(open_model(pair[1], draft_model=lookup))
+    assert lookup.n_proposed > 0
 
 
 def test_grammar_and_json_schema_are_followed(pair):

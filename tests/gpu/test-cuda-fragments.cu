@@ -140,6 +140,17 @@ static void reference(const test_matrix & w, int64_t row0, int64_t rows, const f
     }
 }
 
+struct bounded {
+    double value, error;
+};
+// silu(gate) * up, and its error bound.
+static double silu_times(const bounded & gate, const bounded & up, double * bound) { // |silu'| <= 1.1
+    const double s = gate.value / (1 + std::exp(-gate.value)), y = s * up.value;
+    *bound = 1.1 * gate.error * std::fabs(up.value) + up.error * (std::fabs(s) + 1.1 * gate.error) +
+             MAX_ERROR * std::fabs(y) + 1e-25;
+    return y;
+}
+
 static void check_product(rng & random, const std::vector<const test_matrix *> & w, int64_t n, const options & o,
                           const std::string & name) {
     const bool                 exact = !o.norm && random.unit() < 0.5;
@@ -170,11 +181,8 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
             for (int64_t r = 0; r < m; r++) {
                 const size_t k        = static_cast<size_t>(r);
                 double       expected = want[k], limit = bound[k];
-                if (o.silu) { // |silu'| <= 1.1
-                    const double gate = want[k], s = gate / (1 + std::exp(-gate));
-                    expected = s * up[k];
-                    limit    = 1.1 * bound[k] * std::fabs(up[k]) + up_bound[k] * (std::fabs(s) + 1.1 * bound[k]) +
-                            MAX_ERROR * std::fabs(expected) + 1e-25;
+                if (o.silu) {
+                    expected = silu_times({ want[k], bound[k] }, { up[k], up_bound[k] }, &limit);
                 }
                 limit += MAX_ERROR * (o.bias + o.residual);
                 const double error =
@@ -210,13 +218,6 @@ static void check_experts(rng & random, const test_matrix & w, int64_t rows, int
                   static_cast<unsigned long long>(seed), static_cast<long long>(j), static_cast<long long>(r), error);
         }
     }
-}
-
-// silu(v) * v and its error bound, for v with an error bound.
-static void silu_times(double v, double bound, double & y, double & y_bound) { // |silu'| <= 1.1
-    const double s = v / (1 + std::exp(-v));
-    y              = s * v;
-    y_bound = 1.1 * bound * std::fabs(v) + bound * (std::fabs(s) + 1.1 * bound) + MAX_ERROR * std::fabs(y) + 1e-25;
 }
 
 // Checks the columns of several tokens, grouped by expert. Half of the columns have the same expert, some no valid id.
@@ -270,7 +271,8 @@ static void check_groups(rng & random, const test_matrix & w, int64_t n_experts,
                       one, want, bound);
         }
         for (size_t r = 0; silu && r < want.size(); r++) {
-            silu_times(want[r], bound[r], want[r], bound[r]);
+            const bounded product = { want[r], bound[r] };
+            want[r]               = silu_times(product, product, &bound[r]);
         }
         for (int64_t r = 0; r < rows; r++) {
             const double error = std::fabs(static_cast<double>(y.at(j * rows + r)) - want[static_cast<size_t>(r)]);

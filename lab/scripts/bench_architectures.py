@@ -47,7 +47,6 @@ from support.architectures import Shape  # noqa: E402
 SPARSITY = 0.5
 MICRO_BATCH = 512
 N_WARM, N_TOKENS = 16, 64
-EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # as --cpu-moe has them
 ALL_LAYERS = 999
 TIMEOUT = 120
 """Seconds after which a process that loads or measures a model is stopped."""
@@ -258,7 +257,7 @@ class Runner:
             if not api._lib.ggml_backend_load(os.fsencode(cuda)):
                 raise SystemExit(f"error: {cuda} was not loaded")
         api.llama_log_set(keep, None)
-        with other_device.place_in_host_memory([EXPERTS][: args.host_experts]):
+        with other_device.place_in_host_memory([other_device.EXPERTS][: args.host_experts]):
             params = api.llama_model_default_params()
         params.n_gpu_layers = ALL_LAYERS if cuda else 0
         params.use_extra_bufts = bool(cuda)  # on the CPU, llama.cpp stops at the matrices of MLA with them

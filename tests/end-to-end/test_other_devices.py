@@ -75,12 +75,11 @@ def test_experts_become_dense(macko, tmp_path):
         assert np.array_equal(logits_of(path), logits_of(dense))
 
 
-EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # of llama.cpp's common.h
-
-
 @pytest.mark.parametrize("arch", ["llama-moe", "gpt-oss"])
 @pytest.mark.parametrize(
-    "patterns", [[EXPERTS], [rf"blk\.0{EXPERTS}"], ["exps"]], ids=["--cpu-moe", "--n-cpu-moe 1", "-ot exps=CPU"]
+    "patterns",
+    [[other_device.EXPERTS], [rf"blk\.0{other_device.EXPERTS}"], ["exps"]],
+    ids=["--cpu-moe", "--n-cpu-moe 1", "-ot exps=CPU"],
 )
 @pytest.mark.parametrize("kind", ["macko", "sparse-q8"])
 def test_experts_in_host_memory_stay_sparse(macko, tmp_path, arch, patterns, kind):

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import llama_cpp.llama_cpp as api
 
+EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # of --cpu-moe in llama.cpp's common.h
+
 
 class BufferType(ctypes.Structure):
     """ggml_backend_buffer_type"""

@@ -184,13 +184,6 @@ struct simd : avx2, bundles_avx2, quantized_avx2 {
 #include "cpu/kernels/row-ops-impl.h"
 #include "cpu/kernels/span-ops-avx2.h"
 
-const macko::cpu::kernel_set macko::cpu::kernels_avx2 = { "avx2",
-                                                          prepare,
-                                                          macko::cpu::MULTIPLY,
-                                                          macko::cpu::QUANTIZED,
-                                                          add_columns,
-                                                          { 0.17f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f },
-                                                          macko::cpu::ROW_OPS,
-                                                          { 0.55f },
-                                                          { nullptr, macko::cpu::expand_quantized },
-                                                          &macko::cpu::SPAN_OPS };
+const macko::cpu::kernel_set macko::cpu::kernels_avx2 =
+    macko::cpu::make_set("avx2", { 0.17f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f }, { 0.55f },
+                         { nullptr, macko::cpu::expand_quantized }, &macko::cpu::SPAN_OPS);

@@ -235,14 +235,6 @@ void expand_row(const uint64_t * masks, const uint8_t * values, int64_t cols, ui
 #include "cpu/kernels/row-ops-impl.h"
 #include "cpu/kernels/span-ops-avx2.h"
 
-const macko::cpu::kernel_set macko::cpu::kernels_avx512_vbmi2 = { "avx512-vbmi2",
-                                                                  prepare,
-                                                                  macko::cpu::MULTIPLY,
-                                                                  macko::cpu::QUANTIZED,
-                                                                  add_columns,
-                                                                  { 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f },
-                                                                  macko::cpu::ROW_OPS,
-                                                                  { 0.25f, 0.55f, true, 0.45f },
-                                                                  { macko::cpu::expand_row,
-                                                                    macko::cpu::expand_quantized },
-                                                                  &macko::cpu::SPAN_OPS };
+const macko::cpu::kernel_set macko::cpu::kernels_avx512_vbmi2 =
+    macko::cpu::make_set("avx512-vbmi2", { 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f }, { 0.25f, 0.55f, true, 0.45f },
+                         { macko::cpu::expand_row, macko::cpu::expand_quantized }, &macko::cpu::SPAN_OPS);

@@ -29,13 +29,5 @@ struct simd : avx512, bundles_avx2, quantized_avx2 {
 #include "cpu/kernels/row-ops-impl.h"
 #include "cpu/kernels/span-ops-avx2.h"
 
-const macko::cpu::kernel_set macko::cpu::kernels_avx512 = { "avx512",
-                                                            prepare,
-                                                            macko::cpu::MULTIPLY,
-                                                            macko::cpu::QUANTIZED,
-                                                            add_columns,
-                                                            { 0.0f, 16, 0.04f, 0.032f, 0.12f, 0.5f, 0.46f },
-                                                            macko::cpu::ROW_OPS,
-                                                            { 0.55f },
-                                                            {},
-                                                            &macko::cpu::SPAN_OPS };
+const macko::cpu::kernel_set macko::cpu::kernels_avx512 = macko::cpu::make_set(
+    "avx512", { 0.0f, 16, 0.04f, 0.032f, 0.12f, 0.5f, 0.46f }, { 0.55f }, {}, &macko::cpu::SPAN_OPS);

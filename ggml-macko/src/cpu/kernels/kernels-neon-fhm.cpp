@@ -13,12 +13,5 @@ struct simd : bundles_neon {};
 #include "cpu/kernels/kernels-impl.h"
 #include "cpu/kernels/row-ops-impl.h"
 
-const macko::cpu::kernel_set macko::cpu::kernels_neon_fhm = { "neon-fhm",
-                                                              prepare,
-                                                              macko::cpu::MULTIPLY,
-                                                              macko::cpu::QUANTIZED,
-                                                              add_columns,
-                                                              macko::cpu::NEON_COSTS,
-                                                              macko::cpu::ROW_OPS,
-                                                              { 0.55f },
-                                                              { nullptr, macko::cpu::expand_quantized } };
+const macko::cpu::kernel_set macko::cpu::kernels_neon_fhm =
+    macko::cpu::make_set("neon-fhm", macko::cpu::NEON_COSTS, { 0.55f }, { nullptr, macko::cpu::expand_quantized });

@@ -12,12 +12,5 @@ struct simd : neon {};
 #include "cpu/kernels/kernels-impl.h"
 #include "cpu/kernels/row-ops-impl.h"
 
-const macko::cpu::kernel_set macko::cpu::kernels_neon = { "neon",
-                                                          prepare,
-                                                          macko::cpu::MULTIPLY,
-                                                          macko::cpu::QUANTIZED,
-                                                          add_columns,
-                                                          macko::cpu::NEON_COSTS,
-                                                          macko::cpu::ROW_OPS,
-                                                          {},
-                                                          { nullptr, macko::cpu::expand_quantized } };
+const macko::cpu::kernel_set macko::cpu::kernels_neon =
+    macko::cpu::make_set("neon", macko::cpu::NEON_COSTS, {}, { nullptr, macko::cpu::expand_quantized });

@@ -170,9 +170,5 @@ struct simd : plain_mask_bits {
 #include "cpu/kernels/kernels-impl.h"
 #include "cpu/kernels/row-ops-impl.h"
 
-const macko::cpu::kernel_set macko::cpu::kernels_portable = {
-    "portable",           prepare,
-    macko::cpu::MULTIPLY, macko::cpu::QUANTIZED,
-    add_columns,          { 0.0f, 4, 3.5f, 0.1f, 1.7f, 4.0f, 0.25f },
-    macko::cpu::ROW_OPS,  {}
-};
+const macko::cpu::kernel_set macko::cpu::kernels_portable =
+    macko::cpu::make_set("portable", { 0.0f, 4, 3.5f, 0.1f, 1.7f, 4.0f, 0.25f }, {});

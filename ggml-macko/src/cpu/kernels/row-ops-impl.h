@@ -91,5 +91,11 @@ void rms_norm_row(const float * x, float * y, int64_t n, float eps) {
 
 constexpr row_ops ROW_OPS = { add_rows, mul_rows, silu_mul_rows, relu_mul_rows, relu_row, sqr_row, rms_norm_row };
 
+// The set of the functions above and of kernels-impl.h, which is included before.
+constexpr kernel_set make_set(const char * name, const kernel_costs & costs, const layout_traits & layouts,
+                              const expanders & expand = {}, const span_ops * spans = &plain_span_ops) {
+    return { name, prepare, MULTIPLY, QUANTIZED, add_columns, costs, ROW_OPS, layouts, expand, spans };
+}
+
 } // namespace
 } // namespace macko::cpu

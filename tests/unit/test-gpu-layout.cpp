@@ -2,6 +2,7 @@
 // for surveys, and the survey of values on the CPU against brute force.
 #include "codec/macko/encode.h"
 #include "codec/registry.h"
+#include "gpu-layout/fragments-division.h"
 #include "gpu-layout/survey.h"
 #include "test.h"
 
@@ -86,8 +87,12 @@ static const plan_case PLANS[] = {
         "INLINE_DELTA: deltas of 4 bits, 8 lanes, columns ascend", "MACKO: the arrays of the file" } },
     { "windows of columns",
       windows_of(4096, 4096, .5, GGML_MACKO_TYPE_Q4, 64),
-      { 99 * KB, true },
+      { 227 * KB, true },
       { "FRAGMENTS: codes of 4 bits, windows of 64 columns, tiles of 512" } },
+    { "windows of columns, little shared memory",
+      windows_of(4096, 4096, .5, GGML_MACKO_TYPE_Q4, 64),
+      { 99 * KB, true },
+      { "FRAGMENTS: codes of 4 bits, windows of 64 columns, tiles of 256" } },
     { "windows of columns, few entries, one chunk",
       windows_of(4096, 200, .1, GGML_MACKO_TYPE_Q5, 256),
       { 99 * KB, true },
@@ -406,6 +411,42 @@ TEST(survey_against_brute_force) {
           chosen["INLINE_DELTA"], chosen["EXP_CODED"]);
 }
 
+// Each division covers the work and fits; in 99 KB, as on a GeForce card, a layer of a Llama2-7B keeps enough warps.
+TEST(fragments_divisions_cover_the_work_and_keep_warps_in_little_memory) {
+    rng random(1);
+    for (int i = 0; i < 3000; i++) {
+        fragments_work w = {};
+        w.nx             = 1 << random.range(0, 6);
+        w.matrices       = static_cast<int32_t>(random.range(1, 2));
+        w.stripes        = static_cast<int32_t>(random.range(1, 60)) * w.matrices;
+        w.segments       = static_cast<int32_t>(random.range(1, 120));
+        w.whole_x        = w.nx == 1 && random.unit() < .5;
+        w.tile_chunks    = 1 << random.range(0, 2);
+        w.window         = 64 << random.range(0, 2);
+        w.most_words     = static_cast<int32_t>(random.range(1, 64));
+        w.room           = static_cast<int32_t>(random.range(48, 227) * KB);
+        const auto d     = divide_fragments(w);
+        const bool right = d.nbytes() <= w.room && d.warps <= max_warps(w.nx) &&
+                           d.phases * d.phase_segments >= w.segments &&
+                           (d.phases - 1) * d.phase_segments < w.segments && (!w.whole_x || d.phases == 1) &&
+                           d.parts * d.part_segments >= d.phase_segments &&
+                           d.stripe_places == d.parts * d.part_segments && d.round_stripes >= w.matrices &&
+                           d.round_stripes % w.matrices == 0 && d.round_stripes * d.stripe_places <= MAX_LISTED;
+        CHECK(d.warps == 0 || right, "case %d: %d columns, %d stripes, %d segments", i, w.nx, w.stripes, w.segments);
+    }
+    const int layer[][3] = { { 12288, 4096, 1 }, { 4096, 4096, 1 }, { 11008, 4096, 2 }, { 4096, 11008, 1 } };
+    for (const auto & [rows, cols, matrices] : layer) {
+        for (int32_t nx = 1; nx <= 64; nx *= 2) {
+            const auto shape =
+                fragments_shape_of(windows_of(rows, cols, .5, GGML_MACKO_TYPE_Q4, 64), { 99 * KB, true });
+            const int  stripes = (rows / 16 + 81) / 82 * matrices; // of an RTX 3090
+            const auto d       = divide_fragments({ nx, stripes, matrices, cols / 256 / shape.tile_chunks, nx == 1,
+                                                    shape.tile_chunks, shape.window, 12, 99 * 1024 });
+            CHECK(d.warps >= (nx > 16 ? 4 : 8), "%dx%d, %d columns: %d warps", rows, cols, nx, d.warps);
+        }
+    }
+}
+
 // The bytes of FRAGMENTS, tile by tile, and the reservation, which holds codes at any places.
 TEST(tiles_against_brute_force) {
     for (uint64_t seed = 0; seed < 60; seed++) {
@@ -427,7 +468,7 @@ TEST(tiles_against_brute_force) {
         CHECK(quantize(dense.data(), desc, bits, nullptr, 0, nullptr, 1, &file) == 0, "%s", ggml_macko_last_error());
         gpu_matrix m                = { file.dense, 0, type_of_code_bits(bits) };
         m.window                    = file.window;
-        const fragments_shape shape = fragments_shape_of(m);
+        const fragments_shape shape = fragments_shape_of(m, { 99 * KB, true });
         const fragments_sizes sizes = size_fragments(file.arrays(), shape, 1);
 
         const int64_t tile_cols = shape.tile_chunks * FRAGMENT_CHUNK, segments = (cols + tile_cols - 1) / tile_cols;

@@ -142,7 +142,7 @@ struct chooser {
 gpu_plan choose(const gpu_matrix & matrix, const gpu_device & device) {
     chooser c(matrix, device);
     if (code_bits(matrix.value_type)) {
-        const fragments_shape shape = fragments_shape_of(matrix);
+        const fragments_shape shape = fragments_shape_of(matrix, device);
         c.plan.nbytes               = fragments_expected_nbytes(matrix.desc, shape);
         c.add(shape, c.plan.nbytes, "values with scales for windows of columns");
         return c.plan;

@@ -6,12 +6,13 @@
 
 namespace macko::cuda {
 
-fragments_shape fragments_shape_of(const gpu_matrix & matrix) {
+fragments_shape fragments_shape_of(const gpu_matrix & matrix, const gpu_device & device) {
     const macko_desc & desc = matrix.desc;
     const int32_t      bits = code_bits(matrix.value_type) <= 4 ? 4 : 8;
     const int64_t      all  = desc.rows * desc.cols,
                   words     = 4 * bits * desc.nnz; // of a stream per chunk, times all
-    const int64_t wanted    = words > 10 * all ? 1 : 5 * words > 12 * all ? 2 : 4;
+    const int64_t most      = words > 10 * all ? 1 : 5 * words > 12 * all ? 2 : 4;
+    const int64_t wanted    = has_little_shared_memory(device.shared_nbytes) && most > 1 ? most / 2 : most;
     const int64_t chunks    = std::min(wanted, fragments_all_chunks(desc.cols));
     return { bits, static_cast<int32_t>(matrix.window), static_cast<int32_t>(chunks), 0 };
 }

@@ -70,8 +70,9 @@ constexpr int64_t fragments_tile_nbytes(int chunks, int32_t window, int64_t n_wo
 constexpr int fragments_stream_words(int n_codes, int32_t code_bits) { return (n_codes * code_bits + 31) / 32; }
 
 // The shape for a matrix; its most_words is unknown (0). Streams have about 16 words, so that tail ends and unused bits
-// take few bytes.
-fragments_shape fragments_shape_of(const gpu_matrix & matrix);
+// take few bytes, or half as many, so that more warps have buffers in little shared memory.
+fragments_shape fragments_shape_of(const gpu_matrix & matrix, const gpu_device & device);
+constexpr bool  has_little_shared_memory(int64_t nbytes) { return nbytes < 128 * 1024; } // as GeForce cards
 // Expected bytes of memory, with a margin. They depend little on the places of the zeros.
 int64_t fragments_expected_nbytes(const macko_desc & desc, const fragments_shape & shape);
 // Binds the layout to all of `nbytes`, of which tiles have what remains. nbytes 0: no tiles.

@@ -1,11 +1,11 @@
 // y = W x with W in the layout FRAGMENTS (gpu-layout/fragments.h), on tensor cores that multiply bytes.
 //
-// A warp decodes a tile to the A operands of 16 x 8 x 32 products. x is rounded to 16-bit integers, q = 256 high + low
-// with signed bytes high and low. One column has a scale for each step, which needs no pass over the column, so each
-// block rounds it (a kernel of its own, if shared memory does not hold the column); several columns have one scale
-// each, and a kernel of its own rounds them. B's 8 columns are the bytes of x: for up to 4 columns of x, (step, column,
-// high or low) of 4, 2 or 1 steps, of which a product uses one (the others are zero), so that the sums of these steps
-// remain apart; for each 8 columns of x, two B operands. A block has all columns of W for its rows: it adds up the sums
+// A warp decodes a tile to the A operands of 16 x 8 x 32 products. x is rounded to integers: up to 4 columns to 16
+// bits, q = 256 high + low with signed bytes high and low, with a scale for each chunk of a column, and more columns to
+// 8 bits, with a scale for each two steps. Each block rounds a single column (a kernel of its own, if shared memory
+// does not hold the column); a kernel of its own rounds several. B's 8 columns are, for up to 4 columns of x, their
+// bytes (step, column, high or low) of 4, 2 or 1 steps, of which a product uses one (the others are zero), so that the
+// sums of these steps remain apart; else 8 columns of x. A block has all columns of W for its rows: it adds up the sums
 // of parts of a row in their order, so there are no float atomics.
 //
 // Experts of several tokens: the kernel that rounds the columns puts those of the same expert side by side, in groups
@@ -27,16 +27,14 @@ namespace macko::cuda {
 
 namespace {
 
-constexpr int   MAX_WARPS     = 16;
-constexpr int   ROUND_THREADS = 1024;     // of round_x_kernel
-constexpr int   X_OWN_COLS    = 16384;    // up to so many columns of a single x, each block rounds it
-constexpr int   X_KEPT        = 4;        // vectors of x that a thread loads at a time
-constexpr float X_INTEGERS    = 32639.0f; // the largest 256 high + low
-// x in shared memory, and as round_x_kernel writes it: factors of the results of up to 32 columns; with one column, a
-// scale per step; integers as bytes [step][column][high, low][32].
-constexpr int X_FACTORS_NBYTES = 128;
-constexpr int x_scales_nbytes(int steps, int nx) { return nx == 1 ? steps * 4 : 0; }
-constexpr int x_integers_at(int steps, int nx) { return X_FACTORS_NBYTES + x_scales_nbytes(steps, nx); }
+constexpr int ROUND_THREADS = 1024;  // of round_x_kernel
+constexpr int X_OWN_COLS    = 16384; // up to so many columns of a single x, each block rounds it
+constexpr int X_LOADED      = 4;     // vectors of x that a thread loads at a time
+// The largest integer of x among nx columns: 127, or 256 high + low.
+constexpr float x_integers(int nx) { return has_bytes(nx) ? 127.0f : 32639.0f; }
+// 1.5 * 2^23, as a float and as bits. Its sum with an integer of up to 22 bits is that of the bits.
+constexpr float FLOAT_INTEGERS      = 12582912.0f;
+constexpr int   FLOAT_INTEGERS_BITS = 0x4b400000;
 
 struct fragments_operand : result_operand {
     const uint8_t *  tiles;
@@ -46,24 +44,14 @@ struct fragments_operand : result_operand {
     int32_t          n_groups;   // of 16 rows
 };
 // A block of the grid has `units` stripes, or pairs of them with silu_mul; the first `more` blocks have one more.
-// In shared memory: a table of lut_copies copies of 256 entries; x; lists of tiles; sums of tiles; two buffers per
-// warp.
 struct fragments_launch : product_launch<fragments_operand> {
-    int32_t units, more;
+    fragments_division by;
+    int32_t            units, more;
     // Turns with round_stripes stripes, and the stripes of the turns after them: of a block with one more unit, and of
     // another.
     int32_t full_turns[2], rest_stripes[2];
     int32_t segments, tile_chunks, chunks; // segments and chunks of a row
-    int32_t window, window_bits;           // columns; log2 of its steps
-    int32_t lut_copies;
-    int32_t x_at, lists_at, sums_at, scratch_at, buffers_at, buffer_nbytes;
-    int32_t phase_segments; // segments of which x is in shared memory at a time
-    int32_t round_stripes;  // stripes (16 rows of one matrix) whose sums are in shared memory at a time
-    int32_t parts;          // of a stripe in a phase; a warp adds up the tiles of a part
-    int32_t phases;         // of a round
-    int32_t part_segments;  // the last part of a phase may have fewer
-    // The places in a list for the tiles of a stripe, and 2^20 divided by this, rounded up.
-    int32_t stripe_places, inverse_places;
+    int32_t window_bits;                   // log2 of the steps of a window
     // Of round_x_kernel. null: the kernel rounds its one column, which is_aligned().
     const uint8_t * rounded;
     int64_t         apart;  // bytes to the columns of the next group, or to the column of the next expert
@@ -102,46 +90,51 @@ template <bool ALIGNED> __device__ __forceinline__ float4 load_four(const float 
     return make_float4(at(0), at(1), at(2), at(3));
 }
 
-// Fours of a thread of a block, X_KEPT of them, whose loads are under way together.
+// Fours of a thread of a block, X_LOADED of them, whose loads are under way together. A warp has two of a chunk.
 template <bool ALIGNED> struct x_fours {
-    float4 v[X_KEPT];
+    float4 v[X_LOADED];
 
     __device__ __forceinline__ void load(const float * from, int first, int cols) {
 #pragma unroll
-        for (int i = 0; i < X_KEPT; i++) {
-            v[i] = load_four<ALIGNED>(from, first + i * blockDim.x * 4, cols);
+        for (int i = 0; i < X_LOADED; i++) {
+            v[i] = load_four<ALIGNED>(from, first + i / 2 * blockDim.x * 8 + i % 2 * 128, cols);
         }
     }
 };
+// The first column of a thread of a block.
+__device__ __forceinline__ int first_four() { return threadIdx.x / 32 * 256 + threadIdx.x % 32 * 4; }
 
-// Calls use(i, c, elements c ... c + 3 multiplied by the norm's weights) for each four of a thread of a block, from
-// step `begin` to before step `end`. Warps take part as a whole, with zeros behind the last element. i: which of X_KEPT
-// fours; w: the first weights; squares: of the elements, if there is a norm. Calls loading() when the first loads are
-// under way.
+// Calls use(c, elements c ... c + 3, elements c + 128 ... c + 131), multiplied by the norm's weights, for the fours of
+// a thread of a block, with zeros behind the last element. w: the first weights; squares: of the elements, if there is
+// a norm. Calls loading() when the first loads are under way.
 template <bool ALIGNED, typename L, typename F>
-__device__ __forceinline__ void for_each_four(const x_source & s, int begin, int end, x_fours<ALIGNED> w,
-                                              float * squares, L && loading, F && use) {
-    const int stride = blockDim.x * 4, end_at = end * 32 + threadIdx.x % 32 * 4; // the same for a warp: c < end_at
-    int       first = begin * 32 + threadIdx.x * 4;
+__device__ __forceinline__ void for_each_two_fours(const x_source & s, int n_steps, x_fours<ALIGNED> w, float * squares,
+                                                   L && loading, F && use) {
+    const int        stride = blockDim.x * 8, end = n_steps * 32;
+    int              first = first_four();
     x_fours<ALIGNED> x;
     x.load(s.x, first, s.cols);
     loading();
+    const auto weighted = [&](int i) {
+        const float4 v = x.v[i];
+        if (!s.norm_weight) {
+            return v;
+        }
+        *squares = add_squares(*squares, v);
+        return make_float4(v.x * w.v[i].x, v.y * w.v[i].y, v.z * w.v[i].z, v.w * w.v[i].w);
+    };
 #pragma unroll 1
-    while (first < end_at) {
+    while (first < end) {
 #pragma unroll
-        for (int i = 0; i < X_KEPT; i++) {
-            const int c = first + i * stride;
-            if (c < end_at) {
-                float4 v = x.v[i];
-                if (s.norm_weight) {
-                    *squares = add_squares(*squares, v);
-                    v        = make_float4(v.x * w.v[i].x, v.y * w.v[i].y, v.z * w.v[i].z, v.w * w.v[i].w);
-                }
-                use(i, c, v);
+        for (int i = 0; i < X_LOADED; i += 2) {
+            const int c = first + i / 2 * stride;
+            if (c < end) { // the same for a warp
+                const float4 a = weighted(i), b = weighted(i + 1);
+                use(c, a, b);
             }
         }
-        first += X_KEPT * stride;
-        if (first < end_at) {
+        first += X_LOADED / 2 * stride;
+        if (first < end) {
             x.load(s.x, first, s.cols);
             if (s.norm_weight) {
                 w.load(s.norm_weight, first, s.cols);
@@ -156,52 +149,68 @@ __device__ __forceinline__ uint32_t largest_bits(float4 v) {
     return max(max(magnitude(v.x), magnitude(v.y)), max(magnitude(v.z), magnitude(v.w)));
 }
 
-// Rounding of numbers up to a magnitude: `inverse` turns numbers into integers, and `scale` integers into numbers. NaN
-// and infinities make scale NaN.
+// Rounding of numbers up to a magnitude to integers: `inverse` turns numbers into integers, and `scale` integers into
+// numbers. NaN and infinities make scale NaN.
 struct x_rounding {
-    float                               inverse, scale;
-    explicit __device__ __forceinline__ x_rounding(uint32_t largest) {
+    float                      inverse, scale;
+    __device__ __forceinline__ x_rounding(uint32_t largest, float integers) {
         const float most = __uint_as_float(largest);
         const bool  zero = most < 0x1p-100f, finite = most < INFINITY; // both false for NaN
-        inverse = !zero && finite ? X_INTEGERS * __frcp_rn(most) : 0.0f;
-        scale   = zero ? 0.0f : finite ? most * (1.0f / X_INTEGERS) : NAN;
+        inverse = !zero && finite ? integers * __frcp_rn(most) : 0.0f;
+        scale   = zero ? 0.0f : finite ? most * (1.0f / integers) : NAN;
     }
 };
 
-// Columns c ... c + 3 as integers, in bytes [step][high, low][32] in a stride of `apart` bytes.
+// Columns c ... c + 3 of a column of x as integers. integers: of the column, in step 0; apart: bytes to the next step
+template <bool BYTES>
 __device__ __forceinline__ void store_integers(uint8_t * integers, int apart, int c, float4 v, float inverse) {
-    // 1.5 * 2^23: the low bits of the sum are those of the integer
-    const auto       bits = [&](float f) { return __float_as_uint(fmaf(f, inverse, 12582912.0f)); };
+    const auto       bits = [&](float f) { return __float_as_uint(fmaf(f, inverse, FLOAT_INTEGERS)); };
     const uint32_t   q0 = bits(v.x), q1 = bits(v.y), q2 = bits(v.z), q3 = bits(v.w);
-    uint32_t * const to = reinterpret_cast<uint32_t *>(integers + c / 32 * apart + c % 32);
-    to[0] = __byte_perm(__byte_perm(q0 + 128, q1 + 128, 0x0051), __byte_perm(q2 + 128, q3 + 128, 0x0051), 0x5410);
-    to[8] = __byte_perm(__byte_perm(q0, q1, 0x0040), __byte_perm(q2, q3, 0x0040), 0x5410);
+    uint32_t * const to  = reinterpret_cast<uint32_t *>(integers + c / 32 * apart + c % 32);
+    const uint32_t   low = __byte_perm(__byte_perm(q0, q1, 0x0040), __byte_perm(q2, q3, 0x0040), 0x5410);
+    if (BYTES) {
+        to[0] = low;
+    } else {
+        to[0] = __byte_perm(__byte_perm(q0 + 128, q1 + 128, 0x0051), __byte_perm(q2 + 128, q3 + 128, 0x0051), 0x5410);
+        to[8] = low;
+    }
 }
 
-// The norm's factor of all results. squares: all threads of a warp have parts of the sum
-__device__ __forceinline__ float norm_factor(const x_source & s, float squares) {
-    return s.norm_weight ? rsqrtf(warp_sum(squares) / static_cast<float>(s.cols) + s.norm_eps) : 1.0f;
-}
-
-// Rounds a column on all threads of a block, with a scale per step, which 8 adjacent lanes have. x: factor and scales
-// of the column; scratch: [warp]. The factor is complete after another barrier.
-template <bool ALIGNED, typename L>
-__device__ __forceinline__ void round_steps(const x_source & s, int n_steps, uint8_t * x, uint8_t * integers,
-                                            float * scratch, const x_fours<ALIGNED> & w, L && loading) {
-    float * const scales  = reinterpret_cast<float *>(x + X_FACTORS_NBYTES);
-    float         squares = 0.0f;
-    for_each_four<ALIGNED>(s, 0, n_steps, w, &squares, loading, [&](int, int c, float4 v) {
-        uint32_t largest = largest_bits(v);
+// Rounds one of nx columns of x on all threads of a block. x: of all columns; scratch: [warp]. The factor is complete
+// after another barrier.
+template <bool ALIGNED, bool BYTES, typename L>
+__device__ __forceinline__ void round_column(const x_source & s, int n_steps, uint8_t * x, int nx, int column,
+                                             float * scratch, const x_fours<ALIGNED> & w, L && loading) {
+    float * const   factor   = reinterpret_cast<float *>(x) + column;
+    float * const   scales   = reinterpret_cast<float *>(x + x_factors_nbytes(nx)) + column;
+    uint8_t * const integers = x + x_integers_at(n_steps, nx) + column * x_column_nbytes(nx);
+    float           squares  = 0.0f;
+    const int       apart    = x_step_nbytes(nx);
+    const auto      store    = [&](int c, float4 v, const x_rounding & r) {
+        store_integers<BYTES>(integers, apart, c, v, r.inverse);
+    };
+    for_each_two_fours<ALIGNED>(s, n_steps, w, &squares, loading, [&](int c, float4 a, float4 b) {
+        if (BYTES) { // 16 lanes share a scale
+            uint32_t of_a = largest_bits(a), of_b = largest_bits(b);
 #pragma unroll
-        for (int offset = 1; offset < 8; offset *= 2) {
-            largest = max(largest, __shfl_xor_sync(FULL_WARP, largest, offset));
-        }
-        const x_rounding r(largest);
-        if (c < n_steps * 32) {
-            store_integers(integers, 64, c, v, r.inverse);
-            if (threadIdx.x % 8 == 0) {
-                scales[c / 32] = r.scale;
+            for (int offset = 1; offset < 16; offset *= 2) {
+                of_a = max(of_a, __shfl_xor_sync(FULL_WARP, of_a, offset));
+                of_b = max(of_b, __shfl_xor_sync(FULL_WARP, of_b, offset));
             }
+            const x_rounding ra(of_a, x_integers(8)), rb(of_b, x_integers(8));
+            if (threadIdx.x % 16 == 0) {
+                scales[c / 64 * nx]       = ra.scale;
+                scales[(c / 64 + 2) * nx] = rb.scale;
+            }
+            store(c, a, ra);
+            store(c + 128, b, rb);
+        } else {
+            const x_rounding r(warp_max_bits(max(largest_bits(a), largest_bits(b))), x_integers(1));
+            if (threadIdx.x % 32 == 0) {
+                scales[c / 256 * x_scale_columns(1)] = r.scale;
+            }
+            store(c, a, r);
+            store(c + 128, b, r);
         }
     });
     squares = s.norm_weight ? warp_sum(squares) : 0.0f;
@@ -209,59 +218,11 @@ __device__ __forceinline__ void round_steps(const x_source & s, int n_steps, uin
         scratch[threadIdx.x / 32] = squares;
     }
     __syncthreads();
-    if (threadIdx.x < 32) {
-        const float factor = norm_factor(s, threadIdx.x < blockDim.x / 32 ? scratch[threadIdx.x] : 0.0f);
-        if (threadIdx.x == 0) {
-            *reinterpret_cast<float *>(x) = factor;
-        }
+    if (threadIdx.x < 32 && s.norm_weight) {
+        squares = warp_sum(threadIdx.x < blockDim.x / 32 ? scratch[threadIdx.x] : 0.0f);
     }
-}
-
-// Rounds a column with one scale, which is part of its factor. apart: bytes to its next step; scratch: [2][warp]
-template <bool ALIGNED>
-__device__ __forceinline__ void round_column(const x_source & s, int n_steps, int apart, uint8_t * integers,
-                                             float * factor, float * scratch, const x_fours<ALIGNED> & w) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    uint32_t  largest = 0;
-    float     squares = 0.0f, again = 0.0f;
-    float4    kept[X_KEPT] = {}; // the first fours
-    for_each_four<ALIGNED>(
-        s, 0, n_steps, w, &squares, [] {},
-        [&](int i, int c, float4 v) {
-            kept[i] = c < X_KEPT * ROUND_THREADS * 4 ? v : kept[i];
-            largest = max(largest, largest_bits(v));
-        });
-    largest = warp_max_bits(largest);
-    squares = warp_sum(squares);
-    if (lane == 0) {
-        scratch[warp]         = __uint_as_float(largest);
-        scratch[warps + warp] = squares;
-    }
-    __syncthreads();
-    const x_rounding r(warp_max_bits(lane < warps ? __float_as_uint(scratch[lane]) : 0));
-    if (warp == 0) {
-        const float norm = norm_factor(s, lane < warps ? scratch[warps + lane] : 0.0f);
-        if (lane == 0) {
-            *factor = r.scale * norm;
-        }
-    }
-    const auto store = [&](int c, float4 v) {
-        if (c < n_steps * 32) {
-            store_integers(integers, apart, c, v, r.inverse);
-        }
-    };
-#pragma unroll
-    for (int i = 0; i < X_KEPT; i++) {
-        store((i * ROUND_THREADS + threadIdx.x) * 4, kept[i]);
-    }
-    constexpr int KEPT_STEPS = X_KEPT * ROUND_THREADS / 8;
-    if (n_steps > KEPT_STEPS) {
-        x_fours<ALIGNED> weights;
-        if (s.norm_weight) {
-            weights.load(s.norm_weight, KEPT_STEPS * 32 + threadIdx.x * 4, s.cols);
-        }
-        for_each_four<ALIGNED>(
-            s, KEPT_STEPS, n_steps, weights, &again, [] {}, [&](int, int c, float4 v) { store(c, v); });
+    if (threadIdx.x == 0) {
+        *factor = s.norm_weight ? rsqrtf(squares / static_cast<float>(s.cols) + s.norm_eps) : 1.0f;
     }
 }
 
@@ -335,15 +296,15 @@ struct round_params {
     group_list list;  // without groups: column j is column j % nx of product j / nx
 };
 
-// GROUPED: columns join groups
-template <bool ALIGNED, bool GROUPED>
+// GROUPED: columns join groups. BYTES: has_bytes(nx)
+template <bool ALIGNED, bool GROUPED, bool BYTES>
 __global__ void __launch_bounds__(ROUND_THREADS) round_x_kernel(const __grid_constant__ round_params p) {
     __shared__ float  scratch[ROUND_THREADS / 32 * 3];
     extern __shared__ __align__(16) int counts[];
     x_source                            s = p.source;
     x_fours<ALIGNED>                    w;
     if (s.norm_weight) {
-        w.load(s.norm_weight, threadIdx.x * 4, s.cols);
+        w.load(s.norm_weight, first_four(), s.cols);
     }
     cuda_allow_next();
     cuda_wait_for_previous();
@@ -353,14 +314,13 @@ __global__ void __launch_bounds__(ROUND_THREADS) round_x_kernel(const __grid_con
         at = join_group(p.list, p.nx, j, counts, reinterpret_cast<int *>(scratch));
     }
     s.x += (GROUPED && p.list.shares_x ? j / p.list.slots : j) * p.ldx;
-    const int       column   = at.place;
-    uint8_t * const to       = p.to + at.group * p.apart;
-    uint8_t * const integers = to + x_integers_at(p.n_steps, p.nx) + column * 64;
-    if (!GROUPED && p.nx == 1) {
-        round_steps<ALIGNED>(s, p.n_steps, to, integers, scratch, w, [] {});
-    } else {
-        round_column<ALIGNED>(s, p.n_steps, 64 * p.nx, integers, reinterpret_cast<float *>(to) + column, scratch, w);
-    }
+    round_column<ALIGNED, BYTES>(s, p.n_steps, p.to + at.group * p.apart, p.nx, at.place, scratch, w, [] {});
+}
+
+template <bool GROUPED> auto round_kernel_of(bool aligned, int nx) {
+    return has_bytes(nx) ? aligned ? round_x_kernel<true, GROUPED, true> : round_x_kernel<false, GROUPED, true>
+           : aligned ? round_x_kernel<true, GROUPED, false>
+                         : round_x_kernel<false, GROUPED, false>;
 }
 
 // ---- a tile ----
@@ -378,17 +338,18 @@ __device__ __forceinline__ void multiply_tile(const fragments_launch & p, const 
                                               const uint8_t * tile, int chunks, uint32_t table, uint32_t x,
                                               uint32_t x_scales, tile_sums<NX> & sums) {
     // steps whose sums remain apart; steps whose sums are scaled at once; B operands of a step
-    constexpr int  SLOTS = NX < 4 ? 4 / NX : 1, STEPS = SLOTS < 2 ? 2 : SLOTS, PLANES = NX < 8 ? 1 : NX / 4;
+    constexpr int  SLOTS = NX < 4 ? 4 / NX : 1, STEPS = SLOTS < 2 ? 2 : SLOTS, PLANES = NX < 8 ? 1 : NX / 8;
     constexpr int  OPERANDS = step_operands<BITS, NX>::N;
     const int      lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, words_at = words_at_of(chunks, p.window_bits);
     const uint32_t at_tile = shared_address(tile), words = at_tile + words_at + lane * 4,
                    bitmaps = at_tile + words_at - chunks * 512 + lane * 16,
                    scales  = at_tile + static_cast<uint32_t>(FRAGMENT_TAIL_ENDS) + g;
-    const uint32_t copy = table + lane % p.lut_copies * 8, entry = p.lut_copies * 8;
+    const uint32_t copy = table + lane % p.by.table_copies * 8, entry = p.by.table_copies * 8;
     const uint32_t pick[4] = { entry, entry << 8, entry << 16, entry << 24 };
     // of B: the lane's column and bytes 8 t ... 8 t + 7
     const int slot = NX < 8 ? g / (2 * NX) : 0;
-    x += (slot * 2 * NX + (NX < 8 ? g % (2 * NX) : g * 2)) * 32 + t * 8;
+    x += (NX < 8 ? slot * 2 * NX + g % (2 * NX) : g) * 32 + t * 8;
+    x_scales += has_bytes(NX) ? t * 8 : t % NX * 4; // of the lane's results
     uint32_t mask[STEPS];
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
@@ -401,12 +362,19 @@ __device__ __forceinline__ void multiply_tile(const fragments_launch & p, const 
         asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(bits[0]), "=r"(bits[1]), "=r"(bits[2]), "=r"(bits[3])
                      : "r"(bitmaps + chunk * 512));
+        float of_chunk[2] = {}; // without bytes: sums of the chunk
 #pragma unroll
         for (int part = 0; part < 8 / STEPS; part++) {
             int   c[OPERANDS][PLANES][4] = {};
             uint2 own                    = {};
             if (SLOTS > 1) {
-                own = load_words(x + (chunk * 8 + part * STEPS) * 64 * NX);
+                own = load_words(x + (chunk * 8 + part * STEPS) * x_step_nbytes(NX));
+            }
+            if (has_bytes(NX)) {
+#pragma unroll
+                for (int plane = 0; plane < PLANES; plane++) {
+                    c[0][plane][0] = c[0][plane][1] = c[0][plane][2] = c[0][plane][3] = FLOAT_INTEGERS_BITS;
+                }
             }
 #pragma unroll
             for (int s = 0; s < STEPS; s++) {
@@ -416,12 +384,12 @@ __device__ __forceinline__ void multiply_tile(const fragments_launch & p, const 
                             of_g8               = load_words(__dp4a(word, pick[step % 2 * 2 + 1], copy));
                 const step_operands<BITS, NX> d = decode_step<BITS, NX>(magnitudes, of_g, of_g8, words, &at);
 #pragma unroll
-                for (int plane = 0; plane < PLANES; plane++) { // high and low of 8 columns, then of the next 8
+                for (int plane = 0; plane < PLANES; plane++) { // 8 columns of B
                     uint2 b;
                     if (SLOTS > 1) {
                         b = make_uint2(own.x * mask[s], own.y * mask[s]);
                     } else {
-                        b = load_words(x + (chunk * 8 + step) * 64 * NX + plane / 2 * 512 + plane % 2 * 32);
+                        b = load_words(x + (chunk * 8 + step) * x_step_nbytes(NX) + plane * 256);
                     }
 #pragma unroll
                     for (int o = 0; o < OPERANDS; o++) {
@@ -432,19 +400,33 @@ __device__ __forceinline__ void multiply_tile(const fragments_launch & p, const 
             // scales of rows g and g + 8 for the window of the lane's step
             const int      first    = chunk * 8 + part * STEPS + (SLOTS > 1 ? t / NX : 0);
             const uint32_t code     = scales + (first >> p.window_bits) * 16;
-            const float    of_x     = NX == 1 ? __uint_as_float(load_word(x_scales + first * 4)) : 1.0f;
-            const float    scale[2] = { fragment_scale(load_byte(code)) * of_x,
-                                        fragment_scale(load_byte(code + 8)) * of_x };
+            const float    scale[2] = { fragment_scale(load_byte(code)), fragment_scale(load_byte(code + 8)) };
             const auto     total    = [&](int plane, int i) {
                 return OPERANDS == 2 ? c[0][plane][i] - c[OPERANDS - 1][plane][i] : c[0][plane][i];
             };
+            if (has_bytes(NX)) {
 #pragma unroll
-            for (int i = 0; i < tile_sums<NX>::N; i++) {
-                const int row = NX < 8 ? i : i % 4 / 2;
-                const int v   = NX < 8 ? total(0, i * 2) * 256 + total(0, i * 2 + 1)
-                                       : total(i / 4 * 2, i % 4) * 256 + total(i / 4 * 2 + 1, i % 4);
-                sums.v[i]     = fmaf(scale[row], static_cast<float>(v), sums.v[i]);
+                for (int plane = 0; plane < PLANES; plane++) {
+                    const uint2 two    = load_words(x_scales + x_scales_nbytes(first, NX) + plane * 32);
+                    const float own[2] = { __uint_as_float(two.x), __uint_as_float(two.y) };
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const float v         = __int_as_float(total(plane, i)) - FLOAT_INTEGERS;
+                        sums.v[plane * 4 + i] = fmaf(scale[i / 2] * own[i % 2], v, sums.v[plane * 4 + i]);
+                    }
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const int v = total(0, i * 2) * 256 + total(0, i * 2 + 1);
+                    of_chunk[i] = fmaf(scale[i], static_cast<float>(v), of_chunk[i]);
+                }
             }
+        }
+        if (!has_bytes(NX)) {
+            const float own = __uint_as_float(load_word(x_scales + x_scales_nbytes(chunk * 8, NX)));
+            sums.v[0]       = fmaf(own, of_chunk[0], sums.v[0]);
+            sums.v[1]       = fmaf(own, of_chunk[1], sums.v[1]);
         }
     }
 }
@@ -475,22 +457,10 @@ template <int NX> __device__ __forceinline__ void store_sums(float * to, tile_su
 
 // ---- the kernel ----
 
-// A block has stripes, in a round some of them, and in a phase of a round (a turn) some segments of these. A stripe has
-// parts of adjacent segments there, and a warp every `warps`-th part. The block lists the tiles of a turn in shared
-// memory, part by part, LISTS turns ahead.
-struct __align__(16) listed_tile {
-    const uint8_t * tile;
-    int32_t         nbytes;     // 0: no tile, behind the last row or the last segment of a part
-    uint16_t        first_step; // in the phase
-    uint8_t         chunks, matrix;
-};
-constexpr int LISTS = 3, MAX_LISTED = 1024; // of a turn
 // Goes through the tiles of a warp.
 struct tile_cursor {
     int turn, part, segment; // part: of all stripes of the turn; segment: of the part
 };
-
-constexpr int max_warps(int nx) { return nx > 16 ? 8 : nx > 8 ? 12 : MAX_WARPS; } // more sums take more registers
 
 template <int BITS, int NX>
 __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const __grid_constant__ fragments_launch p) {
@@ -498,16 +468,17 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
     const int                               lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const int                               column = blockIdx.y * NX;
 
-    uint8_t * const x        = shared + p.x_at;
-    uint8_t * const integers = x + x_integers_at(p.phase_segments * p.tile_chunks * 8, NX);
-    float * const   sums     = reinterpret_cast<float *>(shared + p.sums_at);
-    float * const   scratch  = reinterpret_cast<float *>(shared + p.scratch_at);
-    uint8_t *       buffer   = shared + p.buffers_at + warp * 2 * p.buffer_nbytes;
-    uint8_t *       other    = buffer + p.buffer_nbytes;
+    uint8_t * const x        = shared + p.by.x_at;
+    uint8_t * const x_scales = x + x_factors_nbytes(NX);
+    uint8_t * const integers = x + x_integers_at(p.by.phase_segments * p.tile_chunks * 8, NX);
+    float * const   sums     = reinterpret_cast<float *>(shared + p.by.sums_at);
+    float * const   scratch  = reinterpret_cast<float *>(shared + p.by.scratch_at);
+    uint8_t *       buffer   = shared + p.by.buffers_at + warp * 2 * p.by.buffer_nbytes;
+    uint8_t *       other    = buffer + p.by.buffer_nbytes;
 
     if (p.expert_ids) {
-        fill_table<BITS>(shared, p.lut_copies); // while the kernel before ends
-        cuda_wait_for_previous();               // which writes ids or groups
+        fill_table<BITS>(shared, p.by.table_copies); // while the kernel before ends
+        cuda_wait_for_previous();                    // which writes ids or groups
     }
     const int32_t * const group = p.groups ? p.groups + blockIdx.y * (1 + NX) : nullptr;
     if (group && group[0] < 0) {
@@ -527,7 +498,7 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
     const int full_turns  = row_offset < 0 ? 0 : p.full_turns[blockIdx.x >= p.more],
               rest        = row_offset < 0 ? 0 : p.rest_stripes[blockIdx.x >= p.more];
     const auto stripes_of = [&](int turn) {
-        return turn < full_turns ? p.round_stripes : turn < full_turns + p.phases ? rest : 0;
+        return turn < full_turns ? p.by.round_stripes : turn < full_turns + p.by.phases ? rest : 0;
     };
     // stripe k of the block; its row counts from row_begin
     const auto task_of = [&](int k) {
@@ -538,28 +509,28 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
     };
 
     // ---- the tiles ----
-    listed_tile * const lists   = reinterpret_cast<listed_tile *>(shared + p.lists_at);
-    const auto          list_of = [&](int turn) { return lists + turn % LISTS * p.round_stripes * p.stripe_places; };
-    const auto          listed  = [&](int turn) { return stripes_of(turn) * p.stripe_places; };
-    const auto          tile_at = [&](int turn, int place) {
-        const int round = p.phases == 1 ? turn : turn / p.phases, phase = turn - round * p.phases,
-                  stripe    = static_cast<int>(static_cast<uint32_t>(place * p.inverse_places) >> 20),
-                  of_stripe = place - stripe * p.stripe_places, segment = phase * p.phase_segments + of_stripe;
-        const sparse_task         t     = task_of(round * p.round_stripes + stripe);
+    listed_tile * const lists = reinterpret_cast<listed_tile *>(shared + p.by.lists_at);
+    const auto list_of = [&](int turn) { return lists + turn % LISTS * p.by.round_stripes * p.by.stripe_places; };
+    const auto listed  = [&](int turn) { return stripes_of(turn) * p.by.stripe_places; };
+    const auto tile_at = [&](int turn, int place) {
+        const int round = p.by.phases == 1 ? turn : turn / p.by.phases, phase = turn - round * p.by.phases,
+                  stripe    = static_cast<int>(static_cast<uint32_t>(place * p.by.inverse_places) >> 20),
+                  of_stripe = place - stripe * p.by.stripe_places, segment = phase * p.by.phase_segments + of_stripe;
+        const sparse_task         t     = task_of(round * p.by.round_stripes + stripe);
         const fragments_operand & m     = p.m[t.matrix];
         const int                 group = (m.row_begin + row_offset) / 16 + t.row / 16;
         listed_tile               e     = {};
         e.matrix                        = static_cast<uint8_t>(t.matrix);
         e.first_step                    = static_cast<uint16_t>(of_stripe * p.tile_chunks * 8);
-        e.chunks = static_cast<uint8_t>(min(p.tile_chunks, p.chunks - segment * p.tile_chunks));
+        e.chunks                        = static_cast<uint8_t>(min(p.tile_chunks, p.chunks - segment * p.tile_chunks));
         if (group < m.n_groups && of_stripe == 0) {
             prefetch_to_l2(m.factors + group * FRAGMENT_ROWS); // for the results
         }
-        if (group < m.n_groups && of_stripe < min(p.phase_segments, p.segments - phase * p.phase_segments)) {
+        if (group < m.n_groups && of_stripe < min(p.by.phase_segments, p.segments - phase * p.by.phase_segments)) {
             const uint32_t * starts = m.starts + (static_cast<int64_t>(group) * p.segments + segment);
             const uint32_t   begin  = __ldg(starts);
             e.tile                  = m.tiles + static_cast<uint64_t>(begin) * FRAGMENT_UNIT;
-            e.nbytes = static_cast<int>(__ldg(starts + 1) - begin) * static_cast<int>(FRAGMENT_UNIT);
+            e.nbytes                = static_cast<int>(__ldg(starts + 1) - begin) * static_cast<int>(FRAGMENT_UNIT);
         }
         return e;
     };
@@ -570,7 +541,7 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
     };
     // false: there is no tile at the cursor or behind it
     const auto settle = [&](tile_cursor & c) {
-        while (c.part >= stripes_of(c.turn) * p.parts) {
+        while (c.part >= stripes_of(c.turn) * p.by.parts) {
             c.part = warp;
             c.turn++;
             if (stripes_of(c.turn) == 0) {
@@ -580,14 +551,14 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
         return true;
     };
     const auto advance = [&](tile_cursor & c) {
-        if (++c.segment == p.part_segments) {
+        if (++c.segment == p.by.part_segments) {
             c.segment = 0;
             c.part += warps;
             return settle(c);
         }
         return true;
     };
-    const auto at      = [&](const tile_cursor & c) { return list_of(c.turn)[c.part * p.part_segments + c.segment]; };
+    const auto at = [&](const tile_cursor & c) { return list_of(c.turn)[c.part * p.by.part_segments + c.segment]; };
     const auto request = [&](const tile_cursor & c, uint8_t * to) {
         const listed_tile     e    = at(c);
         const int             mine = e.nbytes - lane * 16; // from the lane's first 16 bytes on
@@ -614,10 +585,10 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
     const x_source source = { p.x + (p.shares_x ? token : column) * p.ldx, p.norm_weight, p.norm_eps, p.cols };
     x_fours<true>  weights;
     if (NX == 1 && !p.rounded && p.norm_weight) {
-        weights.load(p.norm_weight, threadIdx.x * 4, p.cols);
+        weights.load(p.norm_weight, first_four(), p.cols);
     }
     if (!p.expert_ids) {
-        fill_table<BITS>(shared, p.lut_copies); // while the place of the tile and the weights arrive
+        fill_table<BITS>(shared, p.by.table_copies); // while the place of the tile and the weights arrive
     }
     if (lists_one) {
         list_of(0)[threadIdx.x] = first;
@@ -646,10 +617,10 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
     }
     // x of a phase to shared memory; the second tile is requested behind it
     const auto fill_x = [&](int turn, int phase) {
-        const int first = phase * p.phase_segments * p.tile_chunks * 8, // step
-            n           = min(p.phase_segments * p.tile_chunks * 8, p.chunks * 8 - first);
+        const int steps = p.by.phase_segments * p.tile_chunks * 8, first = phase * steps,
+                  n = min(steps, p.chunks * 8 - first);
         if (NX == 1 && !p.rounded) { // one phase
-            round_steps<true>(source, n, x, integers, scratch, weights, [&] { request_next(other); });
+            round_column<true, false>(source, steps, x, 1, 0, scratch, weights, [&] { request_next(other); });
             return;
         }
         const auto copy_to = [&](uint8_t * to, const uint8_t * from, int nbytes) {
@@ -659,10 +630,10 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
             }
         };
         const uint8_t * from = p.rounded + blockIdx.y * p.apart;
-        copy_to(x, from, X_FACTORS_NBYTES);
-        copy_to(x + X_FACTORS_NBYTES, from + X_FACTORS_NBYTES + x_scales_nbytes(first, NX), x_scales_nbytes(n, NX));
-        from += x_integers_at(p.chunks * 8, NX) + static_cast<int64_t>(first) * 64 * NX;
-        copy_to(integers, from, n * 64 * NX);
+        copy_to(x, from, x_factors_nbytes(NX));
+        copy_to(x_scales, from + x_factors_nbytes(NX) + x_scales_nbytes(first, NX), x_scales_nbytes(n, NX));
+        from += x_integers_at(p.chunks * 8, NX) + static_cast<int64_t>(first) * x_step_nbytes(NX);
+        copy_to(integers, from, n * x_step_nbytes(NX));
         commit_copies();
         if (turn == 0) {
             request_next(other);
@@ -675,7 +646,7 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
 
     tile_sums<NX> part = {};
     for (int turn = 0, round = 0, phase = 0;; turn++) {
-        if (turn == 0 || p.phases > 1) {
+        if (turn == 0 || p.by.phases > 1) {
             fill_x(turn, phase);
         }
         while (live && here.turn == turn) {
@@ -685,10 +656,10 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
             if (e.nbytes > 0) {
                 place_tails(buffer, e.tile, e.nbytes, words_at_of(e.chunks, p.window_bits));
                 multiply_tile<BITS, NX>(p, p.m[e.matrix].magnitudes, buffer, e.chunks, shared_address(shared),
-                                        shared_address(integers) + e.first_step * 64 * NX,
-                                        shared_address(x) + X_FACTORS_NBYTES + e.first_step * 4, part);
+                                        shared_address(integers) + e.first_step * x_step_nbytes(NX),
+                                        shared_address(x_scales) + x_scales_nbytes(e.first_step, NX), part);
             }
-            if (here.segment + 1 == p.part_segments) {
+            if (here.segment + 1 == p.by.part_segments) {
                 store_sums<NX>(sums + here.part * 16 * NX, part, phase > 0);
                 part = {};
             }
@@ -701,24 +672,24 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
         }
         __syncthreads();
         list_tiles(turn + LISTS, threadIdx.x);
-        if (++phase < p.phases) {
+        if (++phase < p.by.phases) {
             continue;
         }
         // ---- the results of the round ----
         // an invalid expert has zeros for results, but as many
         const int  n_units = row_offset < 0 ? n_units_of_block : stripes_of(turn) / matrices;
         const auto sum_of  = [&](int stripe, int n, int row) {
-            const float * from = sums + stripe * p.parts * 16 * NX + n * 16 + row;
+            const float * from = sums + stripe * p.by.parts * 16 * NX + n * 16 + row;
             float         v    = 0.0f;
 #pragma unroll 4
-            for (int i = 0; i < p.parts; i++) {
+            for (int i = 0; i < p.by.parts; i++) {
                 v += from[i * 16 * NX];
             }
             return v * reinterpret_cast<const float *>(x)[n];
         };
         for (int i = threadIdx.x; i < n_units * 16 * NX; i += blockDim.x) {
             const int   unit = i / (16 * NX), n = i / 16 % NX, r = i % 16;
-            sparse_task t = task_of(round * p.round_stripes + unit * matrices);
+            sparse_task t = task_of(round * p.by.round_stripes + unit * matrices);
             t.row += r - ((max(row_offset, 0) + p.m[t.matrix].row_begin) & 15);
             const int to = column_of(n);
             if (t.row < 0 || t.row >= p.m[t.matrix].n_rows || to < 0) {
@@ -743,7 +714,7 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
         }
         phase = 0;
         round++;
-        if (p.phases == 1) { // else fill_x() has a barrier
+        if (p.by.phases == 1) { // else fill_x() has a barrier
             __syncthreads();
         }
     }
@@ -759,61 +730,6 @@ bool is_aligned(const cuda_sparse_mul_mat_params & a) {
     return base_of(*a.w[0]).cols % 4 == 0 && addresses % 16 == 0;
 }
 
-// Divides shared memory and the work, and returns the number of warps; 0: nothing fits. stripes: of a block
-int divide(fragments_launch & p, int nx, int most_words, int stripes, int room) {
-    const int matrices = p.silu_mul ? 2 : 1, scratch = MAX_WARPS * 4, sums = 16 * nx * 4; // of a part
-    const int place = static_cast<int>(sizeof(listed_tile));
-    p.lut_copies    = room >= 104 * 1024 && nx < 8 ? 16 : 8;
-    p.x_at          = p.lut_copies * 256 * 8;
-    p.buffer_nbytes = fragments_buffer_nbytes(p.tile_chunks, p.window, most_words);
-    int best = 0, best_time = INT32_MAX, best_phases = p.segments;
-    // a kernel that rounds its column has the whole column in shared memory
-    for (int phases = 1; phases <= std::min(p.rounded ? p.segments : 1, best_phases + 3); phases++) {
-        const int segments = (p.segments + phases - 1) / phases, steps = segments * p.tile_chunks * 8,
-                  lists_at = p.x_at + x_integers_at(steps, nx) + steps * 64 * nx;
-        for (int warps = max_warps(nx); warps >= (best ? max_warps(nx) / 2 : 1); warps--) {
-            const int left = room - lists_at - scratch - warps * 2 * p.buffer_nbytes;
-            for (int wanted = 1; wanted <= segments && wanted <= MAX_WARPS; wanted++) {
-                const int length  = (segments + wanted - 1) / wanted,
-                          parts   = (segments + length - 1) / length; // none is empty
-                const int  places = parts * length;
-                const auto most   = [&](int lists) { // stripes of a round
-                    return std::min({ stripes, left / (parts * sums + lists * places * place), MAX_LISTED / places }) /
-                           matrices * matrices;
-                };
-                const int lists    = phases == 1 && most(1) == stripes ? 1 : LISTS;
-                const int in_round = most(lists);
-                if (in_round < matrices) {
-                    break;
-                }
-                // The number of tiles of the warp with the most, times 8 + warps, which is about proportional to the
-                // time of a tile (measured). A barrier and a copy of x take about as long as 1 or 2 tiles.
-                const auto time_of = [&](int n) { return (n * parts + warps - 1) / warps * length * (8 + warps); };
-                const int  rounds = stripes / in_round, rest = stripes % in_round;
-                const int  time =
-                    ((rounds * time_of(in_round) + time_of(rest)) + 24 * (rounds + (rest > 0))) * phases + parts;
-                if (time < best_time) {
-                    best             = warps;
-                    best_time        = time;
-                    best_phases      = phases;
-                    p.phases         = (p.segments + segments - 1) / segments;
-                    p.phase_segments = segments;
-                    p.round_stripes  = in_round;
-                    p.parts          = parts;
-                    p.part_segments  = length;
-                    p.stripe_places  = places;
-                    p.inverse_places = ((1 << 20) + places - 1) / places;
-                    p.lists_at       = lists_at;
-                    p.sums_at        = lists_at + lists * in_round * places * place;
-                    p.scratch_at     = p.sums_at + in_round * parts * sums;
-                    p.buffers_at     = p.scratch_at + scratch;
-                }
-            }
-        }
-    }
-    return best;
-}
-
 // The words of the longest stream of all matrices.
 int most_words_of(const cuda_sparse_mul_mat_params & a) {
     int most = 0;
@@ -823,25 +739,20 @@ int most_words_of(const cuda_sparse_mul_mat_params & a) {
     return most;
 }
 
-// A launch with all that divide() reads.
-fragments_launch sized_launch(const fragments_layout & w, const cuda_sparse_mul_mat_params & a,
-                              const uint8_t * rounded) {
-    fragments_launch p = {};
-    p.silu_mul         = a.silu_mul;
-    p.tile_chunks      = w.tile_chunks;
-    p.segments         = static_cast<int32_t>(fragments_segments(w.cols, w.tile_chunks));
-    p.chunks           = static_cast<int32_t>(fragments_all_chunks(w.cols));
-    p.window           = w.window;
-    p.window_bits      = fragments_window_bits(w.window);
-    p.rounded          = rounded;
-    return p;
+// Divides a product of nx columns on blocks with so many stripes each.
+cudaError_t divide(const fragments_layout & w, const cuda_sparse_mul_mat_params & a, int nx, const uint8_t * rounded,
+                   int stripes, fragments_division * by) {
+    cuda_device_info device;
+    CUDA_TRY(cuda_current_device(&device));
+    *by = divide_fragments({ nx, stripes, a.silu_mul ? 2 : 1,
+                             static_cast<int32_t>(fragments_segments(w.cols, w.tile_chunks)), !rounded, w.tile_chunks,
+                             w.window, most_words_of(a), device.shared_nbytes });
+    return by->warps ? cudaSuccess : cudaErrorNotSupported;
 }
 
 int steps_of(int64_t cols) { return static_cast<int>(fragments_all_chunks(cols) * 8); }
 // Bytes of nx columns that round_x_kernel has rounded.
-int64_t rounded_nbytes(int64_t cols, int nx) {
-    return x_integers_at(steps_of(cols), nx) + steps_of(cols) * int64_t(64) * nx;
-}
+int64_t rounded_nbytes(int64_t cols, int nx) { return x_nbytes(steps_of(cols), nx); }
 
 x_source source_of(const fragments_layout & w, const cuda_sparse_mul_mat_params & a) {
     return { a.x, a.norm_weight, a.norm_eps, static_cast<int>(w.cols) };
@@ -849,10 +760,8 @@ x_source source_of(const fragments_layout & w, const cuda_sparse_mul_mat_params 
 
 // Whether a product of nx columns fits shared memory.
 bool fits(const fragments_layout & w, const cuda_sparse_mul_mat_params & a, int nx, const uint8_t * rounded) {
-    cuda_device_info device;
-    fragments_launch p = sized_launch(w, a, rounded);
-    return cuda_current_device(&device) == cudaSuccess &&
-           divide(p, nx, most_words_of(a), a.silu_mul ? 2 : 1, device.shared_nbytes) > 0;
+    fragments_division by;
+    return divide(w, a, nx, rounded, a.silu_mul ? 2 : 1, &by) == cudaSuccess;
 }
 
 // The products of a launch: one of up to nx columns, or, with experts, one for each column or for each group.
@@ -865,7 +774,13 @@ struct product_batch {
 
 cudaError_t multiply_columns(const fragments_layout & w, const cuda_sparse_mul_mat_params & a, int nx,
                              const uint8_t * rounded, const product_batch & batch, cudaStream_t stream) {
-    fragments_launch p = sized_launch(w, a, rounded);
+    fragments_launch p = {};
+    p.silu_mul         = a.silu_mul;
+    p.tile_chunks      = w.tile_chunks;
+    p.segments         = static_cast<int32_t>(fragments_segments(w.cols, w.tile_chunks));
+    p.chunks           = static_cast<int32_t>(fragments_all_chunks(w.cols));
+    p.window_bits      = fragments_window_bits(w.window);
+    p.rounded          = rounded;
     set_product(p, a, static_cast<int>(FRAGMENT_ROWS), [&](const gpu_layout & layout, fragments_operand & m) {
         const fragments_layout & l = std::get<fragments_layout>(layout);
         m.tiles                    = l.tiles;
@@ -900,22 +815,18 @@ cudaError_t multiply_columns(const fragments_layout & w, const cuda_sparse_mul_m
     // of a product; in total, one per multiprocessor
     const int blocks  = std::min(std::max(device.multiprocessors / batch.busy, 1), p.n_warp_rows);
     const int stripes = (p.n_warp_rows + blocks - 1) / blocks * (a.silu_mul ? 2 : 1);
-    const int warps   = divide(p, nx, most_words_of(a), stripes, device.shared_nbytes);
-    if (warps == 0) {
-        return cudaErrorNotSupported;
-    }
+    CUDA_TRY(divide(w, a, nx, rounded, stripes, &p.by));
     p.units = p.n_warp_rows / blocks;
     p.more  = p.n_warp_rows % blocks;
     for (int i = 0; i < 2; i++) {
         const int n       = (p.units + 1 - i) * (a.silu_mul ? 2 : 1);
-        p.full_turns[i]   = n / p.round_stripes * p.phases;
-        p.rest_stripes[i] = n % p.round_stripes;
+        p.full_turns[i]   = n / p.by.round_stripes * p.by.phases;
+        p.rest_stripes[i] = n % p.by.round_stripes;
     }
-    return with_constant<1, 2, 4, 8, 16, 32>(nx, cudaErrorNotSupported, [&](auto n) {
+    return with_constant<1, 2, 4, 8, 16, 32, 64>(nx, cudaErrorNotSupported, [&](auto n) {
         constexpr int NX     = decltype(n)::value;
         const auto    kernel = w.code_bits == 4 ? fragments_kernel<4, NX> : fragments_kernel<8, NX>;
-        return launch_sparse(kernel, p, warps * 32, p.buffers_at + warps * 2 * p.buffer_nbytes, blocks, batch.n,
-                             stream);
+        return launch_sparse(kernel, p, p.by.warps * 32, p.by.nbytes(), blocks, batch.n, stream);
     });
 }
 
@@ -974,9 +885,8 @@ cudaError_t multiply_groups(const fragments_layout & w, const cuda_sparse_mul_ma
                                     a.shares_x };
     uint8_t * const    integers = static_cast<uint8_t *>(a.groups) + group_list_nbytes(most, nx);
     const round_params r        = { source_of(w, a), a.ldx, steps_of(w.cols), nx, integers, batch.apart, list };
-    CUDA_TRY(launch_kernel(is_aligned(a) ? round_x_kernel<true, true> : round_x_kernel<false, true>, r,
-                           dim3(static_cast<unsigned>(a.n)), ROUND_THREADS, (n_experts + 1) * 4, a.programmatic,
-                           stream));
+    CUDA_TRY(launch_kernel(round_kernel_of<true>(is_aligned(a), nx), r, dim3(static_cast<unsigned>(a.n)), ROUND_THREADS,
+                           (n_experts + 1) * 4, a.programmatic, stream));
     return multiply_columns(w, a, nx, integers, batch, stream);
 }
 
@@ -1015,7 +925,7 @@ cudaError_t multiply_all(const fragments_layout & w, const cuda_sparse_mul_mat_p
     if (!a.x16) {
         return cudaErrorNotSupported;
     }
-    int nx = each ? 1 : a.n > 16 ? 32 : a.n > 8 ? 16 : a.n > 4 ? 8 : a.n > 2 ? 4 : 2;
+    int nx = each ? 1 : a.n > 32 ? 64 : a.n > 16 ? 32 : a.n > 8 ? 16 : a.n > 4 ? 8 : a.n > 2 ? 4 : 2;
     if (w.window < 2 * FRAGMENT_STEP) {
         nx = std::min(nx, 2); // more columns add two steps before they scale the sum
     }
@@ -1031,8 +941,8 @@ cudaError_t multiply_all(const fragments_layout & w, const cuda_sparse_mul_mat_p
     for (int64_t j = 0; j < a.n; j += most) {
         const int64_t      n = std::min(most, a.n - j);
         const round_params r = { source_of(w, a.columns(j, n)), a.ldx, steps_of(w.cols), nx, integers, apart(), {} };
-        CUDA_TRY(launch_kernel(is_aligned(a) ? round_x_kernel<true, false> : round_x_kernel<false, false>, r,
-                               dim3(static_cast<unsigned>(n)), ROUND_THREADS, 0, a.programmatic, stream));
+        CUDA_TRY(launch_kernel(round_kernel_of<false>(is_aligned(a), nx), r, dim3(static_cast<unsigned>(n)),
+                               ROUND_THREADS, 0, a.programmatic, stream));
         if (a.expert_ids) {
             columns.n = columns.busy = static_cast<int>(n);
             columns.apart            = apart();

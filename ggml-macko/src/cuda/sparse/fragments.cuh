@@ -4,17 +4,10 @@
 
 #include "cuda/lib/common.cuh"
 #include "cuda/lib/copies.cuh"
-#include "gpu-layout/fragments.h"
+#include "gpu-layout/fragments-division.h"
 
 namespace macko::cuda {
 
-// Words that a step reads from its position on, which may be the end of a stream.
-constexpr int FRAGMENTS_READ_AHEAD = 3;
-
-// Bytes of a warp's memory for a tile.
-constexpr int fragments_buffer_nbytes(int32_t tile_chunks, int32_t window, int32_t most_words) {
-    return (fragments_words_at(tile_chunks, window) + (most_words + FRAGMENTS_READ_AHEAD) * 128 + 15) / 16 * 16;
-}
 // The logarithm of the steps of a window.
 constexpr int fragments_window_bits(int32_t window) {
     int bits = 0;
@@ -68,7 +61,7 @@ __device__ __forceinline__ uint32_t permuted(uint32_t a, uint32_t b, uint32_t se
 __device__ __forceinline__ uint32_t upper_half(uint32_t a) { return __dp2a_lo(a, 0x0100u, 0u); }
 
 // An entry of the table for a byte of a bitmap: where each column finds its code; bits of the codes. With codes of 8
-// bits, bit 31 tells that all columns have one. copies: 8 or 16
+// bits, bit 31 tells that all columns have one. copies: 4, 8 or 16
 template <int BITS> __device__ __forceinline__ void fill_table(uint8_t * table, int copies) {
     const int half = threadIdx.x % 2;
 #pragma unroll 1

@@ -8,16 +8,20 @@ namespace macko {
 
 constexpr int64_t bitmap_row_nbytes(int64_t cols) { return (cols + 7) / 8; }
 
+// The bits that are set in each byte of a word. A release is compiled without the popcnt instruction.
+inline uint64_t bits_of_bytes(uint64_t word) {
+    word -= word >> 1 & 0x5555555555555555u;
+    word = (word & 0x3333333333333333u) + (word >> 2 & 0x3333333333333333u);
+    return (word + (word >> 4)) & 0x0f0f0f0f0f0f0f0fu;
+}
+
 // Number of bits that are set in n bytes.
 inline int64_t set_bits(const uint8_t * bytes, int64_t n) {
-    int64_t count = 0, i = 0;
-    for (; i + 8 <= n; i += 8) {
-        uint64_t word;
-        memcpy(&word, bytes + i, 8);
-        count += __builtin_popcountll(word);
-    }
-    for (; i < n; i++) {
-        count += __builtin_popcount(bytes[i]);
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i += 8) {
+        uint64_t word = 0;
+        memcpy(&word, bytes + i, static_cast<size_t>(n - i < 8 ? n - i : 8));
+        count += static_cast<int64_t>(bits_of_bytes(word) * 0x0101010101010101u >> 56);
     }
     return count;
 }

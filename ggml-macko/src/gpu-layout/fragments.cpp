@@ -39,6 +39,17 @@ fragments_layout bind_fragments(const macko_desc & desc, const fragments_shape &
     return m;
 }
 
+// Byte i: the bits that are set in bytes i, i + 8, i + 16 ... of n bytes; n is at most 8 * 31.
+static uint64_t sums_of_bits(const uint8_t * bytes, int64_t n) {
+    uint64_t sums = 0;
+    for (int64_t i = 0; i < n; i += 8) {
+        uint64_t word = 0;
+        memcpy(&word, bytes + i, static_cast<size_t>(std::min<int64_t>(8, n - i)));
+        sums += bits_of_bytes(word);
+    }
+    return sums;
+}
+
 fragments_sizes size_fragments(const quantized_arrays & a, const fragments_shape & shape, int n_threads) {
     const int64_t groups     = fragments_groups(a.dense.rows),
                   segments   = fragments_segments(a.dense.cols, shape.tile_chunks),
@@ -53,8 +64,10 @@ fragments_sizes size_fragments(const quantized_arrays & a, const fragments_shape
                 for (int64_t r = group * FRAGMENT_ROWS; r < std::min(a.dense.rows, (group + 1) * FRAGMENT_ROWS); r++) {
                     const uint8_t * row   = a.row_bitmap(r);
                     int * const     lanes = n_codes + r % 8 * 4;
-                    for (int64_t i = s * tile_nbytes; i < std::min(row_nbytes, (s + 1) * tile_nbytes); i++) {
-                        lanes[i % 4] += __builtin_popcount(row[i]);
+                    const int64_t   at    = s * tile_nbytes;
+                    const uint64_t  sums  = sums_of_bits(row + at, std::min(row_nbytes - at, tile_nbytes));
+                    for (int i = 0; i < 8; i++) {
+                        lanes[i % 4] += static_cast<int>(sums >> (8 * i) & 0xff);
                     }
                 }
                 int64_t n_words = 0;

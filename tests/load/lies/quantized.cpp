@@ -1,6 +1,8 @@
 // Lies in the header of quantized matrices, and some in the payload; test_column_windows.py has all payload lies.
 #include "lies.h"
 
+#include <algorithm>
+
 TEST(malformed_quantized_is_refused) {
     const auto lie = [](const char * name, int expected, const file_lie & change) {
         builder::file f = builder::sparse_file(base_model(), false, true);
@@ -49,6 +51,11 @@ TEST(malformed_quantized_is_refused) {
     lie("levels of 4 bits", S(NOT_CANONICAL), resize(".levels", 8));
     lie("a factor that is NaN", S(NOT_FINITE),
         [=](file & f) { patch<uint16_t>(&f.at(name(".factors")).data, 0, 0x7fc0); });
+    lie("a factor that is NaN, and bits missing from later rows", S(BAD_ROW_PTR), [=](file & f) {
+        patch<uint16_t>(&f.at(name(".factors")).data, 0, 0x7fc0);
+        auto & bitmap = f.at(name(".bitmap")).data;
+        std::fill(bitmap.begin() + static_cast<int64_t>(bitmap.size()) / 2, bitmap.end(), uint8_t(0));
+    });
     lie("level 0", S(NOT_CANONICAL), patched(".levels", 0, 0));
     lie("row_ptr beyond the payload", S(BAD_ROW_PTR), patched(".row_ptr", 7, 0x7f));
 }

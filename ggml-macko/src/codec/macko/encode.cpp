@@ -136,10 +136,18 @@ template <typename T> int encode_arrays(const T * dense, const macko_arrays & m,
     return GGML_MACKO_STATUS_OK;
 }
 
-constexpr size_t SLACK = 64; // bytes after values and deltas: validate and consumers may load whole vectors
+constexpr int64_t SLACK = 64; // bytes after values and deltas: validate and consumers may load whole vectors
+
+// Allocates zeros. All threads touch the pages first, which takes longer than clearing them.
+void allocate_zeros(raw_bytes * bytes, int64_t n, int n_threads) {
+    *bytes = raw_bytes(static_cast<size_t>(n));
+    parallel_parts(n_threads, n, 1 << 20, [&](int64_t begin, int64_t end, int) {
+        memset(bytes->data() + begin, 0, static_cast<size_t>(end - begin));
+    });
+}
 
 // Computes row_ptr from the entries of each row, and allocates memory for them.
-template <typename N> int allocate(const macko_desc & desc, N && entries_of_row, macko_matrix * m) {
+template <typename N> int allocate(const macko_desc & desc, N && entries_of_row, int n_threads, macko_matrix * m) {
     m->desc = desc;
     m->row_ptr.assign(static_cast<size_t>(desc.rows) + 1, 0);
     int64_t n_stored = 0; // at most 2^24 rows of 2^24 entries: no overflow
@@ -150,8 +158,8 @@ template <typename N> int allocate(const macko_desc & desc, N && entries_of_row,
         }
         m->row_ptr[r + 1] = static_cast<int32_t>(n_stored);
     }
-    m->values.assign(static_cast<size_t>(n_padded(n_stored) * value_nbytes(desc.type)) + SLACK, 0);
-    m->deltas.assign(static_cast<size_t>(deltas_nbytes(n_padded(n_stored), desc.delta_bits)) + SLACK, 0);
+    allocate_zeros(&m->values, n_padded(n_stored) * value_nbytes(desc.type) + SLACK, n_threads);
+    allocate_zeros(&m->deltas, deltas_nbytes(n_padded(n_stored), desc.delta_bits) + SLACK, n_threads);
     return GGML_MACKO_STATUS_OK;
 }
 
@@ -168,7 +176,7 @@ template <typename T> int recode_rows(const codec_view & view, macko_desc desc, 
         return status;
     }
     desc.nnz = nnz_total;
-    TRY(allocate(desc, [&](size_t r) { return n_row[r]; }, m));
+    TRY(allocate(desc, [&](size_t r) { return n_row[r]; }, n_threads, m));
     return view.for_each_row(n_threads, [&](int64_t r, const void * row) {
         const int64_t first = m->row_ptr[static_cast<size_t>(r)];
         code_writer   codes(m->deltas.data(), first * bits);
@@ -208,7 +216,7 @@ int encode(const void * dense, const macko_arrays & m, int n_threads) {
 int encode(const void * dense, const macko_desc & desc, const std::vector<row_count> & rows, int n_threads,
            macko_matrix * m) {
     const int width = __builtin_ctz(static_cast<unsigned>(desc.delta_bits));
-    TRY(allocate(desc, [&](size_t r) { return rows[r].n_stored[width]; }, m));
+    TRY(allocate(desc, [&](size_t r) { return rows[r].n_stored[width]; }, n_threads, m));
     if (desc.type == GGML_MACKO_TYPE_F32) {
         write_rows(static_cast<const uint32_t *>(dense), desc, m->row_ptr.data(), n_threads,
                    reinterpret_cast<uint32_t *>(m->values.data()), m->deltas.data());

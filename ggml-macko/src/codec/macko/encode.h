@@ -5,6 +5,8 @@
 #include "codec/codec.h"
 
 #include <iterator>
+#include <memory>
+#include <vector>
 
 namespace macko {
 
@@ -44,12 +46,21 @@ struct macko_arrays {
 // begin at rows.base. FILE_CHANGED if the number of entries in a row differs from row_ptr.
 [[nodiscard]] int encode(const void * dense, const macko_rows & rows, void * values, uint8_t * deltas);
 
+// Bytes that a constructor leaves uninitialized.
+struct raw_allocator : std::allocator<uint8_t> {
+    template <typename T> struct rebind {
+        using other = raw_allocator;
+    };
+    void construct(uint8_t *) {}
+};
+using raw_bytes = std::vector<uint8_t, raw_allocator>;
+
 // Arrays with their memory.
 struct macko_matrix {
     macko_desc           desc;
     std::vector<int32_t> row_ptr;
-    std::vector<uint8_t> values; // bytes; both values and deltas end with zeros that vector loads may read
-    std::vector<uint8_t> deltas;
+    raw_bytes            values; // both values and deltas end with zeros that vector loads may read
+    raw_bytes            deltas;
 };
 // desc.nnz and the row counts match dense. LIMIT if there are too many entries.
 [[nodiscard]] int encode(const void * dense, const macko_desc & desc, const std::vector<row_count> & rows,

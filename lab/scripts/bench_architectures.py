@@ -8,7 +8,8 @@ sequences, prompts, and speculation. By default, the models have this year's arc
 
 The folder gets random models of the widths of real ones, with a few layers, fewer experts and a small vocabulary. Those
 that it already has are not built again. Experts are F16, also those of gpt-oss, whose files have MXFP4. All layers of a
-model, and all of its experts, have the same random weights. Half of the weights of blocks are pruned by magnitude.
+model, and all of its experts, have the same random weights. Half of the weights of blocks are pruned by magnitude, or
+the percentage that the name of a column has: sparse-q4@70.
 
 With --draft, a smaller model of the same type proposes tokens one by one, and the model checks them in one batch. As
 the weights are random, a fixed random sequence decides which tokens count as accepted.
@@ -44,9 +45,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "
 from support import architectures, gguf_bytes, other_device  # noqa: E402
 from support.architectures import Shape  # noqa: E402
 
-SPARSITY = 0.5
+PERCENT = 50
+"""Of the weights of blocks that are pruned, by default."""
 MICRO_BATCH = 512
-N_WARM, N_TOKENS = 16, 64
 ALL_LAYERS = 999
 TIMEOUT = 120
 """Seconds after which a process that loads or measures a model is stopped."""
@@ -124,6 +125,10 @@ KNOWN = {
          "rope.dimension_count": 128, "expert_feed_forward_length": 768, "expert_used_count": 8},
         BIASES, "qwen3moe"
     ),
+    "llama-1b": Wide(
+        Shape(n_vocab=32000, n_embd=2048, n_head=32, n_ff=8192, n_layer=16), 0,
+        {"attention.head_count_kv": 8}, rf"{BIASES}|^output\.", "llama"
+    ),
     "tinyllama-1.1b": Wide(
         Shape(n_vocab=32000, n_embd=2048, n_head=32, n_ff=5632, n_layer=22), 0,
         {"attention.head_count_kv": 4}, BIASES, "llama"
@@ -138,6 +143,7 @@ class Column(NamedTuple):
 
     file: str
     plugin: bool
+    percent: int = PERCENT
 
 
 COLUMNS = {
@@ -148,24 +154,35 @@ COLUMNS = {
     **{name: Column(name, True) for name in ("sparse-q4", "sparse-q8", "sparse-q5", "sparse-q3")},
     **{f"llama.cpp {name}": Column(name.lower(), False) for name in ("Q8_0", "Q4_0")},
 }
+
+
+def column(name: str) -> Column:
+    """A column by its name, which may end with the percentage of zeros."""
+    kind, _, percent = name.partition("@")
+    found = COLUMNS[kind]
+    return Column(f"{found.file}@{percent}", found.plugin, int(percent)) if percent else found
+
+
 DEFAULT_COLUMNS = list(COLUMNS)[:5]
 
 
 # ---- models ----
 
 
-def wide_model(name: str) -> gguf_bytes.GGUF:
-    """A dense F16 model. Tensors of the same part of different layers share one object with their bytes."""
+def wide_model(name: str, n_layers: int) -> gguf_bytes.GGUF:
+    """A dense F16 model. Tensors of the same part of different layers share one object with their bytes.
+
+    n_layers: 0: as many as the shape has.
+    """
     from ggml_macko.gguf.tensor_rules import may_be_sparse
 
     wide = MODELS[name]
     arch = wide.arch or name
-    f = architectures.metadata(
-        arch, wide.n_experts > 0, wide.n_experts, wide.shape, {"context_length": 4096, **wide.keys}
-    )
+    shape = wide.shape._replace(n_layer=n_layers or wide.shape.n_layer)
+    f = architectures.metadata(arch, wide.n_experts > 0, wide.n_experts, shape, {"context_length": 4096, **wide.keys})
     absent = re.compile(rf"\.(input_)?scale$|{wide.absent}")
     found: dict[str, bytes] = {}
-    for name, (_, ne) in split_experts(architectures.tensors(f, wide.shape.n_layer)).items():
+    for name, (_, ne) in split_experts(architectures.tensors(f, shape.n_layer)).items():
         if absent.search(name):
             continue
         n_dims = max([d + 1 for d in range(4) if ne[d] > 1] or [1])
@@ -191,7 +208,7 @@ def split_experts(tensors: dict[str, tuple[int, list[int]]]) -> dict[str, tuple[
     return found
 
 
-def build(folder: pathlib.Path, arch: str, small: bool, columns: list[Column]) -> None:
+def build(folder: pathlib.Path, arch: str, small: bool, n_layers: int, columns: list[Column]) -> None:
     """Writes the files of an architecture, and prints seconds and sizes."""
     import ggml_macko
     from ggml_macko.benchmark.forms import quantize
@@ -208,7 +225,7 @@ def build(folder: pathlib.Path, arch: str, small: bool, columns: list[Column]) -
 
     def write() -> None:
         kind = MODELS[arch].arch or arch
-        model = architectures.make(kind, kind in architectures.EXPERTS) if small else wide_model(arch)
+        model = architectures.make(kind, kind in architectures.EXPERTS) if small else wide_model(arch, n_layers)
         with raw.open("wb") as out:
             out.writelines(gguf_bytes.pieces(model))
 
@@ -216,11 +233,15 @@ def build(folder: pathlib.Path, arch: str, small: bool, columns: list[Column]) -
     for name in (c.file for c in columns if not c.plugin and c.file != "f16"):
         path, kind = folder / f"{arch}-{name}.gguf", name.upper()
         step(name, lambda: quantize(raw, path, kind, os.cpu_count() or 1))  # noqa: B023 - runs at once
-    step("prune", lambda: ggml_macko.prune(raw, pruned, ggml_macko.PruneOptions(sparsity=SPARSITY), force=True))
-    for name in (c.file for c in columns if c.file.startswith("sparse")):
-        kind, path = {"sparse": "auto"}.get(name, name), folder / f"{arch}-{name}.gguf"
-        step(name, lambda: ggml_macko.convert(pruned, path, kind, force=True))  # noqa: B023 - runs at once
-    pruned.unlink()
+    sparse = [c for c in columns if c.file.startswith("sparse")]
+    for percent in sorted({c.percent for c in sparse}):
+        options = ggml_macko.PruneOptions(sparsity=percent / 100)
+        step(f"prune@{percent}", lambda: ggml_macko.prune(raw, pruned, options, force=True))  # noqa: B023
+        for c in (c for c in sparse if c.percent == percent):
+            kind, path = c.file.partition("@")[0], folder / f"{arch}-{c.file}.gguf"
+            kind = {"sparse": "auto"}.get(kind, kind)
+            step(c.file, lambda: ggml_macko.convert(pruned, path, kind, force=True))  # noqa: B023
+        pruned.unlink()
     sizes = {path.stem.removeprefix(f"{arch}-"): path.stat().st_size >> 20 for path in folder.glob(f"{arch}-*.gguf")}
     (folder / f"{arch}-built").touch()
     print(json.dumps({"arch": arch, "seconds": seconds, "MiB": sizes}), flush=True)
@@ -247,6 +268,8 @@ class Runner:
         cuda, most_sequences = args.cuda, max(args.sequences)
         self._n_batch, self._depth = max(MICRO_BATCH, *args.prompts), args.depth
         self._n_threads, self._acceptance = args.threads, args.acceptance
+        self._n_warm, self._n_tokens = args.tokens // 4, args.tokens
+        self._n_prompts = 3 if cuda else 1
         if args.plugin:
             from ggml_macko import register
 
@@ -260,7 +283,8 @@ class Runner:
         with other_device.place_in_host_memory([other_device.EXPERTS][: args.host_experts]):
             params = api.llama_model_default_params()
         params.n_gpu_layers = ALL_LAYERS if cuda else 0
-        params.use_extra_bufts = bool(cuda)  # on the CPU, llama.cpp stops at the matrices of MLA with them
+        # on the CPU, llama.cpp stops at the matrices of MLA with them
+        params.use_extra_bufts = bool(cuda) or not args.work.name.startswith("deepseek2")
 
         def load(path: str) -> Any:
             if not (model := api.llama_model_load_from_file(os.fsencode(path), params)):
@@ -320,19 +344,19 @@ class Runner:
         for begin in range(0, depth, self._n_batch):
             n = min(self._n_batch, depth - begin)
             self._milliseconds(context, [self._batch([(begin + i, 0) for i in range(n)])])
-        places = range(depth, depth + N_WARM + n_tokens)
+        places = range(depth, depth + self._n_warm + n_tokens)
         steps = [self._batch([(i, s) for s in range(n_sequences)]) for i in places]
-        self._milliseconds(context, steps[:N_WARM])
-        return self._milliseconds(context, steps[N_WARM:]) / n_tokens
+        self._milliseconds(context, steps[: self._n_warm])
+        return self._milliseconds(context, steps[self._n_warm :]) / n_tokens
 
     def token(self) -> float:
-        return self._steps(self._one, 1, N_TOKENS)
+        return self._steps(self._one, 1, self._n_tokens)
 
     def deep_token(self) -> float:
-        return self._steps(self._one, 1, N_TOKENS, self._depth)
+        return self._steps(self._one, 1, self._n_tokens, self._depth)
 
     def sequences(self, n: int) -> float | None:
-        return self._steps(self._several, n, N_TOKENS // 2) if self._several else None
+        return self._steps(self._several, n, self._n_tokens // 2) if self._several else None
 
     def speculation(self, n_drafted: int) -> float:
         """Rounds in which the draft model proposes n_drafted tokens, of which some are accepted."""
@@ -355,14 +379,15 @@ class Runner:
         self._clear(self._one)
         self._clear(self._draft)
         accepted = [
-            next((i for i in range(n_drafted) if rng.random() > self._acceptance), n_drafted) for _ in range(N_TOKENS)
+            next((i for i in range(n_drafted) if rng.random() > self._acceptance), n_drafted)
+            for _ in range(self._n_tokens)
         ]
-        spent = [round_of(n) for n in accepted][N_WARM:]
-        return sum(spent) / sum(n + 1 for n in accepted[N_WARM:])
+        spent = [round_of(n) for n in accepted][self._n_warm :]
+        return sum(spent) / sum(n + 1 for n in accepted[self._n_warm :])
 
     def prompt(self, n: int) -> float:
         found = []
-        for _ in range(3):
+        for _ in range(self._n_prompts):
             self._clear(self._one)
             found.append(self._milliseconds(self._one, [self._batch([(i, 0) for i in range(n)])]))
         return statistics.median(found)
@@ -399,11 +424,10 @@ class Worker:
     """The process of one column. Its log is in the folder of the models."""
 
     def __init__(self, args: argparse.Namespace, arch: str, name: str) -> None:
-        column = COLUMNS[name]
-        path = args.folder / f"{arch}-{column.file}.gguf"
+        path = args.folder / f"{arch}-{column(name).file}.gguf"
         self.name, self._log = name, args.folder / f"{arch}-{name.replace(' ', '-')}.log"
-        command = [sys.executable, *sys.argv, "--work", str(path), *["--plugin"][: column.plugin]]
-        command += ["--draft", str(args.folder / f"{args.draft}-{column.file}.gguf")] if args.draft else []
+        command = [sys.executable, *sys.argv, "--work", str(path), *["--plugin"][: column(name).plugin]]
+        command += ["--draft", str(args.folder / f"{args.draft}-{column(name).file}.gguf")] if args.draft else []
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
@@ -436,7 +460,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._measures = args, list(measures(args))
-        self._references = [name for name in args.columns if not COLUMNS[name].plugin]
+        self._references = [name for name in args.columns if not column(name).plugin]
         self.found: dict[tuple[str, str, str], list[float]] = {}
         """(architecture, column, measure) -> milliseconds."""
 
@@ -499,27 +523,27 @@ class Bench:
         for worker in workers:
             worker.end()
 
-    def cell(self, arch: str, column: str) -> list[str]:
+    def cell(self, arch: str, name: str) -> list[str]:
         """Milliseconds of all measures, and speeds relative to the references."""
 
-        def median(name: str, measure: str) -> float:
-            return statistics.median(self.found.get((arch, name, measure), [math.nan]))
+        def median(column_name: str, measure: str) -> float:
+            return statistics.median(self.found.get((arch, column_name, measure), [math.nan]))
 
         def joined(texts: list[str]) -> str:
             return " / ".join(text.replace("nan", "-") for text in texts)
 
-        cells = [joined([f"{median(column, m):.3g}" for m in self._measures])]
-        if COLUMNS[column].plugin:
-            for name in self._references:
-                cells.append(joined([f"{median(name, m) / median(column, m):.2f}" for m in self._measures]))
+        cells = [joined([f"{median(name, m):.3g}" for m in self._measures])]
+        if column(name).plugin:
+            for other in self._references:
+                cells.append(joined([f"{median(other, m) / median(name, m):.2f}" for m in self._measures]))
         return cells
 
     def table(self) -> str:
         titles = ["architecture"]
-        for column in self._args.columns:
-            titles.append(f"{column}, ms")
-            titles += [f"/ {name}" for name in self._references if COLUMNS[column].plugin]
-        rows = [[a, *(c for column in self._args.columns for c in self.cell(a, column))] for a in self._args.names]
+        for name in self._args.columns:
+            titles.append(f"{name}, ms")
+            titles += [f"/ {other}" for other in self._references if column(name).plugin]
+        rows = [[a, *(c for name in self._args.columns for c in self.cell(a, name))] for a in self._args.names]
         return f"{' / '.join(self._measures)}:\n\n" + tabulate(rows, titles, tablefmt="pipe", disable_numparse=True)
 
 
@@ -545,6 +569,8 @@ def main() -> None:
             option, type=lambda text: [int(n) for n in text.split(",")], default=[default], metavar="N,...",
             help=f"{what} (default: {default})"
         )  # fmt: skip
+    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="timed tokens (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=0, metavar="N", help="of models that are built (default: theirs)")
     parser.add_argument("--depth", type=int, default=0, metavar="N", help="also measure a token after N others")
     parser.add_argument("--draft", metavar="MODEL", help="also measure speculation with this draft model")
     parser.add_argument(
@@ -565,9 +591,11 @@ def main() -> None:
     if args.work:
         return work(args)
     if args.build:
-        return build(args.folder, args.build, args.small, [COLUMNS[name] for name in args.columns])
+        return build(args.folder, args.build, args.small, args.layers, [column(name) for name in args.columns])
     drafts = [args.draft] if args.draft else []
-    unknown = [x for x in [*args.names, *drafts, *args.columns] if x not in MODELS and x not in COLUMNS]
+    unknown = [
+        x for x in [*args.names, *drafts, *args.columns] if x not in MODELS and x.partition("@")[0] not in COLUMNS
+    ]
     if unknown:
         parser.error(f"{unknown[0]}: must be one of {', '.join([*MODELS, *COLUMNS])}")
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,8 @@ Q8_0 = 8
 QUANTIZED = ("sparse-q8", "sparse-q5", "sparse-q4", "sparse-q3")
 # for logits compared with the CPU, which rounds activations to F16 or Q8; measured: 2e-7 to 5e-5 (q8_0 cache)
 NMSE = 1e-4
+NMSE_8_BITS = 2e-3
+"""For quantized weights and 5 to 64 tokens, whose x the GPU rounds to 8 bits."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,6 +58,10 @@ def on_cpu(demo, kind):
     activations of several tokens more coarsely than the GPU, so the reference has dense weights.
     """
     return demo.get(f"{kind} restored", demo[kind])
+
+
+def largest_nmse(kind, n):
+    return NMSE_8_BITS if kind in QUANTIZED and 5 <= n <= 64 else NMSE
 
 
 # an expert fills a panel of dense rows; several experts share one; experts are multiplied one by one
@@ -129,7 +135,7 @@ def test_logits_are_those_of_the_cpu_for_any_prompt_length(demo, kind, n):
     for kwargs in ({}, {"flash_attn": True}, {"flash_attn": True, "type_k": Q8_0, "type_v": Q8_0}):
         models = ((on_cpu(demo, kind), 0), (demo[kind], -1))
         want, got = (logits(open_model(path, layers, logits_all=True, **kwargs), tokens) for path, layers in models)
-        assert nmse(got, want) < NMSE, kwargs
+        assert nmse(got, want) < largest_nmse(kind, n), kwargs
 
 
 @pytest.mark.parametrize("density", ["0.5", "0.1"])
@@ -211,7 +217,7 @@ def test_experts_have_the_logits_of_the_cpu(experts, kind):
     models = ((on_cpu(experts, kind), 0), (experts[kind], -1))
     want, got = (open_model(path, layers, logits_all=True) for path, layers in models)
     for n in (200, 60, 7, 1):
-        assert nmse(logits(got, tokens[:n]), logits(want, tokens[:n])) < NMSE, n
+        assert nmse(logits(got, tokens[:n]), logits(want, tokens[:n])) < largest_nmse(kind, n), n
 
 
 class Sequences:

@@ -37,7 +37,7 @@ int64_t cuda_sparse_mul_mat_max_n(const gpu_layout & layout, bool experts) {
     return std::visit(
         [&](const auto & w) -> int64_t {
             if constexpr (std::is_same_v<std::decay_t<decltype(w)>, fragments_layout>) {
-                return experts ? 16 : CUDA_SPARSE_X16_COLUMNS;
+                return experts ? 16 : CUDA_FRAGMENTS_COLUMNS;
             } else if constexpr (!std::is_base_of_v<row_split_layout, std::decay_t<decltype(w)>>) {
                 return 8;
             } else if (takes_tiles(w) && !experts) {

@@ -13,11 +13,12 @@ namespace macko::cuda {
 
 constexpr int CUDA_SPARSE_MAX_BATCH = 4; // matrices in one launch
 
-// Memory for x in 16 bits, which tiles and FRAGMENTS need: CUDA_SPARSE_X16_COLUMNS columns of x and their scales, for
-// matrices of at most CUDA_SPARSE_X16_COLS columns (8 dense rows of a wider matrix do not fit shared memory; with
-// FRAGMENTS, fewer columns of x are multiplied at a time).
-constexpr int64_t CUDA_SPARSE_X16_COLS = 14336, CUDA_SPARSE_X16_COLUMNS = 32,
-                  CUDA_SPARSE_X16_NBYTES = (CUDA_SPARSE_X16_COLS * 2 + 4) * CUDA_SPARSE_X16_COLUMNS;
+// Memory for rounded x, which tiles and FRAGMENTS need: CUDA_SPARSE_X16_COLUMNS columns of x in 16 bits, or twice as
+// many in 8 bits with a scale for each 64 elements, for matrices of at most CUDA_SPARSE_X16_COLS columns (8 dense rows
+// of a wider matrix do not fit shared memory; with FRAGMENTS, fewer columns of x are multiplied at a time).
+constexpr int64_t CUDA_SPARSE_X16_COLS = 14336, CUDA_SPARSE_X16_COLUMNS = 32, CUDA_FRAGMENTS_COLUMNS = 64,
+                  CUDA_SPARSE_X16_NBYTES =
+                      (CUDA_SPARSE_X16_COLS * 2 + CUDA_SPARSE_X16_COLS / 8 + 8) * CUDA_SPARSE_X16_COLUMNS;
 
 // y_i = epilogue(W_i * prologue(x)) for matrices that share x. One launch if have_same_kernel() for all W_i; otherwise
 // one launch each, and silu_mul returns cudaErrorNotSupported. x, y and residual are device pointers; columns (one per

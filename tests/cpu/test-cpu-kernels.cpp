@@ -373,9 +373,7 @@ struct problem {
 static std::vector<double> block_bound(const kernel_set & set, const problem & p) {
     const bool bytes =
         strstr(set.name, "vbmi2") || strstr(set.name, "vnni") || strstr(set.name, "dotprod") || strstr(set.name, "fhm");
-    const double        step  = 8 * 0x1p-24 + (!p.round_x         ? 1.0 / (127 * 32768)
-                                               : bytes && p.n > 4 ? 0.5 / 127
-                                                                  : 0.5 / (127 * 256));
+    const double        step = 8 * 0x1p-24 + (!p.round_x ? 1.0 / (127 * 32768) : bytes ? 0.5 / 127 : 0.5 / (127 * 256));
     std::vector<double> bound = p.bound;
     for (size_t k = 0; k < bound.size(); k++) {
         bound[k] += p.of_blocks[k] * step;

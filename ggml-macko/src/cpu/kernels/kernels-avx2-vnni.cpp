@@ -11,7 +11,7 @@ struct simd : avx2, quantized_avx2 {
     using weight_t = uint8_t;
     using x_t      = int8_t;
 
-    static constexpr int COLUMNS = 4, OFFSET = 128, precise_n = 4;
+    static constexpr int COLUMNS = 4, OFFSET = 128;
 
     static __m256i offsets() { return _mm256_set1_epi8(static_cast<char>(OFFSET)); }
     static __m256i dot(__m256i sum, __m256i w, __m256i x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
@@ -19,10 +19,9 @@ struct simd : avx2, quantized_avx2 {
     static __m256i join_digits(__m256i high, __m256i low) { return _mm256_add_epi32(_mm256_slli_epi32(high, 8), low); }
     // Moves levels to the columns of a word of the bitmap: two vectors.
     template <typename F> static void for_each_part(uint64_t bits, const uint8_t * levels, F && f) {
-#pragma GCC unroll 2
-        for (int i = 0; i < 2; i++) {
-            f(i, _mm256_xor_si256(next_32_levels(bits, levels), offsets()));
-        }
+        for_each_32(bits, levels, [&](int i, __m256i part) __attribute__((always_inline)) {
+            f(i, _mm256_xor_si256(part, offsets()));
+        });
     }
 };
 

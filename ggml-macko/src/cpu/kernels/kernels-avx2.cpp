@@ -101,10 +101,8 @@ struct simd : avx2, bundles_avx2, quantized_avx2 {
     }
     // Moves levels to the columns of a word of the bitmap: four vectors.
     template <typename F> static void for_each_part(uint64_t bits, const uint8_t * levels, F && f) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-            f(i, _mm256_cvtepi8_epi16(next_levels(bits, levels)));
-        }
+        for_each_16(bits, levels,
+                    [&](int i, __m128i part) __attribute__((always_inline)) { f(i, _mm256_cvtepi8_epi16(part)); });
     }
     // ---- rows16 ----
 

@@ -59,7 +59,7 @@ struct simd : avx512, bundles_avx2 {
     using weight_t = uint8_t;
     using x_t      = int8_t;
 
-    static constexpr int COLUMNS = 4, OFFSET = 128, TABLE_OFFSET = OFFSET, precise_n = 4, unrolled_steps = 16;
+    static constexpr int COLUMNS = 4, OFFSET = 128, TABLE_OFFSET = OFFSET, unrolled_steps = 16;
 
     static __m512i offsets() { return _mm512_set1_epi8(static_cast<char>(OFFSET)); }
     static __m512i dot(__m512i sum, __m512i w, __m512i x) { return _mm512_dpbusd_epi32(sum, w, x); }
@@ -72,25 +72,33 @@ struct simd : avx512, bundles_avx2 {
         const __m512i table = _mm512_load_si512(levels);
         for (int64_t i = 0; i < steps; i++, codes += 8 * BITS, out += 64) {
             __builtin_prefetch(codes + 4096);
-            _mm512_store_si512(out, levels_of<BITS>(_mm512_loadu_si512(codes), 0, table));
+            _mm512_store_si512(out, levels_of<BITS>(_mm512_loadu_si512(codes), shuffles_of<BITS>.shift, table));
         }
     }
-    // The levels of 64 codes from a bit (0 ... 7) of `bytes` on.
-    template <int BITS> static __m512i levels_of(__m512i bytes, int bit, __m512i table) {
+    // The levels of 64 codes. shift: the bits before each code in its group.
+    template <int BITS> static __m512i levels_of(__m512i bytes, const uint8_t * shift, __m512i table) {
         if constexpr (BITS == 8) {
             return _mm512_xor_si512(bytes, offsets());
         } else { // permutations ignore the bits after a code
             const __m512i groups = _mm512_permutexvar_epi8(_mm512_load_si512(shuffles_of<BITS>.group), bytes);
-            const __m512i shift =
-                _mm512_add_epi8(_mm512_load_si512(shuffles_of<BITS>.shift), _mm512_set1_epi8(static_cast<char>(bit)));
-            return _mm512_permutexvar_epi8(_mm512_multishift_epi64_epi8(shift, groups), table);
+            return _mm512_permutexvar_epi8(_mm512_multishift_epi64_epi8(_mm512_load_si512(shift), groups), table);
+        }
+    }
+    // For the shifts of groups that begin at each bit of a byte.
+    static constexpr bool has_levels_at = true;
+    struct code_shifts {
+        alignas(64) uint8_t of_bit[8][64];
+    };
+    template <int BITS> static void make_shifts(code_shifts & shifts) {
+        for (int bit = 0; bit < 8 && BITS < 8; bit++) {
+            _mm512_store_si512(shifts.of_bit[bit], _mm512_add_epi8(_mm512_load_si512(shuffles_of<BITS>.shift),
+                                                                   _mm512_set1_epi8(static_cast<char>(bit))));
         }
     }
     // The levels of 64 codes; bit: the address of the first, times 8, plus the number of its bit.
-    static constexpr bool              has_levels_at = true;
-    template <int BITS> static __m512i levels_at(uint64_t bit, __m512i table) {
-        const __m512i bytes = _mm512_loadu_si512(reinterpret_cast<const void *>(bit / 8));
-        return levels_of<BITS>(bytes, static_cast<int>(bit % 8), table);
+    template <int BITS> static __m512i levels_at(uint64_t bit, const code_shifts & shifts, __m512i table) {
+        return levels_of<BITS>(_mm512_loadu_si512(reinterpret_cast<const void *>(bit / 8)), shifts.of_bit[bit % 8],
+                               table);
     }
     // Moves levels to the columns of a word of the bitmap.
     static __m512i spread_levels(uint64_t bits, __m512i levels) {

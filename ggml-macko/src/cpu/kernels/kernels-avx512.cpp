@@ -16,9 +16,8 @@ struct simd : avx512, bundles_avx2, quantized_avx2 {
     }
     // Moves levels to the columns of a word of the bitmap: two vectors.
     template <typename F> static void for_each_part(uint64_t bits, const uint8_t * levels, F && f) {
-        for (int i = 0; i < 2; i++) {
-            f(i, _mm512_cvtepi8_epi16(next_32_levels(bits, levels)));
-        }
+        for_each_32(bits, levels,
+                    [&](int i, __m256i part) __attribute__((always_inline)) { f(i, _mm512_cvtepi8_epi16(part)); });
     }
 };
 

@@ -19,7 +19,7 @@ struct bundles_neon : neon {
     using weight_t = int8_t;
     using x_t      = int8_t;
 
-    static constexpr int COLUMNS = 4, precise_n = 4;
+    static constexpr int COLUMNS = 4;
 
     static int8x16_t load_ints(const int8_t * p) { return vld1q_s8(p); }
     static int32x4_t dot(int32x4_t sum, int8x16_t w, int8x16_t x) { return vdotq_s32(sum, w, x); }

@@ -99,7 +99,7 @@ struct neon : plain_mask_bits {
     using weight_t = int16_t;
     using x_t      = int16_t;
 
-    static constexpr int  COLUMNS = 1, OFFSET = 0, TABLE_OFFSET = 0, precise_n = 0, unrolled_steps = 4, x_vecs = 2;
+    static constexpr int  COLUMNS = 1, OFFSET = 0, TABLE_OFFSET = 0, unrolled_steps = 4, x_vecs = 2;
     static constexpr bool has_levels_at = false;
 
     static int32x4_t no_sum() { return vdupq_n_s32(0); }

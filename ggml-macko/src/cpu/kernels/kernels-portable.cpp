@@ -120,7 +120,7 @@ struct simd : plain_mask_bits {
     using x_t      = int16_t;
     typedef int32_t ints __attribute__((vector_size(16)));
 
-    static constexpr int  COLUMNS = 1, OFFSET = 0, TABLE_OFFSET = 0, precise_n = 0, unrolled_steps = 1, x_vecs = 2;
+    static constexpr int  COLUMNS = 1, OFFSET = 0, TABLE_OFFSET = 0, unrolled_steps = 1, x_vecs = 2;
     static constexpr bool has_levels_at = false;
 
     static ints                  no_sum() { return ints{ 0, 0, 0, 0 }; }

@@ -45,8 +45,8 @@ constexpr int  OFFSET      = simd::OFFSET;
 constexpr int  SCALES      = CHUNK / 32;
 constexpr int  SCALE_STEP  = 8; // scales that are computed together
 
-// With one and more planes, the largest x.
-constexpr float LARGEST[3] = { WIDE ? 32767.0f : 127.0f, WIDE ? 127.0f * 32768 : 127.0f * 256, 127.0f * 32768 };
+// The largest x, with one plane and with several.
+constexpr float LARGEST[2] = { WIDE ? 32767.0f : 127.0f, 127.0f * 32768 };
 
 // How x are stored: for each block, the scales of its tokens, the first values of the sums, and x.
 template <int BLOCK_COLUMNS, int TOKENS, int VECTORS, int X_PLANES> struct x_form {
@@ -94,14 +94,13 @@ constexpr form_of_x form_with = {
     BLOCK, T, VECS, PLANES, X::X_AT, X::NBYTES, add_blocks<X, ROWS_PER_PASS>, add_row_of<X>(),
 };
 
-// Planes of x: one token has about 16 bits, and unrounded x have 23.
-INLINE int planes_of(int64_t n, bool round_x) {
-    return !round_x ? (WIDE ? 2 : 3) : !WIDE && n <= simd::precise_n ? 2 : 1;
-}
+constexpr int MOST_PLANES = WIDE ? 2 : 3; // of unrounded x, which have 23 bits
+
+INLINE int     planes_of(bool round_x) { return round_x ? 1 : MOST_PLANES; }
 INLINE int64_t tile_tokens(bool round_x) { return (round_x ? TILE_VECS_X : 1) * LANES; }
 
 template <int BLOCK, int PLANES, int T = LEAST_TOKENS<BLOCK>> INLINE const form_of_x & form_of_tokens(int64_t n) {
-    if constexpr (T < LANES && (WIDE || PLANES != 2 || T < simd::precise_n)) {
+    if constexpr (T < LANES) {
         return n <= T ? form_with<BLOCK, T, 1, PLANES> : form_of_tokens<BLOCK, PLANES, 2 * T>(n);
     } else if constexpr (PLANES == 1 && T == LANES) {
         const int64_t vecs = (n + LANES - 1) / LANES;
@@ -116,12 +115,7 @@ template <int BLOCK, int PLANES, int T = LEAST_TOKENS<BLOCK>> INLINE const form_
 }
 // Calls f with the number of planes.
 template <typename F> INLINE auto with_planes(int planes, const F & f) {
-    if constexpr (!WIDE) {
-        if (planes == 3) {
-            return f(std::integral_constant<int, 3>{});
-        }
-    }
-    return planes == 1 ? f(std::integral_constant<int, 1>{}) : f(std::integral_constant<int, 2>{});
+    return planes == 1 ? f(std::integral_constant<int, 1>{}) : f(std::integral_constant<int, MOST_PLANES>{});
 }
 // The form of a tile of n tokens.
 NOINLINE const form_of_x & form_of(int block, int planes, int64_t n) {
@@ -194,7 +188,7 @@ void prepare_block(const form_of_x & form, const float * const * x, int64_t n, i
     for (int64_t i = 0; i < n; i++) {
         const int64_t v = i / form.tokens, t = i % form.tokens;
         int32_t       q[BLOCK];
-        const float scale = round_block<BLOCK>(x[i] + (n_columns > 0 ? column : 0), n_columns, LARGEST[planes - 1], q);
+        const float scale = round_block<BLOCK>(x[i] + (n_columns > 0 ? column : 0), n_columns, LARGEST[planes > 1], q);
         for (int j = 0; j < per_token; j++) {
             scales[i * per_token + j] = scale;
         }
@@ -215,7 +209,7 @@ void prepare_block(const form_of_x & form, const float * const * x, int64_t n, i
 }
 
 void prepare_blocks(const quantized_layout & w, const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
-    const int     size = block_columns(w.window), planes = planes_of(p.n, p.round_x);
+    const int     size = block_columns(w.window), planes = planes_of(p.round_x);
     const int64_t n_blocks = words_of(w.cols) * 64 / size;
     uint8_t *     tile     = static_cast<uint8_t *>(p.scratch);
     for (int64_t token = 0; token < p.n; token += tile_tokens(p.round_x)) {
@@ -337,8 +331,7 @@ template <typename X, typename S = simd, typename SUM> INLINE vec value_of(const
     } else if constexpr (WIDE) {
         return simd::fma(simd::to_floats(sum[0]), simd::set1(256), simd::to_floats(sum[1]));
     } else {
-        const vec low = simd::to_floats(S::join_digits(sum[X::PLANES - 2], sum[X::PLANES - 1]));
-        return X::PLANES == 2 ? low : simd::fma(simd::to_floats(sum[0]), simd::set1(65536), low);
+        return simd::fma(simd::to_floats(sum[0]), simd::set1(65536), simd::to_floats(S::join_digits(sum[1], sum[2])));
     }
 }
 
@@ -348,8 +341,7 @@ template <typename X> INLINE auto first_sum(uint8_t * x, int plane, int v) {
 }
 
 // total + a word of a row * one x. for_each_part: calls its argument with each vector of weights. A block is a word.
-template <typename X, typename F>
-INLINE vec add_word(vec total, float scale, vec x_scale, uint8_t * x, F && for_each_part) {
+template <typename X, typename F> INLINE vec add_word(vec total, float scale, uint8_t * x, F && for_each_part) {
     static_assert(X::BLOCK == 64 && X::T == 1 && X::VECS == 1, "one x");
     decltype(simd::no_sum()) sum[X::PLANES];
     for (int plane = 0; plane < X::PLANES; plane++) {
@@ -360,13 +352,32 @@ INLINE vec add_word(vec total, float scale, vec x_scale, uint8_t * x, F && for_e
             sum[plane] = simd::dot(sum[plane], weights, simd::load_ints(X::x(x, step, plane, 0)));
         }
     });
-    return simd::fma(value_of<X>(sum), simd::mul(simd::set1(scale), x_scale), total);
+    return simd::fma(value_of<X>(sum), simd::set1(scale), total);
 }
 
-// sums[R][LANES] += R rows of levels * one x, without storing the weights.
+// Scales of windows become those of products: of words of 64 columns, times the scale of x there.
+template <typename X> INLINE void scale_words(float * scales, int n_rows, int shift, uint8_t * x, int64_t n_words) {
+    float of_x[CHUNK / 64];
+    for (int64_t word = 0; word < n_words; word++) {
+        of_x[word] = *X::scales(x + word * X::NBYTES);
+    }
+    for (int r = 0; r < n_rows; r++, scales += SCALES) {
+        if (shift == 0) {
+            for (int64_t word = 0; word < n_words; word++) {
+                scales[word] *= of_x[word];
+            }
+        } else {
+            for (int64_t word = n_words; word-- > 0;) {
+                scales[word] = scales[word >> shift] * of_x[word];
+            }
+        }
+    }
+}
+
+// sums[R][LANES] += R rows of levels * one x, without storing the weights. scales: of words.
 template <typename X, int R>
-void add_words(const uint64_t (*mask)[CHUNK / 64], const uint8_t * const * levels, const float * scales, int shift,
-               uint8_t * x, int64_t n_words, float * sums) {
+void add_words(const uint64_t (*mask)[CHUNK / 64], const uint8_t * const * levels, const float * scales, uint8_t * x,
+               int64_t n_words, float * sums) {
     vec             total[R];
     const uint8_t * at[R];
 #pragma GCC unroll 4
@@ -375,12 +386,12 @@ void add_words(const uint64_t (*mask)[CHUNK / 64], const uint8_t * const * level
         at[r]    = levels[r];
     }
     for (int64_t word = 0; word < n_words; word++, x += X::NBYTES) {
-        const vec x_scale = simd::load(X::scales(x));
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
-            total[r] = add_word<X>(
-                total[r], scales[r * SCALES + (word >> shift)], x_scale, x,
-                [&](auto && f) __attribute__((always_inline)) { simd::for_each_part(mask[r][word], at[r], f); });
+            total[r] =
+                add_word<X>(total[r], scales[r * SCALES + word], x, [&](auto && f) __attribute__((always_inline)) {
+                    simd::for_each_part(mask[r][word], at[r], f);
+                });
             at[r] += __builtin_popcountll(mask[r][word]);
         }
     }
@@ -394,8 +405,10 @@ void add_words(const uint64_t (*mask)[CHUNK / 64], const uint8_t * const * level
 // Prefetches as many bytes of the following R rows.
 template <int BITS, typename X, int R, typename S = simd>
 void add_coded_words(const row_source & s, int64_t row, int64_t column, int64_t n_words, const float * scales,
-                     int shift, uint8_t * x, int64_t * used, float * sums) {
-    const auto      table        = S::load_ints(s.table.levels);
+                     uint8_t * x, int64_t * used, float * sums) {
+    const auto              table = S::load_ints(s.table.levels);
+    typename S::code_shifts shifts;
+    S::template make_shifts<BITS>(shifts);
     const int64_t   stride       = s.bitmap_nbytes;
     const uint8_t * bitmap       = s.w.bitmap + row * stride + column / 8;
     const int64_t   left         = s.w.cols - column - (n_words - 1) * 64; // columns of the last word
@@ -412,8 +425,6 @@ void add_coded_words(const row_source & s, int64_t row, int64_t column, int64_t 
         at[r]    = reinterpret_cast<uintptr_t>(codes(row + r)) * 8 + static_cast<uint64_t>(used[r]) * BITS;
     }
     const auto add_rows = [&](int64_t word, uint64_t exist) __attribute__((always_inline)) {
-        const vec     x_scale  = simd::load(X::scales(x));
-        const float * scale_at = scales + (word >> shift);
         __builtin_prefetch(codes_ahead + word * step);
         __builtin_prefetch(bitmap_ahead + word * 8 * R);
 #pragma GCC unroll 4
@@ -421,9 +432,9 @@ void add_coded_words(const row_source & s, int64_t row, int64_t column, int64_t 
             uint64_t bits;
             __builtin_memcpy(&bits, bitmap + r * stride + word * 8, sizeof(bits));
             bits &= exist;
-            const auto weights = S::spread_levels(bits, S::template levels_at<BITS>(at[r], table));
+            const auto weights = S::spread_levels(bits, S::template levels_at<BITS>(at[r], shifts, table));
             at[r] += static_cast<uint64_t>(__builtin_popcountll(bits) * BITS);
-            total[r] = add_word<X>(total[r], scale_at[r * SCALES], x_scale, x,
+            total[r] = add_word<X>(total[r], scales[r * SCALES + word], x,
                                    [&](auto && f) __attribute__((always_inline)) { f(0, weights); });
         }
         x += X::NBYTES;
@@ -526,7 +537,7 @@ template <int N_ROWS, int N_TILES> struct quantized_rows {
     const mul_mat_params &   p;
     row_source               source = row_source(w);
     read_fn                  read   = reader_of(w.bits);
-    int                      block = block_columns(w.window), planes = planes_of(p.n, p.round_x);
+    int                      block = block_columns(w.window), planes = planes_of(p.round_x);
     int                      shift    = source.log_window - (block == 32 ? 5 : 6); // log2 of the blocks of a window
     bool                     one_x    = N_TILES == 1 && p.n == 1 && block == 64;   // which add_words() multiplies
     int64_t                  tile     = tile_tokens(p.round_x);
@@ -555,22 +566,25 @@ template <int N_ROWS, int N_TILES> struct quantized_rows {
             uint8_t * x = static_cast<uint8_t *>(p.scratch) + column / X::BLOCK * X::NBYTES;
             if constexpr (simd::has_levels_at) {
                 read_scales(source, row, static_cast<int>(n_rows), column, n_words, scales);
+            }
+            scale_words<X>(scales, static_cast<int>(n_rows), shift, x, n_words);
+            if constexpr (simd::has_levels_at) {
                 with_bits(w.bits, [&](auto bits) {
                     if (n_rows == ROWS_PER_PASS) {
-                        add_coded_words<bits.value, X, ROWS_PER_PASS>(source, row, column, n_words, scales, shift, x,
-                                                                      used, sums[0]);
+                        add_coded_words<bits.value, X, ROWS_PER_PASS>(source, row, column, n_words, scales, x, used,
+                                                                      sums[0]);
                         return;
                     }
                     for (int64_t r = 0; r < n_rows; r++) {
-                        add_coded_words<bits.value, X, 1>(source, row + r, column, n_words, scales + r * SCALES, shift,
-                                                          x, used + r, sums[0] + r * LANES);
+                        add_coded_words<bits.value, X, 1>(source, row + r, column, n_words, scales + r * SCALES, x,
+                                                          used + r, sums[0] + r * LANES);
                     }
                 });
             } else if (n_rows == ROWS_PER_PASS) {
-                add_words<X, ROWS_PER_PASS>(packed.mask, packed.at, scales, shift, x, n_words, sums[0]);
+                add_words<X, ROWS_PER_PASS>(packed.mask, packed.at, scales, x, n_words, sums[0]);
             } else {
                 for (int64_t r = 0; r < n_rows; r++) {
-                    add_words<X, 1>(packed.mask + r, packed.at + r, scales + r * SCALES, shift, x, n_words,
+                    add_words<X, 1>(packed.mask + r, packed.at + r, scales + r * SCALES, x, n_words,
                                     sums[0] + r * LANES);
                 }
             }

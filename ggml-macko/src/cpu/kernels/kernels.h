@@ -17,8 +17,8 @@ struct mul_mat_params {
     const float * const * x; // n pointers to as many floats as w has columns
     float * const *       y; // n pointers to row_end - row_begin floats, all written
     // Rounds x to the value type first (F16, BF16), as ggml-cpu does with dense weights. With a matrix of the format
-    // `quantized`, x become integers with a scale for each 64 columns (32 if its windows have 32 columns): of about 16
-    // bits, or of 8 bits for more than 4 x if the set multiplies bytes. Without round_x, they have 23 bits.
+    // `quantized`, x become integers with a scale for each 64 columns (32 if its windows have 32 columns): of 8
+    // bits if the set multiplies bytes, else of 16. Without round_x, they have 23 bits.
     bool   round_x;
     void * scratch; // mul_mat_scratch_nbytes(columns of w, n) bytes, aligned to 64
     // barrier of the calling team; null: the threads are those of an OpenMP parallel region

@@ -74,19 +74,19 @@ AVX512_VBMI2 = Machine(
     {SPARSE_F16: {0.5: 28.1, 0.3: 37.3, 0.1: 53.1}},
 )
 AVX512_VBMI2_4_BITS = Machine(
-    "AVX-512 VBMI2 (another AMD EPYC, Zen 5), 2 threads",
-    {F16: 17.6, Q4_K_M: 54.6},
-    {SPARSE_Q5: {0.5: 47.7}, SPARSE_Q4: {0.5: 48.3}},
+    "AVX-512 VBMI2 (Intel Xeon, Sapphire Rapids), 2 threads",
+    {Q4_K_M: 19.4},
+    {SPARSE_Q5: {0.5: 31.5}, SPARSE_Q4: {0.5: 29.9}},
 )
 AVX2_VNNI_4_BITS = Machine(
-    "AVX2 with AVX-VNNI (AMD EPYC, Zen 5), 2 threads",
-    {F16: 19.1, Q4_K_M: 51.2},
-    {SPARSE_Q5: {0.5: 24.9}, SPARSE_Q4: {0.5: 27.1}},
+    "AVX2 with AVX-VNNI (Intel Xeon, Sapphire Rapids), 2 threads",
+    {Q4_K_M: 18.6},
+    {SPARSE_Q5: {0.5: 15.0}, SPARSE_Q4: {0.5: 16.6}},
 )
 AVX2_4_BITS = Machine(
-    "AVX2 (AMD EPYC, Zen 5), 2 threads",
-    {F16: 23.8, Q4_K_M: 56.8},
-    {SPARSE_Q5: {0.5: 24.0}, SPARSE_Q4: {0.5: 26.7}},
+    "AVX2 (Intel Xeon, Sapphire Rapids), 2 threads",
+    {Q4_K_M: 20.4},
+    {SPARSE_Q5: {0.5: 15.7}, SPARSE_Q4: {0.5: 18.0}},
 )
 AVX2 = Machine(
     "AVX2 (AMD EPYC, Zen 4), 2 threads",

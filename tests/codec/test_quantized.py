@@ -682,7 +682,7 @@ def test_model_writes_the_text_of_its_dense_form(tmp_path, macko, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_model_has_nearly_the_logits_of_its_dense_form(tmp_path, macko, kind):
-    """Measured: 1.3e-4 for the prompt, where x has 8 bits with VBMI2, and 6e-6 for single tokens."""
+    """With VBMI2 and AVX-VNNI, x has 8 bits. Measured: 1.3e-4 for the prompt, and 1.7e-4 for single tokens."""
     sparse, dense = tmp_path / "s.gguf", tmp_path / "d.gguf"
     assert macko("convert", DEMO, sparse, kind).code == 0
     assert macko("restore", sparse, dense).code == 0
@@ -693,8 +693,8 @@ def test_quantized_model_has_nearly_the_logits_of_its_dense_form(tmp_path, macko
         tokens = llama.tokenize(prompt)
         found.append((llama_logits.logits(llama, tokens), llama_logits.logits_one_by_one(llama, tokens[:40])))
         llama.close()
-    for got, want, limit in zip(*found, (5e-4, 5e-5)):
-        assert llama_logits.nmse(got, want) < limit
+    for got, want in zip(*found):
+        assert llama_logits.nmse(got, want) < 5e-4
 
 
 def test_coded_model_has_the_logits_of_a_plain_one(tmp_path, macko):

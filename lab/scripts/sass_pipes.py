@@ -17,7 +17,8 @@ import collections
 import re
 import subprocess
 
-# Pipes of compute capabilities 8.6 to 12.0. What is not listed (branches, barriers, uniform registers) only issues.
+# Pipes of compute capabilities 8.6 to 12.0. All other instructions (branches, barriers, uniform registers) take only an
+# issue slot.
 PIPES = {
     "ALU": "PRMT LOP3 SHF IADD3 IADD ISETP SEL LEA MOV VIADD IMNMX VIMNMX SGXT BMSK PLOP3 FSETP FSEL FMNMX I2FP VOTE "
     "P2R R2P LOP IABS",

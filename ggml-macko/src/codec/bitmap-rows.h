@@ -8,8 +8,11 @@ namespace macko {
 
 constexpr int64_t bitmap_row_nbytes(int64_t cols) { return (cols + 7) / 8; }
 
-// The bits that are set in each byte of a word. A release is compiled without the popcnt instruction.
-inline uint64_t bits_of_bytes(uint64_t word) {
+// Byte i: the bits that are set in byte i, of the first 8 of n bytes. A release is compiled without the popcnt
+// instruction.
+inline uint64_t bits_of_bytes(const uint8_t * bytes, int64_t n) {
+    uint64_t word = 0;
+    memcpy(&word, bytes, static_cast<size_t>(n < 8 ? n : 8));
     word -= word >> 1 & 0x5555555555555555u;
     word = (word & 0x3333333333333333u) + (word >> 2 & 0x3333333333333333u);
     return (word + (word >> 4)) & 0x0f0f0f0f0f0f0f0fu;
@@ -19,9 +22,7 @@ inline uint64_t bits_of_bytes(uint64_t word) {
 inline int64_t set_bits(const uint8_t * bytes, int64_t n) {
     int64_t count = 0;
     for (int64_t i = 0; i < n; i += 8) {
-        uint64_t word = 0;
-        memcpy(&word, bytes + i, static_cast<size_t>(n - i < 8 ? n - i : 8));
-        count += static_cast<int64_t>(bits_of_bytes(word) * 0x0101010101010101u >> 56);
+        count += static_cast<int64_t>(bits_of_bytes(bytes + i, n - i) * 0x0101010101010101u >> 56);
     }
     return count;
 }

@@ -43,9 +43,7 @@ fragments_layout bind_fragments(const macko_desc & desc, const fragments_shape &
 static uint64_t sums_of_bits(const uint8_t * bytes, int64_t n) {
     uint64_t sums = 0;
     for (int64_t i = 0; i < n; i += 8) {
-        uint64_t word = 0;
-        memcpy(&word, bytes + i, static_cast<size_t>(std::min<int64_t>(8, n - i)));
-        sums += bits_of_bytes(word);
+        sums += bits_of_bytes(bytes + i, n - i);
     }
     return sums;
 }

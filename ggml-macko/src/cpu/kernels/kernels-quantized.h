@@ -261,26 +261,46 @@ INLINE void spread(uint64_t bits, const uint8_t * levels, weight_t * out) {
     });
 }
 
-// Reads the scales of n_rows rows, n_words * 64 columns from `column` on.
-INLINE void read_scales(const row_source & s, int64_t row, int n_rows, int64_t column, int64_t n_words,
+// Eight bytes: those from `code` on, each 2^log_times times.
+INLINE uint64_t repeated_bytes(const uint8_t * code, int log_times) {
+    uint64_t bytes = 0;
+    switch (log_times) {
+        case 0: __builtin_memcpy(&bytes, code, 8); return bytes;
+        case 1:
+            __builtin_memcpy(&bytes, code, 4);
+            bytes = (bytes | bytes << 16) & 0x0000ffff0000ffffu;
+            return ((bytes | bytes << 8) & 0x00ff00ff00ff00ffu) * 0x0101;
+        case 2:  return (uint64_t(code[1]) << 32 | code[0]) * 0x01010101u;
+        default: return *code * 0x0101010101010101u;
+    }
+}
+
+// Reads the scales of n_rows rows, n_words * 64 columns from `column` on. shift < 0: of windows; else of words, for
+// windows of 2^shift words.
+INLINE void read_scales(const row_source & s, int64_t row, int n_rows, int64_t column, int64_t n_words, int shift,
                         float * scales) {
+    const int     log_times = shift < 0 ? 0 : shift;
+    const int64_t n         = shift < 0 ? (n_words * 64 + s.w.window - 1) >> s.log_window : n_words;
     for (int r = 0; r < n_rows; r++) {
         const float     factor = float_of_bits(static_cast<uint32_t>(s.w.factors[row + r]) << 16);
         const uint8_t * code   = s.w.scales + (row + r) * s.windows + (column >> s.log_window);
-        for (int64_t k = 0; k < (n_words * 64 + s.w.window - 1) >> s.log_window; k += SCALE_STEP) {
-            for (int i = 0; i < SCALE_STEP; i++) { // those after the last window are multiplied by zeros
-                scales[r * SCALES + k + i] = scale_of_code(code[k + i]) * factor;
+        for (int64_t k = 0; k < n; k += SCALE_STEP) {
+            uint8_t        codes[SCALE_STEP]; // those after the last window are multiplied by zeros
+            const uint64_t bytes = repeated_bytes(code + (k >> log_times), log_times);
+            __builtin_memcpy(codes, &bytes, SCALE_STEP);
+            for (int i = 0; i < SCALE_STEP; i++) {
+                scales[r * SCALES + k + i] = scale_of_code(codes[i]) * factor;
             }
         }
     }
 }
 
-// Reads n_rows rows, n_words * 64 columns from `column` on, and their scales. used: the codes of each row before them.
+// Reads n_rows rows, n_words * 64 columns from `column` on. used: the codes of each row before them.
 // Levels are read again only after those of all rows are written: a load that covers several recent stores waits until
 // these have reached the cache.
 template <int BITS>
 void read_rows(const row_source & s, int64_t row, int n_rows, int64_t column, int64_t n_words, int64_t * used,
-               packed_rows & rows, float * scales) {
+               packed_rows & rows) {
     const int64_t left = s.w.cols - column - (n_words - 1) * 64; // columns of the last word
     for (int r = 0; r < n_rows; r++) {
         const uint8_t * bitmap = s.w.bitmap + (row + r) * s.bitmap_nbytes + column / 8;
@@ -303,7 +323,6 @@ void read_rows(const row_source & s, int64_t row, int n_rows, int64_t column, in
         rows.at[r] = rows.levels[r] + used[r] % 8;
         used[r] += n;
     }
-    read_scales(s, row, n_rows, column, n_words, scales);
 }
 
 // Calls f with the bits of a code.
@@ -316,7 +335,7 @@ template <typename F> INLINE auto with_bits(int32_t bits, const F & f) {
     }
 }
 
-using read_fn = void (*)(const row_source &, int64_t, int, int64_t, int64_t, int64_t *, packed_rows &, float *);
+using read_fn = void (*)(const row_source &, int64_t, int, int64_t, int64_t, int64_t *, packed_rows &);
 
 INLINE read_fn reader_of(int32_t bits) {
     return with_bits(bits, [](auto b) { return static_cast<read_fn>(read_rows<b.value>); });
@@ -355,21 +374,15 @@ template <typename X, typename F> INLINE vec add_word(vec total, float scale, ui
     return simd::fma(value_of<X>(sum), simd::set1(scale), total);
 }
 
-// Scales of windows become those of products: of words of 64 columns, times the scale of x there.
-template <typename X> INLINE void scale_words(float * scales, int n_rows, int shift, uint8_t * x, int64_t n_words) {
+// Multiplies the scales of words by the scales of x there.
+template <typename X> INLINE void scale_words(float * scales, int n_rows, uint8_t * x, int64_t n_words) {
     float of_x[CHUNK / 64];
     for (int64_t word = 0; word < n_words; word++) {
         of_x[word] = *X::scales(x + word * X::NBYTES);
     }
     for (int r = 0; r < n_rows; r++, scales += SCALES) {
-        if (shift == 0) {
-            for (int64_t word = 0; word < n_words; word++) {
-                scales[word] *= of_x[word];
-            }
-        } else {
-            for (int64_t word = n_words; word-- > 0;) {
-                scales[word] = scales[word >> shift] * of_x[word];
-            }
+        for (int64_t word = 0; word < n_words; word++) {
+            scales[word] *= of_x[word];
         }
     }
 }
@@ -564,10 +577,8 @@ template <int N_ROWS, int N_TILES> struct quantized_rows {
         with_planes(planes, [&](auto n_planes) {
             using X     = x_form<64, 1, 1, n_planes.value>;
             uint8_t * x = static_cast<uint8_t *>(p.scratch) + column / X::BLOCK * X::NBYTES;
-            if constexpr (simd::has_levels_at) {
-                read_scales(source, row, static_cast<int>(n_rows), column, n_words, scales);
-            }
-            scale_words<X>(scales, static_cast<int>(n_rows), shift, x, n_words);
+            read_scales(source, row, static_cast<int>(n_rows), column, n_words, shift, scales);
+            scale_words<X>(scales, static_cast<int>(n_rows), x, n_words);
             if constexpr (simd::has_levels_at) {
                 with_bits(w.bits, [&](auto bits) {
                     if (n_rows == ROWS_PER_PASS) {
@@ -620,7 +631,10 @@ template <int N_ROWS, int N_TILES> struct quantized_rows {
             const int64_t n_words   = n_columns / 64;
             for (int64_t r = 0; r < n_rows && !(one_x && simd::has_levels_at); r += ROWS_PER_PASS) {
                 const auto n = static_cast<int>(smaller(ROWS_PER_PASS, n_rows - r));
-                read(source, row + r, n, column, n_words, used + r, packed, scales + r * SCALES);
+                read(source, row + r, n, column, n_words, used + r, packed);
+                if (!one_x) {
+                    read_scales(source, row + r, n, column, n_words, -1, scales + r * SCALES);
+                }
                 for (int k = 0; k < n && !one_x; k++) {
                     const uint8_t * at = packed.at[k];
                     for (int64_t word = 0; word < n_words; word++) {
@@ -712,7 +726,8 @@ template <int TYPE> void write_word(const weight_t * weights, float low, float h
         int64_t    used[ROWS_PER_PASS] = {};
         for (int64_t column = 0; column < w.cols; column += CHUNK) {
             const int64_t n_words = words_of(smaller(CHUNK, w.cols - column));
-            read(source, row, n_rows, column, n_words, used, packed, scales);
+            read(source, row, n_rows, column, n_words, used, packed);
+            read_scales(source, row, n_rows, column, n_words, -1, scales);
             for (int r = 0; r < n_rows; r++) {
                 const uint8_t * at    = packed.at[r];
                 const float *   scale = scales + r * SCALES;

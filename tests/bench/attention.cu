@@ -1,7 +1,7 @@
-// Attention of few tokens over deep caches, and of prompts, per layer. Measures attention alone, and for one token also
-// all operations between the projections and the product of its result: rotary embedding, cache writes and, with a
-// quantized cache, llama.cpp's products with Hadamard matrices. Bytes are those of the used rows of K and V; the
-// percentage compares attention alone with the bandwidth of a kernel that only reads.
+// Attention of few tokens over deep caches, of several sequences, and of prompts, per layer. Measures attention alone,
+// and for one token also all operations between the projections and the product of its result: rotary embedding, cache
+// writes and, with a quantized cache, products with Hadamard matrices, as in llama.cpp. Bytes are those of the visible
+// rows of K and V; the percentage compares attention alone with the bandwidth of a kernel that only reads.
 #include "bench.h"
 
 #include "cuda/lib/common.cuh"
@@ -26,10 +26,10 @@ char * allocate(size_t nbytes) {
     return static_cast<char *>(p);
 }
 
-op_tensor tensor(char * data, tensor_type type, int64_t ne0, int64_t ne1, int64_t ne2 = 1) {
+op_tensor tensor(char * data, tensor_type type, int64_t ne0, int64_t ne1, int64_t ne2 = 1, int64_t ne3 = 1) {
     op_tensor t = {};
     t.data = data, t.type = type;
-    t.ne[0] = ne0, t.ne[1] = ne1, t.ne[2] = ne2, t.ne[3] = 1;
+    t.ne[0] = ne0, t.ne[1] = ne1, t.ne[2] = ne2, t.ne[3] = ne3;
     t.nb[0] = type_block_nbytes(type), t.nb[1] = ne0 / type_block_size(type) * t.nb[0], t.nb[2] = t.nb[1] * ne1,
     t.nb[3] = t.nb[2] * ne2;
     return t;
@@ -38,6 +38,8 @@ op_tensor tensor(char * data, tensor_type type, int64_t ne0, int64_t ne1, int64_
 struct shape {
     tensor_type type;
     int64_t     head_dim, heads, kv_heads, n_kv, tokens;
+    int64_t     sequences; // each with a cache of its own
+    int64_t     visible;   // last positions
 };
 
 struct layer {
@@ -49,24 +51,31 @@ struct layer {
 
     layer(const shape & of, char * cache, char * inputs) : s(of) {
         const int64_t width = s.head_dim * s.kv_heads;
-        const auto    next  = [&inputs](tensor_type type, int64_t ne0, int64_t ne1, int64_t ne2 = 1) {
-            const op_tensor t = tensor(inputs, type, ne0, ne1, ne2);
-            inputs += (t.nb[3] + 255) / 256 * 256;
+        const auto    next  = [&inputs](tensor_type type, int64_t ne0, int64_t ne1, int64_t ne2 = 1, int64_t ne3 = 1) {
+            const op_tensor t = tensor(inputs, type, ne0, ne1, ne2, ne3);
+            inputs += (t.nb[3] * ne3 + 255) / 256 * 256;
             return t;
         };
-        q = next(TYPE_F32, s.head_dim, s.heads, s.tokens), q_dst = next(TYPE_F32, s.head_dim, s.heads, s.tokens);
+        q     = next(TYPE_F32, s.head_dim, s.heads, s.tokens);
+        q_dst = next(TYPE_F32, s.head_dim, s.heads, s.tokens, s.sequences);
         k = next(TYPE_F32, s.head_dim, s.kv_heads, s.tokens), v = next(TYPE_F32, width, s.tokens);
-        mask = next(TYPE_F16, s.n_kv, s.tokens), out = next(TYPE_F32, s.head_dim, s.heads, s.tokens);
+        mask = next(TYPE_F16, s.n_kv, s.tokens, 1, s.sequences);
+        out  = next(TYPE_F32, s.head_dim, s.heads, s.tokens, s.sequences);
         ids = next(TYPE_I64, 64, 1), pos = next(TYPE_I32, 64, 1);
-        CHECKED(cudaMemsetAsync(mask.data, 0, static_cast<size_t>(mask.nb[3]), ctx.stream));
+        std::vector<uint16_t> hidden(static_cast<size_t>(mask.n_elements()));
+        for (size_t i = 0; i < hidden.size(); i++) {
+            hidden[i] = static_cast<int64_t>(i) % s.n_kv < s.n_kv - s.visible ? 0xfc00 : 0;
+        }
+        CHECKED(cudaMemcpyAsync(mask.data, hidden.data(), 2 * hidden.size(), cudaMemcpyHostToDevice, ctx.stream));
         CHECKED(cudaMemsetAsync(pos.data, 0, 256, ctx.stream));
         CHECKED(cudaMemsetAsync(ids.data, 0, 512, ctx.stream));
         const int64_t last = s.n_kv - 1;
         CHECKED(cudaMemcpyAsync(ids.data, &last, 8, cudaMemcpyHostToDevice, ctx.stream));
         CHECKED(cudaStreamSynchronize(ctx.stream));
         ids.ne[0] = pos.ne[0] = 1;
-        k_cache = tensor(cache, s.type, width, s.n_kv), v_cache = tensor(cache + k_cache.nb[2], s.type, width, s.n_kv);
-        a.q = q_dst;
+        k_cache               = tensor(cache, s.type, width, s.n_kv * s.sequences);
+        v_cache               = tensor(cache + k_cache.nb[2], s.type, width, s.n_kv * s.sequences);
+        a.q                   = q_dst;
         std::swap(a.q.ne[1], a.q.ne[2]), std::swap(a.q.nb[1], a.q.nb[2]);
         a.k = heads_of(k_cache), a.v = heads_of(v_cache), a.dst = out, a.mask = &mask;
         a.scale  = 1 / std::sqrt(static_cast<float>(s.head_dim));
@@ -75,13 +84,14 @@ struct layer {
         scratch = inputs;
     }
     static size_t inputs_nbytes(const shape & s) {
-        return static_cast<size_t>(s.head_dim * (3 * s.heads + 2 * s.kv_heads) * s.tokens * 4 + s.n_kv * s.tokens * 2 +
-                                   8192);
+        return static_cast<size_t>(
+            (s.head_dim * (3 * s.heads + 2 * s.kv_heads) * 4 + s.n_kv * 2) * s.tokens * s.sequences + 8192);
     }
     op_tensor heads_of(const op_tensor & cache) const {
         op_tensor t = cache;
         t.ne[0] = s.head_dim, t.ne[1] = s.n_kv, t.ne[2] = s.kv_heads;
         t.nb[2] = s.head_dim / type_block_size(s.type) * t.nb[0];
+        t.ne[3] = s.sequences, t.nb[3] = s.n_kv * t.nb[1];
         return t;
     }
     void enqueue_attention() { CHECKED(op_attention(ctx, a, scratch)); }
@@ -106,8 +116,8 @@ struct layer_times {
 };
 
 layer_times time_of_layers(const shape & s) {
-    const size_t cache =
-        static_cast<size_t>(2 * s.n_kv * s.head_dim * s.kv_heads / type_block_size(s.type) * type_block_nbytes(s.type));
+    const size_t        cache  = static_cast<size_t>(2 * s.n_kv * s.sequences * s.head_dim * s.kv_heads /
+                                                     type_block_size(s.type) * type_block_nbytes(s.type));
     const int           n      = static_cast<int>(std::clamp<size_t>((size_t(600) << 20) / cache, 4, 64));
     const size_t        inputs = layer::inputs_nbytes(s);
     std::vector<layer>  layers;
@@ -128,7 +138,7 @@ layer_times time_of_layers(const shape & s) {
         return time_us(ctx.stream, n, [&](int i) { (layers[static_cast<size_t>(i)].*enqueue)(); });
     };
     const layer_times times = { time_of_each(&layer::enqueue_attention),
-                                s.tokens == 1 ? time_of_each(&layer::enqueue_all) : NAN };
+                                s.tokens * s.sequences == 1 ? time_of_each(&layer::enqueue_all) : NAN };
     for (char * p : memory) {
         CHECKED(cudaFree(p));
     }
@@ -157,14 +167,22 @@ void bench_attention(const bench_options & options, cudaStream_t stream) {
     };
     // heads of Q, their elements, heads of K and V
     static const int64_t HEADS[][3] = { { 32, 128, 32 }, { 32, 128, 8 }, { 32, 64, 8 } };
-    // tokens; positions, all visible
-    std::vector<std::pair<int64_t, int64_t>> cases;
+    struct tokens_and_cache {
+        int64_t tokens, n_kv, sequences, visible;
+    };
+    std::vector<tokens_and_cache> cases;
     for (const int64_t tokens : { 1, 2, 4, 8 }) {
         for (const int64_t n_kv : { 256, 512, 4096, 16384 }) {
-            cases.emplace_back(tokens, n_kv);
+            cases.push_back({ tokens, n_kv, 1, n_kv });
         }
     }
-    cases.emplace_back(512, 512), cases.emplace_back(512, 4096);
+    cases.push_back({ 512, 512, 1, 512 }), cases.push_back({ 512, 4096, 1, 4096 });
+    for (const int64_t sequences : { 4, 8, 16, 32, 64 }) {
+        for (const auto & [n_kv, visible] :
+             std::vector<std::pair<int64_t, int64_t>>{ { 256, 32 }, { 256, 256 }, { 1024, 1024 }, { 4096, 4096 } }) {
+            cases.push_back({ 1, n_kv, sequences, visible });
+        }
+    }
 
     cuda_device_info device = {};
     CHECKED(cuda_current_device(&device));
@@ -184,18 +202,19 @@ void bench_attention(const bench_options & options, cudaStream_t stream) {
     }
     for (const auto & [type_name, type] : TYPES) {
         for (const auto & heads : HEADS) {
-            for (const auto & [tokens, n_kv] : cases) {
-                const shape       s    = { type, heads[1], heads[0], heads[2], n_kv, tokens };
+            for (const auto & [tokens, n_kv, sequences, visible] : cases) {
+                const shape       s    = { type, heads[1], heads[0], heads[2], n_kv, tokens, sequences, visible };
                 const std::string name = std::string("attention ") + type_name + " " + std::to_string(heads[0]) + "x" +
                                          std::to_string(heads[1]) + "x" + std::to_string(heads[2]) + " tokens " +
-                                         std::to_string(tokens) + " n_kv " + std::to_string(n_kv);
+                                         std::to_string(tokens) + " sequences " + std::to_string(sequences) + " n_kv " +
+                                         std::to_string(n_kv) + " visible " + std::to_string(visible);
                 if (!options.wants(name)) {
                     continue;
                 }
                 const layer_times us    = time_of_layers(s);
-                const double      moved = static_cast<double>(2 * n_kv * heads[1] * heads[2] / type_block_size(type) *
-                                                              type_block_nbytes(type));
-                printf("%-50s %8.2f MB: %8.2f us, %4.1f %%, all %8.2f\n", name.c_str(), moved / 1e6, us.attention,
+                const double      moved = static_cast<double>(2 * visible * sequences * heads[1] * heads[2] /
+                                                              type_block_size(type) * type_block_nbytes(type));
+                printf("%-75s %8.2f MB: %8.2f us, %4.1f %%, all %8.2f\n", name.c_str(), moved / 1e6, us.attention,
                        100 * moved / us.attention / options.bandwidth, us.all);
                 fflush(stdout);
             }

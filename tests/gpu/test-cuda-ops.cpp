@@ -1347,6 +1347,20 @@ struct attention_case {
           window(visible > 0 ? std::max(visible, tokens) : 0) {
         make_operands(k);
     }
+    // many sequences, each with a cache of its own
+    attention_case(int k, int64_t dim, int64_t n_kv_heads, int64_t in_group, int64_t n_tokens, int64_t n_streams,
+                   int64_t depth, int64_t visible)
+        : type(TYPE_F16),
+          head_dim(dim),
+          kv_heads(n_kv_heads),
+          group(in_group),
+          heads(kv_heads * group),
+          tokens(n_tokens),
+          streams(n_streams),
+          n_kv(depth),
+          window(visible > 0 ? std::max(visible, tokens) : 0) {
+        make_operands(k);
+    }
     void make_operands(int k) {
         q      = make(TYPE_F32, { head_dim, tokens, heads, streams }, 0, true);
         keys   = make_weight(type, { head_dim, n_kv, kv_heads, streams }, 0);
@@ -1512,6 +1526,21 @@ TEST(attention_of_many_tokens) {
         }
     }
     ctx.shared_nbytes = all;
+}
+
+// Small blocks: heads that share rows of K and V, chunks of heads, short and deep caches, splits, and hidden rounds.
+TEST(attention_of_many_sequences) {
+    int k = 0;
+    for (const int64_t head_dim : { 64, 128 }) {
+        for (const int64_t visible : { 0, 40 }) {
+            check_attention(attention_case(k++, head_dim, 32, 1, 1, 8, 256, visible));
+            check_attention(attention_case(k++, head_dim, 30, 1, 1, 9, 250, visible));
+            check_attention(attention_case(k++, head_dim, 8, 4, 1, 33, 290, visible));
+            check_attention(attention_case(k++, head_dim, 8, 7, 2, 9, 77, visible));
+            check_attention(attention_case(k++, head_dim, 8, 8, 2, 5, 1100, visible));
+            check_attention(attention_case(k++, head_dim, 32, 2, 1, 8, 1300, visible));
+        }
+    }
 }
 
 // Rows that the mask hides from a token may contain anything, even NaN, and must not be multiplied, not even by 0. A

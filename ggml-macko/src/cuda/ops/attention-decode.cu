@@ -27,7 +27,6 @@ namespace macko::cuda {
 
 namespace {
 
-constexpr int   WARPS = DECODE_ROUND / 16, THREADS = WARPS * WARP;
 constexpr float WEIGHT_BITS = 15; // weights are in 0 ... 2^15, so that low parts of small ones are not subnormal
 
 // The arguments that the kernel reads first are adjacent.
@@ -107,8 +106,9 @@ template <typename ROWS, // rows of the cache: f16_rows, or packed_rows of a qua
           int  HEAD_DIM, // elements of a row: 64 or 128
           bool ROPE,     // first rotate q and the new k, and write the new rows of K and V to the cache
           int  RANKS,    // blocks of a cluster that share the positions: 1 or 2
-          bool DEEP>     // more than two rounds: request the next round while this one is multiplied
-__global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
+          bool DEEP,     // more than two rounds: request the next round while this one is multiplied
+          int  WARPS>     // of a block; an SM has room for 16
+__global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(WARPS * WARP, WARPS < DECODE_WARPS ? DECODE_WARPS / WARPS : 0)
     attention_decode_kernel(const __grid_constant__ decode_args  p,   // cache, mask, shapes and results
                             const __grid_constant__ new_row_args n) { // ROPE: q, k and v of the new token
     // How the block divides its work (lane = 4 g + t):
@@ -129,6 +129,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     // store or send the sums of each warp; reduce them over the warps; write the result and combine the splits.
     constexpr bool PACKED = ROWS::PACKED;
     static_assert(!PACKED || (DEEP && !ROPE && RANKS == 1));
+    constexpr int THREADS = WARPS * WARP, ROUND = WARPS * 16; // positions of a round
     // each block reduces DIMS dimensions of the sums of all warps of the cluster
     constexpr int DIMS = HEAD_DIM / RANKS, SOURCES = RANKS * WARPS;
     constexpr int HALF = HEAD_DIM / 2, J = HEAD_DIM / 32, C = HEAD_DIM / 64;
@@ -231,8 +232,10 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     };
 
     // Each thread has two elements of a row that are rotated together. The rows are those of the query heads, then the
-    // new rows of K and V. The last warps come first, because a short context has no positions for them. There are at
-    // most THREADS / HALF roles.
+    // new rows of K and V. The last warps come first, because a short context has no positions for them. Blocks with
+    // few threads have several roles each.
+    constexpr int ROLES = THREADS / HALF, TURNS = ROPE ? 1 : (MAX_HEADS + ROLES - 1) / ROLES;
+    static_assert(!ROPE || ROLES >= MAX_HEADS + 2);
     const int role = (THREADS - 1 - tid) / HALF, pair = (THREADS - 1 - tid) % HALF, n_roles = ROPE ? heads + 2 : heads;
     rotation  angle = { 1, 0 };
     if constexpr (ROPE) {
@@ -259,7 +262,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     }
     if constexpr (!DEEP) { // longer caches do not fit in L2
 #pragma unroll 1
-        for (int pos = begin + DECODE_ROUND + tid; pos < end; pos += THREADS) { // most rows were written long ago
+        for (int pos = begin + ROUND + tid; pos < end; pos += THREADS) { // most rows were written long ago
             prefetch_row(k_row_of(pos), HEAD_DIM * 2);
             prefetch_row(v_row_of(pos), HEAD_DIM * 2);
         }
@@ -293,10 +296,16 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
         if (copies) {
             rows_in.copy(raw[lane], copied, HEAD_DIM * 4);
         }
-    } else if (role < n_roles) {
-        const float * row = raw_row(role);
-        copy_float(&raw[role][i0], row + i0);
-        copy_float(&raw[role][i1], row + i1);
+    } else {
+#pragma unroll
+        for (int i = 0; i < TURNS; i++) {
+            const int of = role + i * ROLES;
+            if (of < n_roles) {
+                const float * row = raw_row(of);
+                copy_float(&raw[of][i0], row + i0);
+                copy_float(&raw[of][i1], row + i1);
+            }
+        }
     }
     if constexpr (!BULK) {
         commit_copies(); // committed here, because loads return in order
@@ -343,22 +352,27 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
         max_arrived = seen_from_cluster(sums_in.arrived, g % RANKS);
     }
     // ---- rotate q and the new row of K; split and store them in shared memory ----
-    if (role < n_roles) {
+#pragma unroll
+    for (int i = 0; i < TURNS; i++) {
+        const int of = role + i * ROLES;
+        if (of >= n_roles) {
+            break;
+        }
         if constexpr (BULK) {
             rows_in.wait(0);
         }
-        const float2 x       = make_float2(raw[role][i0], raw[role][i1]);
-        const bool   rotates = ROPE && role <= heads;
+        const float2 x       = make_float2(raw[of][i0], raw[of][i1]);
+        const bool   rotates = ROPE && of <= heads;
         const float  x0      = saturate_f16(rotates ? x.x * angle.cosine - x.y * angle.sine : x.x),
                     x1       = saturate_f16(rotates ? x.x * angle.sine + x.y * angle.cosine : x.y);
         const __half2 a = split_f16(x0), b = split_f16(x1);
-        if (role < heads) {
+        if (of < heads) {
             const int p0 = ROWS::place_of(i0), p1 = ROWS::place_of(i1);
-            shared_q[2 * role][p0] = __low2half(a), shared_q[2 * role + 1][p0] = __high2half(a);
-            shared_q[2 * role][p1] = __low2half(b), shared_q[2 * role + 1][p1] = __high2half(b);
+            shared_q[2 * of][p0] = __low2half(a), shared_q[2 * of + 1][p0] = __high2half(a);
+            shared_q[2 * of][p1] = __low2half(b), shared_q[2 * of + 1][p1] = __high2half(b);
         } else {
-            shared_new[role - heads][i0] = __low2half(a);
-            shared_new[role - heads][i1] = __low2half(b);
+            shared_new[of - heads][i0] = __low2half(a);
+            shared_new[of - heads][i1] = __low2half(b);
         }
     }
     __syncthreads();
@@ -379,10 +393,10 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     int           stage  = 0; // stage of this round
     __half        next_bias[STAGES][2];
     bool          sees_next    = false;
-    const auto    request_bias = [&] { fetch_bias_of(next_bias[STAGES - 1], first + STAGES * DECODE_ROUND); };
+    const auto    request_bias = [&] { fetch_bias_of(next_bias[STAGES - 1], first + STAGES * ROUND); };
     const auto    request_k    = [&] { // requests the next round's K after the last use of this round's
         sees_next = sees_with(next_bias[0]);
-        first += DECODE_ROUND;
+        first += ROUND;
         if (sees_next) {
             fetch_k();
         }
@@ -395,16 +409,16 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     const auto request_rows = [&] { // requests the rows of the round with the latest mask, into the stage of this round
         __syncwarp();               // all lanes have read the stage
         if (sees_with(next_bias[STAGES - 1])) {
-            copy_rows(stage, first + STAGES * DECODE_ROUND);
+            copy_rows(stage, first + STAGES * ROUND);
         }
         commit_copies();
         stage = stage + 1 == STAGES ? 0 : stage + 1;
-        first += DECODE_ROUND;
+        first += ROUND;
     };
     if constexpr (PACKED) { // as if earlier rounds had requested them
 #pragma unroll
         for (int i = 0; i < STAGES - 1; i++) {
-            fetch_bias_of(next_bias[i], first + (i + 1) * DECODE_ROUND);
+            fetch_bias_of(next_bias[i], first + (i + 1) * ROUND);
         }
         if (wanted) {
             copy_rows(0, first);
@@ -413,7 +427,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
 #pragma unroll
         for (int i = 0; i < STAGES - 1; i++) {
             if (sees_with(next_bias[i])) {
-                copy_rows(i + 1, first + (i + 1) * DECODE_ROUND);
+                copy_rows(i + 1, first + (i + 1) * ROUND);
             }
             commit_copies();
         }
@@ -580,7 +594,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
         if constexpr (PACKED) {
             request_rows();
         } else if constexpr (!DEEP) {
-            first += DECODE_ROUND;
+            first += ROUND;
         }
         if (first - warp * 16 >= end) {
             break;
@@ -683,27 +697,32 @@ dim3 grid_of(const attention_args & a) {
              static_cast<unsigned>(a.q.ne[1] * a.q.ne[3]) };
 }
 
-template <int HEAD_DIM, int RANKS> constexpr size_t sums_nbytes(int heads) {
+template <int HEAD_DIM, int RANKS, int WARPS> constexpr size_t sums_nbytes(int heads) {
     return sizeof(float) * RANKS * WARPS * static_cast<size_t>(heads * (HEAD_DIM / RANKS) + 4);
+}
+
+template <int HEAD_DIM, bool ROPE, int RANKS, bool DEEP, int WARPS>
+cudaError_t launch_rows(const op_context & ctx, const decode_args & d, const new_row_args & n) {
+    return launch(ctx, attention_decode_kernel<f16_rows, HEAD_DIM, ROPE, RANKS, DEEP, WARPS>, grid_of(d.rest),
+                  WARPS * WARP, sums_nbytes<HEAD_DIM, RANKS, WARPS>(d.heads), d, n);
 }
 
 template <int HEAD_DIM, int RANKS, bool DEEP>
 cudaError_t launch_rows(const op_context & ctx, const decode_args & d, const new_row_args * n) {
-    const size_t shared_nbytes = sums_nbytes<HEAD_DIM, RANKS>(d.heads);
-    return n ? launch(ctx, attention_decode_kernel<f16_rows, HEAD_DIM, true, RANKS, DEEP>, grid_of(d.rest), THREADS,
-                      shared_nbytes, d, *n)
-             : launch(ctx, attention_decode_kernel<f16_rows, HEAD_DIM, false, RANKS, DEEP>, grid_of(d.rest), THREADS,
-                      shared_nbytes, d, new_row_args{});
+    return n ? launch_rows<HEAD_DIM, true, RANKS, DEEP, DECODE_WARPS>(ctx, d, *n)
+             : launch_rows<HEAD_DIM, false, RANKS, DEEP, DECODE_WARPS>(ctx, d, {});
 }
 
 template <int HEAD_DIM> cudaError_t launch_rows(const op_context & ctx, const decode_args & d, const new_row_args * n) {
-    return d.rest.ranks == 2                 ? launch_rows<HEAD_DIM, 2, false>(ctx, d, n)
-           : d.block_size > 2 * DECODE_ROUND ? launch_rows<HEAD_DIM, 1, true>(ctx, d, n)
-                                             : launch_rows<HEAD_DIM, 1, false>(ctx, d, n);
+    return d.rest.small_blocks                    ? launch_rows<HEAD_DIM, false, 1, true, SMALL_WARPS>(ctx, d, {})
+           : d.rest.ranks == 2                    ? launch_rows<HEAD_DIM, 2, false>(ctx, d, n)
+           : d.block_size > 2 * DECODE_WARPS * 16 ? launch_rows<HEAD_DIM, 1, true>(ctx, d, n)
+                                                  : launch_rows<HEAD_DIM, 1, false>(ctx, d, n);
 }
 
 template <typename ROWS, int HEAD_DIM> constexpr size_t packed_nbytes() {
-    return std::max<size_t>(WARPS * ROWS::STAGES * ROWS::STAGE_NBYTES, sums_nbytes<HEAD_DIM, 1>(MAX_HEADS));
+    return std::max<size_t>(DECODE_WARPS * ROWS::STAGES * ROWS::STAGE_NBYTES,
+                            sums_nbytes<HEAD_DIM, 1, DECODE_WARPS>(MAX_HEADS));
 }
 
 // The result of f(rows, head size), both as values of empty types; `otherwise` for types and sizes without a kernel.
@@ -764,9 +783,9 @@ cudaError_t launch_attention_decode(const op_context & ctx, const attention_args
     return with_packed_rows(a.k.type, a.k.ne[0], cudaErrorInvalidValue, [&](auto rows, auto head_dim) {
         constexpr int    HEAD_DIM = decltype(head_dim)::value;
         constexpr size_t nbytes   = packed_nbytes<decltype(rows), HEAD_DIM>();
-        const auto       kernel   = attention_decode_kernel<decltype(rows), HEAD_DIM, false, 1, true>;
+        const auto       kernel   = attention_decode_kernel<decltype(rows), HEAD_DIM, false, 1, true, DECODE_WARPS>;
         CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(nbytes)));
-        return launch(ctx, kernel, grid_of(a), THREADS, nbytes, d, new_row_args{});
+        return launch(ctx, kernel, grid_of(a), DECODE_WARPS * WARP, nbytes, d, new_row_args{});
     });
 }
 

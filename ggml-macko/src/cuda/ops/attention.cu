@@ -46,6 +46,14 @@ int cluster_size(const op_context & ctx, const attention_params & p) {
                : 1;
 }
 
+// Many short sequences: a block that fills an SM would leave it idle while it waits for its first rows and for its
+// slowest warp. Small blocks wait at different times. Of a new sequence's positions, which llama.cpp pads to 256, they
+// also read few more than the visible ones.
+bool has_small_blocks(const attention_params & p) {
+    return p.k.type == TYPE_F16 && attention_decode_supported(p) && p.q.ne[1] * p.q.ne[3] > 1 &&
+           block_count(p) >= 2 * DECODE_BLOCKS;
+}
+
 // Positions of a split of attention_decode_kernel or attention_vec_kernel.
 int split_size(const attention_params & p, bool decode) {
     const int64_t n_kv = p.k.ne[1], blocks = block_count(p);
@@ -53,8 +61,9 @@ int split_size(const attention_params & p, bool decode) {
     if (blocks > N_COUNTERS || blocks == 0 || (decode && n_kv * p.k.ne[0] <= 512 * 64)) {
         return static_cast<int>(n_kv);
     }
-    const int64_t wanted = std::clamp<int64_t>(decode ? DECODE_BLOCKS / blocks : (VEC_BLOCKS + blocks - 1) / blocks, 1,
-                                               MAX_SPLITS),
+    const int64_t room = has_small_blocks(p) ? DECODE_BLOCKS * DECODE_WARPS / SMALL_WARPS : DECODE_BLOCKS,
+                  wanted =
+                      std::clamp<int64_t>(decode ? room / blocks : (VEC_BLOCKS + blocks - 1) / blocks, 1, MAX_SPLITS),
                   rounds = (n_kv + DECODE_ROUND - 1) / DECODE_ROUND;
     return static_cast<int>((rounds + wanted - 1) / wanted * DECODE_ROUND);
 }
@@ -162,6 +171,7 @@ static attention_args make_attention_args(const op_context & ctx, const attentio
     a.mask_nb2        = a.mask.ne[2] == 1 ? 0 : a.mask.nb[2];
     a.mask_nb3        = a.mask.ne[3] == 1 ? 0 : a.mask.nb[3];
     a.ranks           = cluster_size(ctx, p);
+    a.small_blocks    = has_small_blocks(p);
     a.split_size      = a.ranks > 1 ? static_cast<int>(p.k.ne[1]) : split_size(p, uses_decode(ctx, p));
     a.n_splits        = split_count(p, a.split_size);
     a.partial         = reinterpret_cast<float *>(scratch);

@@ -11,9 +11,10 @@ namespace macko::cuda {
 constexpr float LOG2_E     = 1.4426950408889634f;
 constexpr int   MAX_HEADS  = 4; // query heads that use the same rows of K and V in a block
 constexpr int   MAX_SPLITS = 64;
-// Positions of a round of attention_decode_kernel. Splits are whole rounds: combining shorter ones would cost more than
+// Warps of a block of attention_decode_kernel, which fills an SM, or of one of many blocks, which share it. A warp
+// processes 16 positions in a round. Splits are whole rounds of the former: combining shorter ones would cost more than
 // it saves.
-constexpr int DECODE_ROUND = 256;
+constexpr int DECODE_WARPS = 16, SMALL_WARPS = 4, DECODE_ROUND = DECODE_WARPS * 16;
 
 struct attention_args {
     const float * sinks;
@@ -29,6 +30,7 @@ struct attention_args {
     int64_t mask_nb2, mask_nb3;   // 0 if the mask is shared
     // blocks of a cluster that share the positions of the only split (attention_decode_kernel); else 1
     int     ranks;
+    bool    small_blocks;         // of attention_decode_kernel
     int     n_splits, split_size; // positions
     float * partial;              // [token, head][split][head_dim_v + 2]: sums, then maximum and sum of weights
     // attention_tile_kernel: effect of the mask on [mask][tile of tokens][tile of positions]

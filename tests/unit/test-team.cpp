@@ -3,8 +3,10 @@
 #include "test.h"
 
 #include <atomic>
+#include <set>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 using namespace macko;
@@ -65,6 +67,26 @@ TEST(loop_inside_a_loop_has_one_thread) {
         });
     });
     CHECK(n_inner == 256 && beyond_one == 0, "%d calls, %d of other threads", n_inner.load(), beyond_one.load());
+}
+
+TEST(kept_threads_run_many_loops) {
+    const kept_threads        outer, inner;
+    std::mutex                mutex;
+    std::set<std::thread::id> seen;
+    for (int round = 0; round < 100; round++) {
+        run_team(round % 5, [&](int, int, team_barrier & barrier) {
+            barrier.wait(); // all threads of the team have begun
+            const std::lock_guard<std::mutex> lock(mutex);
+            seen.insert(std::this_thread::get_id());
+        });
+        std::atomic<int64_t> sum{ 0 };
+        parallel_parts(4, 10, 1, [&](int64_t begin, int64_t, int) {
+            const kept_threads none;
+            parallel_ranges(2, 1, [&](int64_t, int64_t) { sum += begin; });
+        });
+        CHECK(sum == 45, "%lld", static_cast<long long>(sum));
+    }
+    CHECK(seen.size() == 4, "%zu threads", seen.size());
 }
 
 TEST(barrier_separates_rounds) {

@@ -331,6 +331,7 @@ void load_session::commit_cache() {
 }
 
 int load_session::begin(bool sparse_only, const char * cache_for, FILE ** stream) {
+    threads_.emplace();
     TRY(dense_stream::create(*file_, &dense_));
     if (cache_for) {
         open_cache(cache_for);
@@ -377,6 +378,7 @@ void load_session::index_names() {
 }
 
 void load_session::stop() {
+    threads_.reset();
     if (stream_) {
         current_session = outer_;
         fclose(stream_); // close it here: an exit handler would call hooks of an unloaded library

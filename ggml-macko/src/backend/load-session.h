@@ -2,6 +2,7 @@
 // tensor. Outside a load no data is keyed by tensor name, so models with equal names never mix.
 #pragma once
 
+#include "codec/team.h"
 #include "ggml-backend.h"
 #include "load/dense-stream.h"
 #include "load/link.h"
@@ -9,6 +10,7 @@
 #include "load/weight-cache.h"
 
 #include <functional>
+#include <optional>
 #include <unordered_map>
 
 namespace macko {
@@ -113,6 +115,7 @@ private:
     std::unique_ptr<model_file>                                 file_;
     std::unique_ptr<dense_stream>                               dense_;
     std::unique_ptr<weight_cache>                               cache_;
+    std::optional<kept_threads>                                 threads_; // of a load with a stream
     FILE *                                                      stream_   = nullptr;
     bool                                                        no_alloc_ = false;
     std::unordered_map<std::string, const sparse_tensor_info *> by_name_;

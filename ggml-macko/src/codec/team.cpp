@@ -15,48 +15,135 @@ namespace {
 
 constexpr int MAX_TEAM = 1024;
 
-// Whether a thread is inside a loop. If memory for it runs out, a loop inside a loop starts threads of its own.
-const platform::thread_flag & in_team() {
-    static const platform::thread_flag flag;
-    return flag;
+// What a thread is doing: nullptr, its kept_threads, or IN_TEAM inside a loop. If memory for the pointer runs out, a
+// loop inside a loop starts threads of its own.
+const platform::thread_pointer & state() {
+    static const platform::thread_pointer pointer;
+    return pointer;
 }
+char IN_TEAM; // only its address counts
 
 // Marks this thread as inside a loop.
 struct team_member {
-    team_member() { in_team().set(true); }
-    ~team_member() { in_team().set(false); }
+    void * const outer = state().get();
+    team_member() { state().set(&IN_TEAM); }
+    ~team_member() { state().set(outer); }
     team_member(const team_member &)             = delete;
     team_member & operator=(const team_member &) = delete;
 };
 
-// Threads besides the caller's: as many of n as the system provides. They call work(1), work(2) ...
+int team_size(int n_threads) { return state().get() == &IN_TEAM ? 1 : std::clamp(n_threads, 1, MAX_TEAM); }
+
+} // namespace
+
+// Threads besides the caller's. They sleep while there is no work. once: run() is called once, and they end with it.
 class helpers {
 public:
-    template <typename F> helpers(int n, F & work) noexcept {
-        try {
-            threads_.reserve(static_cast<size_t>(std::max(n, 0)));
-            for (int i = 1; i <= n; i++) {
-                threads_.emplace_back([&work, i] { work(i); });
-            }
-        } catch (...) { // std::system_error or std::bad_alloc: continue with the threads that were started
-        }
-    }
+    explicit helpers(bool once) : once_(once) {}
     ~helpers() {
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            end_ = true;
+        }
+        work_exists_.notify_all();
         for (std::thread & t : threads_) {
             t.join();
         }
     }
     helpers(const helpers &)             = delete;
     helpers & operator=(const helpers &) = delete;
-    int       size() const { return static_cast<int>(threads_.size()); }
+
+    // Starts threads until there are n, and returns how many of n the system provides.
+    int start(int n) noexcept {
+        try {
+            while (size() < n) {
+                threads_.emplace_back([this] { serve(); });
+            }
+        } catch (...) { // std::system_error or std::bad_alloc: continue with the threads that were started
+        }
+        return std::min(n, size());
+    }
+    // Calls work(0) on this thread and work(1) ... work(n) on others. This thread also makes the calls that no thread
+    // has begun when work(0) returns.
+    void run(int n, const std::function<void(int)> & work) noexcept {
+        std::unique_lock<std::mutex> lock(mutex_);
+        work_        = &work;
+        next_        = 1;
+        end_of_work_ = n + 1;
+        end_         = once_;
+        lock.unlock();
+        work_exists_.notify_all();
+        start(n);
+        work(0);
+        lock.lock();
+        while (call_next(lock)) {
+        }
+        all_done_.wait(lock, [&] { return n_running_ == 0; });
+    }
 
 private:
-    std::vector<std::thread> threads_;
+    int size() const { return static_cast<int>(threads_.size()); }
+
+    bool call_next(std::unique_lock<std::mutex> & lock) noexcept {
+        if (next_ == end_of_work_) {
+            return false;
+        }
+        const int i = next_++;
+        n_running_++;
+        lock.unlock();
+        (*work_)(i);
+        lock.lock();
+        if (--n_running_ == 0) {
+            all_done_.notify_one();
+        }
+        return true;
+    }
+    void serve() noexcept {
+        std::unique_lock<std::mutex> lock(mutex_);
+        while (call_next(lock) || !end_) {
+            work_exists_.wait(lock, [&] { return end_ || next_ < end_of_work_; });
+        }
+    }
+
+    std::mutex                       mutex_; // guards all members but threads_
+    std::condition_variable          work_exists_, all_done_;
+    const std::function<void(int)> * work_ = nullptr;
+    int                              next_ = 0, end_of_work_ = 0, n_running_ = 0;
+    const bool                       once_;
+    bool                             end_ = false;
+    std::vector<std::thread>         threads_;
 };
 
-int team_size(int n_threads) { return in_team().get() ? 1 : std::clamp(n_threads, 1, MAX_TEAM); }
+// The kept threads of this thread, or threads for one loop.
+class team_threads {
+public:
+    team_threads() {
+        void * const at   = state().get();
+        const auto * kept = at == &IN_TEAM ? nullptr : static_cast<kept_threads *>(at);
+        helpers_ = kept && kept->process_ == platform::process_id() ? kept->helpers_.get() : &own_.emplace(true);
+    }
+    helpers * operator->() { return helpers_; }
 
-} // namespace
+private:
+    std::optional<helpers> own_;
+    helpers *              helpers_;
+};
+
+kept_threads::kept_threads() : process_(platform::process_id()) {
+    if (!state().get()) {
+        helpers_ = std::make_unique<helpers>(false);
+        state().set(this);
+    }
+}
+
+kept_threads::~kept_threads() {
+    if (helpers_) {
+        state().set(nullptr);
+    }
+    if (process_ != platform::process_id()) {
+        (void)helpers_.release(); // its threads are those of another process
+    }
+}
 
 int default_threads() { return std::clamp(omp_get_max_threads(), 1, MAX_TEAM); }
 
@@ -90,10 +177,7 @@ void parallel_parts(int n_threads, int64_t n, int64_t part,
         }
         return;
     }
-    {
-        const helpers others(team - 1, work);
-        work(0);
-    }
+    team_threads()->run(team - 1, std::cref(work));
     if (error) {
         std::rethrow_exception(error);
     }
@@ -118,26 +202,14 @@ void team_barrier::wait() {
 }
 
 void run_team(int n_threads, const std::function<void(int ith, int nth, team_barrier & barrier)> & f) {
-    std::mutex                  mutex;
-    std::condition_variable     known;
-    std::optional<team_barrier> barrier; // made when the number of threads is known
-    int                         nth  = 0;
-    const auto                  work = [&](int ith) noexcept {
-        {
-            std::unique_lock<std::mutex> lock(mutex);
-            known.wait(lock, [&] { return nth > 0; });
-        }
+    team_threads others;
+    const int    nth = 1 + others->start(team_size(n_threads) - 1);
+    team_barrier barrier(nth);
+    const auto   work = [&](int ith) noexcept {
         const team_member here;
-        f(ith, nth, *barrier);
+        f(ith, nth, barrier);
     };
-    const helpers others(team_size(n_threads) - 1, work);
-    {
-        const std::lock_guard<std::mutex> lock(mutex);
-        nth = others.size() + 1;
-        barrier.emplace(nth);
-        known.notify_all();
-    }
-    work(0);
+    others->run(nth - 1, std::cref(work));
 }
 
 } // namespace macko

@@ -1,12 +1,13 @@
 // Loops over several threads, for all work except the products of a running model. Each call starts its threads and
-// ends them before it returns, so a process may fork afterwards. OpenMP keeps its threads: a forked child waits for
-// threads that it does not have. OpenMP also ends the process if the system refuses a thread; this code continues with
-// the threads that it has.
+// ends them before it returns, so a process may fork afterwards; a load keeps them between its loops (kept_threads).
+// OpenMP keeps its threads: a forked child waits for threads that it does not have. OpenMP also ends the process if the
+// system refuses a thread; this code continues with the threads that it has.
 #pragma once
 
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 
 namespace macko {
@@ -27,6 +28,22 @@ void parallel_parts(int n_threads, int64_t n, int64_t part,
 
 // Like parallel_parts(), with about as many parts as threads.
 void parallel_ranges(int n_threads, int64_t n, const std::function<void(int64_t begin, int64_t end)> & f);
+
+// While an object of this class lives, the loops of the thread that made it keep their threads, which sleep between
+// loops. Objects may nest; the outermost one has the threads, and its destructor ends them. In a forked process, loops
+// start threads of their own.
+class kept_threads {
+public:
+    kept_threads();
+    ~kept_threads(); // on the same thread
+    kept_threads(const kept_threads &)             = delete;
+    kept_threads & operator=(const kept_threads &) = delete;
+
+private:
+    friend class team_threads;
+    std::unique_ptr<class helpers> helpers_; // nullptr inside another object
+    const int64_t                  process_;
+};
 
 // A barrier at which all threads of a team wait for each other.
 class team_barrier {

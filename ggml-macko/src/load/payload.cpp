@@ -280,7 +280,8 @@ int read_by_all(const byte_source & source, int64_t offset, uint8_t * dst, int64
 int read_payload(const byte_source & source, const gguf_header & header, const sparse_tensor_info & matrix,
                  int n_threads, payload_consumer & consumer) {
     const int status = c_boundary([&]() -> int {
-        const int n_team = threads_for(n_threads, matrix.desc.rows * matrix.desc.cols);
+        const int          n_team = threads_for(n_threads, matrix.desc.rows * matrix.desc.cols);
+        const kept_threads threads;
         consumer.begin();
         do {
             if (const int bad = matrix.format->streams_rows() ? read_rows(source, header, matrix, n_team, consumer)

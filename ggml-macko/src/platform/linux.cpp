@@ -58,17 +58,17 @@ int64_t process_id() { return getpid(); }
 
 static_assert(sizeof(pthread_key_t) <= sizeof(uintptr_t));
 
-thread_flag::thread_flag() {
+thread_pointer::thread_pointer() {
     pthread_key_t key = {};
     exists_           = pthread_key_create(&key, nullptr) == 0;
     key_              = key;
 }
 
-bool thread_flag::get() const { return exists_ && pthread_getspecific(static_cast<pthread_key_t>(key_)) != nullptr; }
+void * thread_pointer::get() const { return exists_ ? pthread_getspecific(static_cast<pthread_key_t>(key_)) : nullptr; }
 
-void thread_flag::set(bool value) const {
+void thread_pointer::set(void * value) const {
     if (exists_) {
-        (void)pthread_setspecific(static_cast<pthread_key_t>(key_), value ? this : nullptr);
+        (void)pthread_setspecific(static_cast<pthread_key_t>(key_), value);
     }
 }
 

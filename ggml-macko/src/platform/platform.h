@@ -17,13 +17,13 @@ class file; // files.h
 // The environment: NAME=VALUE ..., nullptr.
 char ** environment_entries();
 
-// A flag of each thread, false at first. Not thread_local: the first access allocates memory, and glibc ends the
+// A pointer of each thread, nullptr at first. Not thread_local: the first access allocates memory, and glibc ends the
 // process if there is none.
-class thread_flag {
+class thread_pointer {
 public:
-    thread_flag();
-    bool get() const;
-    void set(bool value) const; // has no effect if memory runs out
+    thread_pointer();
+    void * get() const;
+    void   set(void * value) const; // has no effect if memory runs out
 
 private:
     uintptr_t key_ = 0;
@@ -52,9 +52,10 @@ struct arm64_extensions {
 arm64_extensions find_arm64_extensions();
 #endif
 
-// ---- only the plugin calls the functions below; windows.cpp lacks them ----
-
+// A forked process has another id.
 int64_t process_id();
+
+// ---- only the plugin calls the functions below; windows.cpp lacks them ----
 
 // The user's folder for cached data; "" if there is none.
 std::string user_cache_folder();

@@ -23,13 +23,15 @@ bool random_bytes(void * out, size_t n) {
 
 char ** environment_entries() { return _environ; }
 
-thread_flag::thread_flag() : key_(TlsAlloc()), exists_(key_ != TLS_OUT_OF_INDEXES) {}
+int64_t process_id() { return GetCurrentProcessId(); }
 
-bool thread_flag::get() const { return exists_ && TlsGetValue(static_cast<DWORD>(key_)) != nullptr; }
+thread_pointer::thread_pointer() : key_(TlsAlloc()), exists_(key_ != TLS_OUT_OF_INDEXES) {}
 
-void thread_flag::set(bool value) const {
+void * thread_pointer::get() const { return exists_ ? TlsGetValue(static_cast<DWORD>(key_)) : nullptr; }
+
+void thread_pointer::set(void * value) const {
     if (exists_) {
-        TlsSetValue(static_cast<DWORD>(key_), value ? const_cast<thread_flag *>(this) : nullptr);
+        TlsSetValue(static_cast<DWORD>(key_), value);
     }
 }
 

@@ -165,7 +165,7 @@ int load_session::make_matrix_file(const sparse_tensor_info & matrix, std::uniqu
 
 int load_session::receive(const ggml_tensor * tensor, const void * data, size_t size, payload_consumer & consumer) {
     return deliver(tensor, data, size, [&](const sparse_tensor_info & matrix) {
-        return read_payload(*file_, file_->header, matrix, 0, consumer);
+        return read_payload(*file_, file_->header, matrix, 0, consumer, &memory_);
     });
 }
 

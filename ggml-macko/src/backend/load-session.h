@@ -116,6 +116,7 @@ private:
     std::unique_ptr<dense_stream>                               dense_;
     std::unique_ptr<weight_cache>                               cache_;
     std::optional<kept_threads>                                 threads_; // of a load with a stream
+    read_memory                                                 memory_;
     FILE *                                                      stream_   = nullptr;
     bool                                                        no_alloc_ = false;
     std::unordered_map<std::string, const sparse_tensor_info *> by_name_;

@@ -20,6 +20,15 @@ constexpr int64_t BLOCK_NBYTES = 512 << 10;
 
 namespace {
 
+// Memory of at least n bytes, uninitialized, so that the threads that fill it touch new pages first.
+uint8_t * at_least(raw_bytes & bytes, size_t n) {
+    if (bytes.size() < n) {
+        raw_bytes().swap(bytes); // no copy, and no memory beside the larger one
+        bytes.resize(n);
+    }
+    return bytes.data();
+}
+
 // Keeps the error of the first block in file order, independent of which thread finds it. Blocks after that block are
 // skipped.
 struct first_error {
@@ -74,6 +83,7 @@ struct payload_reader {
     const byte_source &        source;
     const gguf_header &        header;
     const sparse_tensor_info & m;
+    read_memory &              memory;
     std::vector<int32_t>       row_ptr;
     std::vector<int64_t>       blocks;  // first row of each block, and the number of rows at the end
     macko_matrix               recoded; // a matrix of another format, recoded; its blocks are not read from the file
@@ -132,7 +142,7 @@ struct payload_reader {
         blocks.push_back(m.desc.rows);
     }
 
-    int read_block(size_t b, std::vector<uint8_t> & buffer, macko_view * view) const {
+    int read_block(size_t b, raw_bytes & buffer, macko_view * view) const {
         const int64_t row_begin = blocks[b];
         const int64_t row_end   = blocks[b + 1];
         if (!recoded.values.empty()) {
@@ -142,15 +152,12 @@ struct payload_reader {
         const int64_t base = row_ptr[static_cast<size_t>(row_begin)] & ~int64_t(7);
         const int64_t end  = (row_ptr[static_cast<size_t>(row_end)] + int64_t(7)) & ~int64_t(7); // at most n_padded
         // Both are whole bytes, because base and end are multiples of 8.
-        const int64_t n_values = (end - base) * value_nbytes(m.desc.type);
-        const int64_t n_deltas = (end - base) * m.desc.delta_bits / 8;
-        const size_t  slack    = 64; // validate and consumers may load whole vectors
-        if (buffer.size() < static_cast<size_t>(n_values + n_deltas) + 2 * slack) {
-            buffer.resize(static_cast<size_t>(n_values + n_deltas) + 2 * slack);
-        }
-        uint8_t *        values = buffer.data();
-        uint8_t *        deltas = values + n_values + slack;
-        const macko_rows rows   = { m.desc, row_begin, row_end, row_ptr.data(), base, values, deltas };
+        const int64_t    n_values = (end - base) * value_nbytes(m.desc.type);
+        const int64_t    n_deltas = (end - base) * m.desc.delta_bits / 8;
+        const size_t     slack    = 64; // validate and consumers may load whole vectors
+        uint8_t *        values   = at_least(buffer, static_cast<size_t>(n_values + n_deltas) + 2 * slack);
+        uint8_t *        deltas   = values + n_values + slack;
+        const macko_rows rows     = { m.desc, row_begin, row_end, row_ptr.data(), base, values, deltas };
         if (m.is_encoded_on_load()) {
             TRY(encode_block(rows, values, n_values, deltas, n_deltas));
             return validate(rows, view);
@@ -183,19 +190,19 @@ struct payload_reader {
     }
 
     int read_blocks(int n_max_team, payload_consumer & consumer) {
-        const int64_t                     n_blocks = static_cast<int64_t>(blocks.size()) - 1;
-        first_error                       error;
-        running_sum                       nnz;
-        const int                         n_team = static_cast<int>(std::min<int64_t>(n_max_team, n_blocks));
-        std::vector<std::vector<uint8_t>> buffers(static_cast<size_t>(n_team));
+        const int64_t n_blocks = static_cast<int64_t>(blocks.size()) - 1;
+        first_error   error;
+        running_sum   nnz;
+        const int     n_team = static_cast<int>(std::min<int64_t>(n_max_team, n_blocks));
+        memory.blocks.resize(std::max(memory.blocks.size(), static_cast<size_t>(n_team)));
         // Threads process the blocks in order, so running_sum never waits for a block without a thread.
         parallel_parts(n_team, n_blocks, 1, [&](int64_t b, int64_t, int thread) {
             macko_view view;
             int        status = GGML_MACKO_STATUS_OK;
             const bool run    = b < error.block;
             if (run) {
-                std::vector<uint8_t> & buffer = buffers[static_cast<size_t>(thread)];
-                status = c_boundary([&] { return read_block(static_cast<size_t>(b), buffer, &view); });
+                raw_bytes & buffer = memory.blocks[static_cast<size_t>(thread)];
+                status             = c_boundary([&] { return read_block(static_cast<size_t>(b), buffer, &view); });
             }
             int64_t first_value = 0;
             if (consumer.wants_first_value()) {
@@ -222,9 +229,8 @@ struct payload_reader {
     }
 };
 
-int read_rows(const byte_source & source, const gguf_header & header, const sparse_tensor_info & m, int n_team,
-              payload_consumer & consumer) {
-    payload_reader reader = { source, header, m, {}, {}, {} };
+int read_rows(payload_reader & reader, int n_team, payload_consumer & consumer) {
+    const sparse_tensor_info & m = reader.m;
     if (m.is_encoded_on_load()) {
         reader.row_ptr = *m.row_ptr;
     } else if (const int status = reader.read_row_ptr()) {
@@ -238,18 +244,15 @@ int read_rows(const byte_source & source, const gguf_header & header, const spar
 
 // Reads the whole matrix into memory that changes of the file cannot affect, and checks it. A consumer that does not
 // accept the format of the matrix gets MACKO rows.
-int read_whole(const byte_source & source, const gguf_header & header, const sparse_tensor_info & m, int n_team,
-               payload_consumer & consumer) {
-    payload_reader reader = { source, header, m, {}, {}, {} };
+int read_whole(payload_reader & reader, int n_team, payload_consumer & consumer) {
+    const sparse_tensor_info & m = reader.m;
     {
-        ggml_macko_matrix          matrix = m.matrix(&header.tensors[m.first]);
-        std::unique_ptr<uint8_t[]> memory[GGML_MACKO_MAX_ARRAYS];
+        ggml_macko_matrix matrix = m.matrix(&reader.header.tensors[m.first]);
         for (size_t c = 0; c < m.n_tensors; c++) {
-            const gguf_tensor & t = reader.component(c);
-            // leave the bytes uninitialized, so that the threads that read the file touch the pages first
-            memory[c].reset(new uint8_t[static_cast<size_t>(t.nbytes)]);
-            TRY(read_by_all(source, t.offset, memory[c].get(), t.nbytes, n_team));
-            matrix.arrays[c].data = memory[c].get();
+            const gguf_tensor & t    = reader.component(c);
+            uint8_t * const     data = at_least(reader.memory.arrays[c], static_cast<size_t>(t.nbytes));
+            TRY(read_by_all(reader.source, t.offset, data, t.nbytes, n_team));
+            matrix.arrays[c].data = data;
         }
         std::unique_ptr<codec_view> view;
         TRY(open_matrix(*m.format, matrix, n_team, &view));
@@ -278,14 +281,16 @@ int read_by_all(const byte_source & source, int64_t offset, uint8_t * dst, int64
 }
 
 int read_payload(const byte_source & source, const gguf_header & header, const sparse_tensor_info & matrix,
-                 int n_threads, payload_consumer & consumer) {
+                 int n_threads, payload_consumer & consumer, read_memory * memory) {
     const int status = c_boundary([&]() -> int {
         const int          n_team = threads_for(n_threads, matrix.desc.rows * matrix.desc.cols);
         const kept_threads threads;
+        read_memory        own;
         consumer.begin();
         do {
-            if (const int bad = matrix.format->streams_rows() ? read_rows(source, header, matrix, n_team, consumer)
-                                                              : read_whole(source, header, matrix, n_team, consumer)) {
+            payload_reader reader = { source, header, matrix, memory ? *memory : own, {}, {}, {} };
+            if (const int bad = matrix.format->streams_rows() ? read_rows(reader, n_team, consumer)
+                                                              : read_whole(reader, n_team, consumer)) {
                 return bad;
             }
         } while (!consumer.end());

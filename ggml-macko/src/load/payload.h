@@ -2,6 +2,7 @@
 // copy, never on the file itself, which may change at any time.
 #pragma once
 
+#include "codec/macko/encode.h"
 #include "load/model-file.h"
 
 namespace macko {
@@ -32,11 +33,18 @@ struct payload_consumer {
     }
 };
 
+// Memory that reading a matrix needs, for a load to keep: mapping and clearing new pages takes longer than reading.
+struct read_memory {
+    raw_bytes              arrays[GGML_MACKO_MAX_ARRAYS];
+    std::vector<raw_bytes> blocks; // of each thread
+};
+
 [[nodiscard]] int read_payload(const model_file & file, const sparse_tensor_info & matrix, int n_threads,
                                payload_consumer & consumer);
 // The same without the file system (for fuzzing and tests); header is the header of source.
 [[nodiscard]] int read_payload(const byte_source & source, const gguf_header & header,
-                               const sparse_tensor_info & matrix, int n_threads, payload_consumer & consumer);
+                               const sparse_tensor_info & matrix, int n_threads, payload_consumer & consumer,
+                               read_memory * memory = nullptr);
 // Reads n bytes at offset with a team of threads. One thread copies at most 6 GB/s, and page faults of new memory cost
 // as much again.
 [[nodiscard]] int read_by_all(const byte_source & source, int64_t offset, uint8_t * dst, int64_t n, int n_team);

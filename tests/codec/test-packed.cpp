@@ -153,6 +153,19 @@ static void check_decoded(const packed_view & view) {
 
 // ---- tests ----
 
+// Rows that the view makes itself equal the decoded and encoded ones.
+static void check_made_rows(const packed_view & view, const macko_matrix & m) {
+    std::vector<uint8_t> values(m.values.size()), deltas(m.deltas.size());
+    for (int64_t r = 0; r < m.desc.rows; r++) {
+        const auto at = static_cast<size_t>(r);
+        CHECK(view.count_entries(r) == m.row_ptr[at + 1] - m.row_ptr[at], "row %ld", (long)r);
+    }
+    view.write_entries({ m.desc, 0, m.desc.rows, m.row_ptr.data(), 0, nullptr, nullptr }, values.data(), deltas.data());
+    CHECK(std::equal(values.begin(), values.end(), m.values.begin()) &&
+              std::equal(deltas.begin(), deltas.end(), m.deltas.begin()),
+          "other entries");
+}
+
 TEST(round_trip) {
     rng r(1);
     for (const int32_t type : all_types) {
@@ -193,6 +206,7 @@ TEST(round_trip) {
                         macko_matrix recoded;
                         CHECK(recode(view, threads(2), &recoded) == 0 && recoded.desc.nnz == m.desc.nnz, "%s",
                               ggml_macko_last_error());
+                        check_made_rows(view, recoded);
                     }
                 }
             }

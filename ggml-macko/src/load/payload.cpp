@@ -85,8 +85,10 @@ struct payload_reader {
     const sparse_tensor_info & m;
     read_memory &              memory;
     std::vector<int32_t>       row_ptr;
-    std::vector<int64_t>       blocks;  // first row of each block, and the number of rows at the end
-    macko_matrix               recoded; // a matrix of another format, recoded; its blocks are not read from the file
+    std::vector<int64_t>       blocks; // first row of each block, and the number of rows at the end
+    // a matrix of another format, whose blocks are not read from the file: one that makes rows, or recoded
+    const codec_view * view;
+    macko_matrix       recoded;
 
     const gguf_tensor & component(size_t c) const { return header.tensors[m.first + c]; }
     int64_t             values_offset(int64_t entry) const {
@@ -128,11 +130,11 @@ struct payload_reader {
             const int64_t n =
                 (row_ptr[static_cast<size_t>(r) + 1] - row_ptr[static_cast<size_t>(r)]) * bits_per_entry / 8 +
                 row_nbytes;
-            // A block that is encoded on load does not contain the deltas of its neighbors. Because consumers copy
+            // A block whose rows are made here does not contain the deltas of its neighbors. Because consumers copy
             // whole bytes, it must not share a byte of deltas with them.
-            const bool may_begin =
-                r % multiple == 0 &&
-                (!m.is_encoded_on_load() || row_ptr[static_cast<size_t>(r)] * int64_t(m.desc.delta_bits) % 8 == 0);
+            const bool is_made   = m.is_encoded_on_load() || view;
+            const bool may_begin = r % multiple == 0 &&
+                                   (!is_made || row_ptr[static_cast<size_t>(r)] * int64_t(m.desc.delta_bits) % 8 == 0);
             if (nbytes > 0 && nbytes + n > BLOCK_NBYTES && may_begin) {
                 blocks.push_back(r);
                 nbytes = 0;
@@ -142,12 +144,12 @@ struct payload_reader {
         blocks.push_back(m.desc.rows);
     }
 
-    int read_block(size_t b, raw_bytes & buffer, macko_view * view) const {
+    int read_block(size_t b, raw_bytes & buffer, macko_view * out) const {
         const int64_t row_begin = blocks[b];
         const int64_t row_end   = blocks[b + 1];
         if (!recoded.values.empty()) {
             return validate(
-                { m.desc, row_begin, row_end, row_ptr.data(), 0, recoded.values.data(), recoded.deltas.data() }, view);
+                { m.desc, row_begin, row_end, row_ptr.data(), 0, recoded.values.data(), recoded.deltas.data() }, out);
         }
         const int64_t base = row_ptr[static_cast<size_t>(row_begin)] & ~int64_t(7);
         const int64_t end  = (row_ptr[static_cast<size_t>(row_end)] + int64_t(7)) & ~int64_t(7); // at most n_padded
@@ -158,13 +160,15 @@ struct payload_reader {
         uint8_t *        values   = at_least(buffer, static_cast<size_t>(n_values + n_deltas) + 2 * slack);
         uint8_t *        deltas   = values + n_values + slack;
         const macko_rows rows     = { m.desc, row_begin, row_end, row_ptr.data(), base, values, deltas };
-        if (m.is_encoded_on_load()) {
+        if (view) {
+            view->write_entries(rows, values, deltas);
+        } else if (m.is_encoded_on_load()) {
             TRY(encode_block(rows, values, n_values, deltas, n_deltas));
-            return validate(rows, view);
+        } else {
+            TRY(source.read(values_offset(base), values, n_values));
+            TRY(source.read(deltas_offset(base), deltas, n_deltas));
         }
-        TRY(source.read(values_offset(base), values, n_values));
-        TRY(source.read(deltas_offset(base), deltas, n_deltas));
-        return validate(rows, view);
+        return validate(rows, out);
     }
 
     // Reads dense rows and encodes them.
@@ -182,9 +186,21 @@ struct payload_reader {
         return encode(dense.data(), rows, values, deltas);
     }
 
-    // Passes the matrix in `recoded` to the consumer, in blocks of rows.
-    int read_recoded(int n_team, payload_consumer & consumer) {
-        row_ptr = std::move(recoded.row_ptr);
+    // Passes the rows of another format to the consumer, in blocks.
+    int read_view(const codec_view & from, int n_team, payload_consumer & consumer) {
+        if (from.makes_rows()) {
+            view = &from;
+            row_ptr.assign(static_cast<size_t>(m.desc.rows) + 1, 0);
+            parallel_ranges(n_team, m.desc.rows, [&](int64_t begin, int64_t end) {
+                for (int64_t r = begin; r < end; r++) {
+                    row_ptr[static_cast<size_t>(r) + 1] = static_cast<int32_t>(from.count_entries(r));
+                }
+            });
+            TRY(sum_row_ptr(&row_ptr));
+        } else {
+            TRY(recode(from, n_team, &recoded));
+            row_ptr = std::move(recoded.row_ptr);
+        }
         make_blocks(consumer.rows_of_blocks());
         return read_blocks(n_team, consumer);
     }
@@ -197,21 +213,21 @@ struct payload_reader {
         memory.blocks.resize(std::max(memory.blocks.size(), static_cast<size_t>(n_team)));
         // Threads process the blocks in order, so running_sum never waits for a block without a thread.
         parallel_parts(n_team, n_blocks, 1, [&](int64_t b, int64_t, int thread) {
-            macko_view view;
+            macko_view rows;
             int        status = GGML_MACKO_STATUS_OK;
             const bool run    = b < error.block;
             if (run) {
                 raw_bytes & buffer = memory.blocks[static_cast<size_t>(thread)];
-                status             = c_boundary([&] { return read_block(static_cast<size_t>(b), buffer, &view); });
+                status             = c_boundary([&] { return read_block(static_cast<size_t>(b), buffer, &rows); });
             }
             int64_t first_value = 0;
             if (consumer.wants_first_value()) {
-                first_value = nnz.add_in_order(b, view.nnz());
+                first_value = nnz.add_in_order(b, rows.nnz());
             } else {
-                nnz.add(view.nnz());
+                nnz.add(rows.nnz());
             }
             if (run && status == GGML_MACKO_STATUS_OK) {
-                status = c_boundary([&] { return consumer.consume(view, first_value); });
+                status = c_boundary([&] { return consumer.consume(rows, first_value); });
             }
             if (status != GGML_MACKO_STATUS_OK) {
                 error.set(b, status);
@@ -245,24 +261,21 @@ int read_rows(payload_reader & reader, int n_team, payload_consumer & consumer) 
 // Reads the whole matrix into memory that changes of the file cannot affect, and checks it. A consumer that does not
 // accept the format of the matrix gets MACKO rows.
 int read_whole(payload_reader & reader, int n_team, payload_consumer & consumer) {
-    const sparse_tensor_info & m = reader.m;
-    {
-        ggml_macko_matrix matrix = m.matrix(&reader.header.tensors[m.first]);
-        for (size_t c = 0; c < m.n_tensors; c++) {
-            const gguf_tensor & t    = reader.component(c);
-            uint8_t * const     data = at_least(reader.memory.arrays[c], static_cast<size_t>(t.nbytes));
-            TRY(read_by_all(reader.source, t.offset, data, t.nbytes, n_team));
-            matrix.arrays[c].data = data;
-        }
-        std::unique_ptr<codec_view> view;
-        TRY(open_matrix(*m.format, matrix, n_team, &view));
-        if (consumer.takes(*m.format)) {
-            const int status = view->check_rows(n_team);
-            return status ? status : consumer.consume_matrix(*view);
-        }
-        TRY(recode(*view, n_team, &reader.recoded));
-    } // frees the arrays of the original format before the rows are consumed
-    return reader.read_recoded(n_team, consumer);
+    const sparse_tensor_info & m      = reader.m;
+    ggml_macko_matrix          matrix = m.matrix(&reader.header.tensors[m.first]);
+    for (size_t c = 0; c < m.n_tensors; c++) {
+        const gguf_tensor & t    = reader.component(c);
+        uint8_t * const     data = at_least(reader.memory.arrays[c], static_cast<size_t>(t.nbytes));
+        TRY(read_by_all(reader.source, t.offset, data, t.nbytes, n_team));
+        matrix.arrays[c].data = data;
+    }
+    std::unique_ptr<codec_view> view;
+    TRY(open_matrix(*m.format, matrix, n_team, &view));
+    if (consumer.takes(*m.format)) {
+        const int status = view->check_rows(n_team);
+        return status ? status : consumer.consume_matrix(*view);
+    }
+    return reader.read_view(*view, n_team, consumer);
 }
 
 } // namespace
@@ -288,7 +301,7 @@ int read_payload(const byte_source & source, const gguf_header & header, const s
         read_memory        own;
         consumer.begin();
         do {
-            payload_reader reader = { source, header, matrix, memory ? *memory : own, {}, {}, {} };
+            payload_reader reader = { source, header, matrix, memory ? *memory : own, {}, {}, nullptr, {} };
             if (const int bad = matrix.format->streams_rows() ? read_rows(reader, n_team, consumer)
                                                               : read_whole(reader, n_team, consumer)) {
                 return bad;

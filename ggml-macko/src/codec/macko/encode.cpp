@@ -150,14 +150,11 @@ void allocate_zeros(raw_bytes * bytes, int64_t n, int n_threads) {
 template <typename N> int allocate(const macko_desc & desc, N && entries_of_row, int n_threads, macko_matrix * m) {
     m->desc = desc;
     m->row_ptr.assign(static_cast<size_t>(desc.rows) + 1, 0);
-    int64_t n_stored = 0; // at most 2^24 rows of 2^24 entries: no overflow
     for (size_t r = 0; r < static_cast<size_t>(desc.rows); r++) {
-        n_stored += entries_of_row(r);
-        if (n_stored > MAX_STORED) {
-            return fail(GGML_MACKO_STATUS_LIMIT, "more than %lld entries (limit)", static_cast<long long>(MAX_STORED));
-        }
-        m->row_ptr[r + 1] = static_cast<int32_t>(n_stored);
+        m->row_ptr[r + 1] = static_cast<int32_t>(entries_of_row(r)); // at most cols
     }
+    TRY(sum_row_ptr(&m->row_ptr));
+    const int64_t n_stored = m->row_ptr.back();
     allocate_zeros(&m->values, n_padded(n_stored) * value_nbytes(desc.type) + SLACK, n_threads);
     allocate_zeros(&m->deltas, deltas_nbytes(n_padded(n_stored), desc.delta_bits) + SLACK, n_threads);
     return GGML_MACKO_STATUS_OK;
@@ -187,6 +184,18 @@ template <typename T> int recode_rows(const codec_view & view, macko_desc desc, 
 }
 
 } // namespace
+
+int sum_row_ptr(std::vector<int32_t> * row_ptr) {
+    int64_t n_stored = 0; // at most 2^24 rows of 2^24 entries: no overflow
+    for (int32_t & n : *row_ptr) {
+        n_stored += n;
+        if (n_stored > MAX_STORED) {
+            return fail(GGML_MACKO_STATUS_LIMIT, "more than %lld entries (limit)", static_cast<long long>(MAX_STORED));
+        }
+        n = static_cast<int32_t>(n_stored);
+    }
+    return GGML_MACKO_STATUS_OK;
+}
 
 int count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads, ggml_macko_count * count,
                 row_count * each_row) {

@@ -21,6 +21,8 @@ inline void add(ggml_macko_count & sum, const ggml_macko_count & c) {
 struct row_count {
     int32_t n_stored[4]; // for delta_bits 1, 2, 4, 8
 };
+// Makes row_ptr from 0 and the entries of each row; LIMIT if there are too many.
+[[nodiscard]] int sum_row_ptr(std::vector<int32_t> * row_ptr);
 // Counts the entries of a dense matrix for all four widths in one pass. each_row: counts for each row, or nullptr.
 [[nodiscard]] int count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads,
                               ggml_macko_count * count, row_count * each_row = nullptr);

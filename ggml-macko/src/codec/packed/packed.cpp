@@ -6,6 +6,7 @@
 #include "codec/team.h"
 
 #include <algorithm>
+#include <array>
 
 namespace macko {
 
@@ -312,6 +313,134 @@ int packed_view::decode(void * dense, int n_threads) const {
         }
     });
     return GGML_MACKO_STATUS_OK;
+}
+
+// ---- MACKO rows ----
+
+namespace {
+
+// The non-zeros in each byte of a bitmap.
+struct byte_gaps {
+    uint32_t gaps;  // columns before each, in 4 bits
+    uint8_t  n;     // non-zeros
+    uint8_t  after; // columns after the last
+};
+const byte_gaps * gaps_of_bytes() {
+    static const std::array<byte_gaps, 256> table = [] {
+        std::array<byte_gaps, 256> t = {};
+        for (size_t byte = 0; byte < 256; byte++) {
+            byte_gaps & b = t[byte];
+            for (size_t i = 0; i < 8; i++) {
+                if (byte >> i & 1) {
+                    b.gaps |= static_cast<uint32_t>(b.after) << (4 * b.n++);
+                    b.after = 0;
+                } else {
+                    b.after++;
+                }
+            }
+        }
+        return t;
+    }();
+    return table.data();
+}
+
+constexpr int64_t LONGEST = (1 << RECODED_BITS) - 1; // gap of one entry, which is also that of a filler
+
+// Appends codes of RECODED_BITS.
+struct gap_writer {
+    uint8_t *            out;
+    uint64_t             pending   = 0;
+    unsigned             n_pending = 0; // codes, at most 1 between two calls
+    int64_t              n         = 0; // entries
+    std::vector<int64_t> fillers;       // the entries that are fillers
+
+    void put(uint64_t codes, unsigned n_codes) { // at most 8
+        pending |= codes << (RECODED_BITS * n_pending);
+        memcpy(out, &pending, sizeof(pending));
+        n += n_codes;
+        n_pending += n_codes;
+        out += n_pending / 2;
+        pending >>= n_pending / 2 * 8;
+        n_pending &= 1;
+    }
+    // Puts the fillers of a gap and returns the rest.
+    int64_t fill(int64_t gap) {
+        for (; gap > LONGEST; gap -= LONGEST + 1) {
+            fillers.push_back(n);
+            put(LONGEST, 1);
+        }
+        return gap;
+    }
+};
+
+// Calls f(gap before the first non-zero of a byte, the byte's entry of the table).
+template <typename F> void for_each_byte(const uint8_t * row, int64_t nbytes, F && f) {
+    const byte_gaps * table = gaps_of_bytes();
+    int64_t           gap   = 0;
+    for (int64_t i = 0; i < nbytes; i++) {
+        const byte_gaps & b = table[row[i]];
+        if (b.n > 0) {
+            f(gap + (b.gaps & 15), b);
+            gap = 0;
+        }
+        gap += b.after;
+    }
+}
+
+// Moves n_values values apart, to make room for fillers.
+template <typename T> void insert_fillers(T * values, int64_t n_values, const std::vector<int64_t> & fillers) {
+    int64_t end = n_values + static_cast<int64_t>(fillers.size());
+    for (size_t i = fillers.size(); i-- > 0;) {
+        const int64_t at = fillers[i];
+        memmove(values + at + 1, values + at - i, static_cast<size_t>(end - at - 1) * sizeof(T));
+        values[at] = 0;
+        end        = at;
+    }
+}
+
+} // namespace
+
+int64_t packed_view::count_entries(int64_t row) const {
+    int64_t       n      = arrays_.row_ptr[row + 1] - arrays_.row_ptr[row];
+    const int64_t nbytes = bitmap_row_nbytes(desc().cols);
+    if (arrays_.desc.index_bits == INDEX_BITMAP) {
+        for_each_byte(arrays_.index + row * nbytes, nbytes,
+                      [&](int64_t gap, const byte_gaps &) { n += gap >> RECODED_BITS; });
+    } else {
+        int64_t next = 0;
+        for_each_column(row, [&](int64_t col) {
+            n += (col - next) >> RECODED_BITS;
+            next = col + 1;
+        });
+    }
+    return n;
+}
+
+void packed_view::write_entries(const macko_rows & rows, void * values, uint8_t * deltas) const {
+    const int64_t first = rows.row_ptr[rows.row_begin] - rows.base, nbytes = bitmap_row_nbytes(desc().cols);
+    auto *        out   = static_cast<uint8_t *>(values) + first * value_nbytes(desc().type);
+    gap_writer    codes = { deltas + first * RECODED_BITS / 8, 0, 0, 0, {} };
+    for (int64_t r = rows.row_begin; r < rows.row_end; r++) {
+        const int64_t k = arrays_.row_ptr[r], n = arrays_.row_ptr[r + 1] - k;
+        codes.n = 0;
+        codes.fillers.clear();
+        if (arrays_.desc.index_bits == INDEX_BITMAP) {
+            for_each_byte(arrays_.index + r * nbytes, nbytes, [&](int64_t gap, const byte_gaps & b) {
+                codes.put((b.gaps & ~uint64_t(15)) | static_cast<uint64_t>(codes.fill(gap)), b.n);
+            });
+        } else {
+            int64_t next = 0;
+            for_each_column(r, [&](int64_t col) {
+                codes.put(static_cast<uint64_t>(codes.fill(col - next)), 1);
+                next = col + 1;
+            });
+        }
+        copy_values(k, n, out);
+        desc().type == GGML_MACKO_TYPE_F32 ? insert_fillers(reinterpret_cast<uint32_t *>(out), n, codes.fillers)
+                                           : insert_fillers(reinterpret_cast<uint16_t *>(out), n, codes.fillers);
+        out += codes.n * value_nbytes(desc().type);
+    }
+    codes.put(0, 0);
 }
 
 // ---- pack ----

@@ -51,6 +51,9 @@ public:
     const macko_desc & desc() const override { return arrays_.desc.dense; }
     int                for_each_row(int n_threads, const std::function<void(int64_t, const void *)> & f) const override;
     int                decode(void * dense, int n_threads) const override;
+    bool               makes_rows() const override { return true; }
+    int64_t            count_entries(int64_t row) const override;
+    void               write_entries(const macko_rows & rows, void * values, uint8_t * deltas) const override;
 
     const packed_arrays & arrays() const { return arrays_; }
     int64_t               row_bit(int64_t row) const {

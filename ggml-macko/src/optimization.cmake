@@ -1,5 +1,5 @@
 # Of a release: -O3 only where it makes loops over weights faster, -Os for what runs a few times per model, else -O2.
-string(CONCAT macko_fast "^cpu/kernels/(kernels|rope)|^cpu/layout/|^codec/(macko|packed)/|^codec/ec-csr/extract"
+string(CONCAT macko_fast "^cpu/kernels/(kernels|rope)|^cpu/layout/|^codec/macko/|^codec/ec-csr/extract"
     "|^codec/(matrix-|negative-)|/cuda/")
 string(CONCAT macko_cold "^(abi|capi|gguf|load|platform|plugin)/|-codec\\.cpp$|^codec/(codec|registry|status|team)\\."
     "|^backend/[^o]|layout/(choose|layouts|plan)\\.|^cpu/device/(rpc|weight)|^rpc/[^g]")

@@ -22,20 +22,22 @@ int64_t outliers_words(int64_t n, int32_t type) { return (n * value_nbytes(type)
 // Exponent of Inf and NaN.
 constexpr int infinite_exponent(int32_t type) { return type == GGML_MACKO_TYPE_F16 ? 31 : 255; }
 
-template <typename T> int exponent_of(T value, int32_t type) {
+template <typename T> inline int exponent_of(T value, int32_t type) {
     return static_cast<int>((value & exponent_mask<T>(type)) >> coded_dense_mantissa_bits(type));
 }
 // Whether a value is normal and its mantissa has at most mantissa_bits significant bits.
-template <typename T> bool is_short(T value, int32_t type, int mantissa_bits) {
+template <typename T> inline bool is_short(T value, int32_t type, int mantissa_bits) {
     const int dropped = coded_dense_mantissa_bits(type) - mantissa_bits;
     return (value & ((T(1) << dropped) - 1)) == 0 && exponent_of(value, type) != 0;
 }
-template <typename T> int code_of(T value, int32_t type, const coded_widths & w) {
+template <typename T> inline int code_of(T value, int32_t type, const coded_widths & w) {
     const int code = exponent_of(value, type) - w.base;
     return is_short(value, type, w.mantissa_bits) && code >= 1 && code <= w.n_codes() ? code : 0;
 }
 
 // ---- blocks ----
+
+int bits_of(uint32_t mask) { return static_cast<int>(set_bits(reinterpret_cast<const uint8_t *>(&mask), 4)); }
 
 // Bit 7 of each of 32 bytes.
 uint32_t top_bits(const uint32_t * bytes) {
@@ -66,55 +68,48 @@ uint32_t places_of(int64_t block, int64_t nnz) { // the values of a block that e
     return n >= CODED_BLOCK ? ~uint32_t(0) : n <= 0 ? 0 : (uint32_t(1) << n) - 1;
 }
 
-// Table that moves bit j of i to bit 16 j.
-constexpr std::array<uint64_t, 16> make_spread() {
-    std::array<uint64_t, 16> t = {};
-    for (uint64_t i = 0; i < 16; i++) {
-        t[i] = (i & 1) | (i >> 1 & 1) << 16 | (i >> 2 & 1) << 32 | (i >> 3 & 1) << 48;
-    }
-    return t;
+using lanes = uint16_t __attribute__((vector_size(16)));
+
+lanes all(uint32_t value) {
+    const auto v = static_cast<uint16_t>(value);
+    return lanes{ v, v, v, v, v, v, v, v };
 }
-constexpr std::array<uint64_t, 16> SPREAD = make_spread();
 
-constexpr uint64_t four(uint64_t x) { return x * 0x0001000100010001u; }
-
-// Values 4 i ... 4 i + 3 of a block in 16 bits each: the sign in bit 15, the code from bit mantissa_bits on, and the
-// mantissa below.
-uint64_t four_values(const uint32_t * block, const coded_block_view & m, const coded_widths & w, int i) {
-    const auto spread = [&](uint32_t mask) { return SPREAD[mask >> (4 * i) & 15]; };
-    uint64_t   u      = block[i];
-    u                 = (u | u << 16) & 0x0000ffff0000ffffu;
-    u                 = (u | u << 8) & four(0xff);
-    u                 = u << (w.mantissa_bits - 7) | spread(m.sign) << 15 | spread(m.code[1]) << (w.mantissa_bits + 1);
+// Values 8 i ... 8 i + 7 of a block: the sign in bit 15, the code from bit mantissa_bits on, and the mantissa below.
+lanes eight_values(const coded_block_view & m, const coded_widths & w, int i) {
+    uint8_t __attribute__((vector_size(8))) bytes;
+    memcpy(&bytes, m.bytes + 8 * i, sizeof(bytes));
+    const auto bit = [&](uint32_t mask, int to) { // bits 8 i ... of a mask, as bit `to` of the values
+        constexpr lanes place = { 1, 2, 4, 8, 16, 32, 64, 128 };
+        return lanes((all(mask >> (8 * i)) & place) == place) & all(1u << to);
+    };
+    lanes v = __builtin_convertvector(bytes, lanes) << (w.mantissa_bits - 7);
+    v |= bit(m.sign, 15) | bit(m.code[1], w.mantissa_bits + 1);
     if (w.exponent_bits == 3) {
-        u |= spread(m.code[2]) << (w.mantissa_bits + 2);
+        v |= bit(m.code[2], w.mantissa_bits + 2);
     }
     if (w.mantissa_bits == 10) {
-        u |= spread(m.mantissa[0]) << 2 | spread(m.mantissa[1]) << 1 | spread(m.mantissa[2]);
+        v |= bit(m.mantissa[0], 2) | bit(m.mantissa[1], 1) | bit(m.mantissa[2], 0);
     }
-    return u;
+    return v;
 }
 
 // Writes the 32 values of a block as bits of the dense type; a value without a code is undefined.
-void expand_block(const uint32_t * block, const coded_block_view & m, const coded_widths & w, int32_t type,
-                  uint16_t * out) {
-    const int      bits = coded_dense_mantissa_bits(type);
-    const uint64_t sign = four(0x8000), base = four(static_cast<uint64_t>(w.base) << bits);
-    for (int i = 0; i < 8; i++) {
-        const uint64_t u = four_values(block, m, w, i);
-        const uint64_t v = (((u & ~sign) << (bits - w.mantissa_bits)) + base) | (u & sign);
-        memcpy(out + 4 * i, &v, sizeof(v));
+void expand_block(const coded_block_view & m, const coded_widths & w, int32_t type, uint16_t * out) {
+    const int   bits = coded_dense_mantissa_bits(type);
+    const lanes base = all(static_cast<uint32_t>(w.base << bits)), sign = all(0x8000);
+    for (int i = 0; i < 4; i++) {
+        const lanes u = eight_values(m, w, i);
+        const lanes v = (((u & ~sign) << (bits - w.mantissa_bits)) + base) | (u & sign);
+        memcpy(out + 8 * i, &v, sizeof(v));
     }
 }
-void expand_block(const uint32_t * block, const coded_block_view & m, const coded_widths & w, int32_t, uint32_t * out) {
+void expand_block(const coded_block_view & m, const coded_widths & w, int32_t, uint32_t * out) {
     const int      shift = 23 - w.mantissa_bits;
     const uint32_t base  = static_cast<uint32_t>(w.base) << 23;
-    for (int i = 0; i < 8; i++) {
-        const uint64_t u = four_values(block, m, w, i);
-        for (int j = 0; j < 4; j++) {
-            const auto v   = static_cast<uint32_t>(u >> (16 * j) & 0xffff);
-            out[4 * i + j] = (v & 0x8000) << 16 | (((v & 0x7fff) << shift) + base);
-        }
+    for (int i = 0; i < 32; i++) {
+        const uint32_t v = eight_values(m, w, i / 8)[i % 8];
+        out[i]           = (v & 0x8000) << 16 | (((v & 0x7fff) << shift) + base);
     }
 }
 
@@ -201,7 +196,7 @@ void count_codes(const coded_block_view & m, const coded_widths & w, histogram *
         for (int j = 0; j < w.exponent_bits; j++) {
             mask &= code >> j & 1 ? m.code[j] : ~m.code[j];
         }
-        (*values)[static_cast<size_t>(w.base + code)] += __builtin_popcount(mask);
+        (*values)[static_cast<size_t>(w.base + code)] += bits_of(mask);
     }
 }
 
@@ -231,7 +226,7 @@ block_counts count_blocks(const uint32_t * blocks, const coded_widths & w, int64
             if (const int i = bad_place(block, m, places); i >= 0) {
                 bad = std::min(bad, b * CODED_BLOCK + i);
             }
-            all.outliers[static_cast<size_t>(b / RANK_BLOCKS)] += __builtin_popcount(places & ~m.has_code());
+            all.outliers[static_cast<size_t>(b / RANK_BLOCKS)] += bits_of(places & ~m.has_code());
             count_codes(m, w, &values);
         }
         const std::lock_guard<std::mutex> lock(mutex);
@@ -338,13 +333,12 @@ template <typename T> struct expander {
 
     void skip(int64_t block, uint32_t places) { // skips the outliers of these values
         const uint32_t mask = places & ~masks_of(blocks + block * w.bits(), w).has_code();
-        outliers += __builtin_popcount(mask) * static_cast<int64_t>(sizeof(T));
+        outliers += bits_of(mask) * static_cast<int64_t>(sizeof(T));
     }
     // places: mask of the values that exist in the block
     void expand(int64_t block, uint32_t places, T * out) {
-        const uint32_t *       at = blocks + block * w.bits();
-        const coded_block_view m  = masks_of(at, w);
-        expand_block(at, m, w, type, out);
+        const coded_block_view m = masks_of(blocks + block * w.bits(), w);
+        expand_block(m, w, type, out);
         for (uint32_t mask = places & ~m.has_code(); mask; mask &= mask - 1) {
             memcpy(out + __builtin_ctz(mask), outliers, sizeof(T));
             outliers += sizeof(T);

@@ -346,15 +346,14 @@ const byte_gaps * gaps_of_bytes() {
 
 constexpr int64_t LONGEST = (1 << RECODED_BITS) - 1; // gap of one entry, which is also that of a filler
 
-// Appends codes of RECODED_BITS.
+// Appends codes of RECODED_BITS to a row.
 struct gap_writer {
-    uint8_t *            out;
-    uint64_t             pending   = 0;
-    unsigned             n_pending = 0; // codes, at most 1 between two calls
-    int64_t              n         = 0; // entries
-    std::vector<int64_t> fillers;       // the entries that are fillers
+    uint8_t * out;
+    uint64_t  pending   = 0;
+    unsigned  n_pending = 0; // codes, at most 1 between two calls
+    int64_t   n         = 0; // entries of the row
 
-    void put(uint64_t codes, unsigned n_codes) { // at most 8
+    __attribute__((always_inline)) void put(uint64_t codes, unsigned n_codes) { // at most 8
         pending |= codes << (RECODED_BITS * n_pending);
         memcpy(out, &pending, sizeof(pending));
         n += n_codes;
@@ -363,24 +362,30 @@ struct gap_writer {
         pending >>= n_pending / 2 * 8;
         n_pending &= 1;
     }
-    // Puts the fillers of a gap and returns the rest.
-    int64_t fill(int64_t gap) {
-        for (; gap > LONGEST; gap -= LONGEST + 1) {
-            fillers.push_back(n);
-            put(LONGEST, 1);
-        }
-        return gap;
-    }
 };
 
-// Calls f(gap before the first non-zero of a byte, the byte's entry of the table).
-template <typename F> void for_each_byte(const uint8_t * row, int64_t nbytes, F && f) {
+// The bitmap of a row; with gap codes it is made in `memory`.
+const uint8_t * bitmap_of(const packed_view & view, int64_t row, std::vector<uint8_t> * memory) {
+    const int64_t nbytes = bitmap_row_nbytes(view.desc().cols);
+    if (view.arrays().desc.index_bits == INDEX_BITMAP) {
+        return view.arrays().index + row * nbytes;
+    }
+    memory->assign(static_cast<size_t>(nbytes), 0);
+    uint8_t * bits = memory->data();
+    view.for_each_column(row,
+                         [&](int64_t col) { bits[col / 8] = static_cast<uint8_t>(bits[col / 8] | 1 << (col & 7)); });
+    return bits;
+}
+
+// Calls f(gap before the first non-zero of a byte, the byte's entry of the table) for the bytes of a row's bitmap that
+// are not 0.
+template <typename F> void for_each_byte(const uint8_t * bitmap, int64_t cols, F && f) {
     const byte_gaps * table = gaps_of_bytes();
     int64_t           gap   = 0;
-    for (int64_t i = 0; i < nbytes; i++) {
-        const byte_gaps & b = table[row[i]];
+    for (int64_t i = 0; i < bitmap_row_nbytes(cols); i++) {
+        const byte_gaps & b = table[bitmap[i]];
         if (b.n > 0) {
-            f(gap + (b.gaps & 15), b);
+            f(gap + (b.gaps & LONGEST), b);
             gap = 0;
         }
         gap += b.after;
@@ -388,59 +393,50 @@ template <typename F> void for_each_byte(const uint8_t * row, int64_t nbytes, F 
 }
 
 // Moves n_values values apart, to make room for fillers.
-template <typename T> void insert_fillers(T * values, int64_t n_values, const std::vector<int64_t> & fillers) {
+void insert_fillers(uint8_t * values, int64_t nbytes, int64_t n_values, const std::vector<int64_t> & fillers) {
     int64_t end = n_values + static_cast<int64_t>(fillers.size());
-    for (size_t i = fillers.size(); i-- > 0;) {
-        const int64_t at = fillers[i];
-        memmove(values + at + 1, values + at - i, static_cast<size_t>(end - at - 1) * sizeof(T));
-        values[at] = 0;
-        end        = at;
+    for (auto i = static_cast<int64_t>(fillers.size()); i-- > 0;) {
+        const int64_t at = fillers[static_cast<size_t>(i)];
+        memmove(values + (at + 1) * nbytes, values + (at - i) * nbytes, static_cast<size_t>((end - at - 1) * nbytes));
+        memset(values + at * nbytes, 0, static_cast<size_t>(nbytes));
+        end = at;
     }
 }
 
 } // namespace
 
 int64_t packed_view::count_entries(int64_t row) const {
-    int64_t       n      = arrays_.row_ptr[row + 1] - arrays_.row_ptr[row];
-    const int64_t nbytes = bitmap_row_nbytes(desc().cols);
-    if (arrays_.desc.index_bits == INDEX_BITMAP) {
-        for_each_byte(arrays_.index + row * nbytes, nbytes,
-                      [&](int64_t gap, const byte_gaps &) { n += gap >> RECODED_BITS; });
-    } else {
-        int64_t next = 0;
-        for_each_column(row, [&](int64_t col) {
-            n += (col - next) >> RECODED_BITS;
-            next = col + 1;
-        });
-    }
+    int64_t              n = arrays_.row_ptr[row + 1] - arrays_.row_ptr[row];
+    std::vector<uint8_t> bitmap;
+    for_each_byte(bitmap_of(*this, row, &bitmap), desc().cols,
+                  [&](int64_t gap, const byte_gaps &) { n += gap >> RECODED_BITS; });
     return n;
 }
 
 void packed_view::write_entries(const macko_rows & rows, void * values, uint8_t * deltas) const {
-    const int64_t first = rows.row_ptr[rows.row_begin] - rows.base, nbytes = bitmap_row_nbytes(desc().cols);
-    auto *        out   = static_cast<uint8_t *>(values) + first * value_nbytes(desc().type);
-    gap_writer    codes = { deltas + first * RECODED_BITS / 8, 0, 0, 0, {} };
+    const int64_t        first = rows.row_ptr[rows.row_begin] - rows.base;
+    auto *               out   = static_cast<uint8_t *>(values) + first * value_nbytes(desc().type);
+    gap_writer           after = { deltas + first * RECODED_BITS / 8 };
+    std::vector<int64_t> fillers; // the entries of a row that are fillers
+    std::vector<uint8_t> bitmap;
     for (int64_t r = rows.row_begin; r < rows.row_end; r++) {
-        const int64_t k = arrays_.row_ptr[r], n = arrays_.row_ptr[r + 1] - k;
-        codes.n = 0;
-        codes.fillers.clear();
-        if (arrays_.desc.index_bits == INDEX_BITMAP) {
-            for_each_byte(arrays_.index + r * nbytes, nbytes, [&](int64_t gap, const byte_gaps & b) {
-                codes.put((b.gaps & ~uint64_t(15)) | static_cast<uint64_t>(codes.fill(gap)), b.n);
-            });
-        } else {
-            int64_t next = 0;
-            for_each_column(r, [&](int64_t col) {
-                codes.put(static_cast<uint64_t>(codes.fill(col - next)), 1);
-                next = col + 1;
-            });
-        }
-        copy_values(k, n, out);
-        desc().type == GGML_MACKO_TYPE_F32 ? insert_fillers(reinterpret_cast<uint32_t *>(out), n, codes.fillers)
-                                           : insert_fillers(reinterpret_cast<uint16_t *>(out), n, codes.fillers);
+        const int64_t k = arrays_.row_ptr[r], n_values = arrays_.row_ptr[r + 1] - k;
+        gap_writer    codes = after;
+        codes.n             = 0;
+        fillers.clear();
+        for_each_byte(bitmap_of(*this, r, &bitmap), desc().cols, [&](int64_t gap, const byte_gaps & b) {
+            for (; gap > LONGEST; gap -= LONGEST + 1) {
+                fillers.push_back(codes.n);
+                codes.put(LONGEST, 1);
+            }
+            codes.put((b.gaps & ~uint64_t(LONGEST)) | static_cast<uint64_t>(gap), b.n);
+        });
+        after = codes;
+        copy_values(k, n_values, out);
+        insert_fillers(out, value_nbytes(desc().type), n_values, fillers);
         out += codes.n * value_nbytes(desc().type);
     }
-    codes.put(0, 0);
+    after.put(0, 0);
 }
 
 // ---- pack ----
@@ -482,9 +478,9 @@ template <typename T> std::vector<gap_count> count_gaps(const T * dense, int64_t
             int64_t   next = 0;
             for_each_column(dense + r * cols, cols, [&](int64_t col) {
                 n.nnz++;
-                for (int i = 0; i < 3; i++) {
-                    n.codes[i] += gap_codes(col - next, GAP_BITS[i]);
-                }
+                n.codes[0] += gap_codes(col - next, GAP_BITS[0]); // no loop: divisions by constants
+                n.codes[1] += gap_codes(col - next, GAP_BITS[1]);
+                n.codes[2] += gap_codes(col - next, GAP_BITS[2]);
                 next = col + 1;
             });
             counts[static_cast<size_t>(r)] = n;

@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <initializer_list>
 
 namespace macko::cuda {
 
@@ -131,19 +132,32 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
-    // copy() on several threads, then arrived(), also after a failure
-    int copy_whole(void * to, const void * from, int64_t nbytes) {
+    struct transfer {
+        uint8_t *       to;
+        const uint8_t * from;
+        int64_t         nbytes;
+    };
+    template <typename T> static transfer array(T * to, const T * from, int64_t n) {
+        return { reinterpret_cast<uint8_t *>(to), reinterpret_cast<const uint8_t *>(from),
+                 n * static_cast<int64_t>(sizeof(T)) };
+    }
+    // copy() of arrays, in one team of threads
+    int copy_arrays(std::initializer_list<transfer> arrays) {
+        std::vector<transfer> pieces;
+        for (const transfer & a : arrays) {
+            for (int64_t begin = 0; begin < a.nbytes; begin += PINNED_NBYTES) {
+                pieces.push_back({ a.to + begin, a.from + begin, std::min(PINNED_NBYTES, a.nbytes - begin) });
+            }
+        }
         std::atomic<int> failed{ GGML_MACKO_STATUS_OK };
-        parallel_parts(at.n_threads, nbytes, PINNED_NBYTES, [&](int64_t begin, int64_t end, int) {
-            const int status = failed ? failed.load()
-                                      : copy(static_cast<uint8_t *>(to) + begin,
-                                             static_cast<const uint8_t *>(from) + begin, end - begin);
+        parallel_parts(at.n_threads, static_cast<int64_t>(pieces.size()), 1, [&](int64_t i, int64_t, int) {
+            const transfer & t      = pieces[static_cast<size_t>(i)];
+            const int        status = failed ? failed.load() : copy(t.to, t.from, t.nbytes);
             if (status) {
                 failed = status;
             }
         });
-        const int late = arrived();
-        return failed ? failed.load() : late;
+        return failed;
     }
 
     // Returns the memory of a candidate: the reserved memory, or separate memory.
@@ -220,12 +234,11 @@ struct cuda_sparse_uploader::impl {
         };
         TRY(reserve(bind(nullptr)));
         bind(staging);
-        TRY(copy_whole(codes, a.codes, n_codes));
-        TRY(copy_whole(bitmap, a.bitmap, n_bitmap));
-        TRY(copy_whole(scales, a.scales, n_scales));
-        TRY(copy_whole(factors, a.factors, a.dense.rows * 2));
-        TRY(copy_whole(row_ptr, a.row_ptr, (a.dense.rows + 1) * 4));
-        TRY(copy_whole(m.starts, sizes.starts.data(), static_cast<int64_t>(sizes.starts.size()) * 4));
+        TRY(copy_arrays({ array(codes, a.codes, n_codes), array(bitmap, a.bitmap, n_bitmap),
+                          array(scales, a.scales, n_scales), array(factors, a.factors, a.dense.rows),
+                          array(row_ptr, a.row_ptr, a.dense.rows + 1),
+                          array(m.starts, sizes.starts.data(), static_cast<int64_t>(sizes.starts.size())) }));
+        TRY(arrived());
         source.arrays = { a.dense, a.bits, a.window, codes, bitmap, scales, factors, row_ptr, nullptr };
         CUDA_OK(pack_fragments(source, m, pinned[0].stream));
         CUDA_OK(cudaStreamSynchronize(pinned[0].stream));
@@ -244,7 +257,7 @@ struct cuda_sparse_uploader::impl {
         std::vector<uint8_t> arrays(static_cast<size_t>(sizes.nbytes_arrays), 0);
         fill_row_blocks(view, at.n_threads, bind_row_blocks(view, arrays.data()));
         m = bind_row_blocks(view, memory);
-        return copy_whole(memory, arrays.data(), m.nbytes_arrays);
+        return copy_arrays({ array(static_cast<uint8_t *>(memory), arrays.data(), m.nbytes_arrays) });
     }
 
     int advance(const layout_verdict & v, gpu_layout * out) {

@@ -66,7 +66,7 @@ class Wide(NamedTuple):
     """The architecture, unless it is the name."""
 
 
-BIASES = r"attn_(q|k|v|output)\.bias|ffn_(up|down)\.bias"
+BIASES = r"(attn|ffn)_\w+\.bias"
 HEADS_128 = {"attention.head_count": 32, "attention.head_count_kv": 8}
 
 WIDE = {
@@ -116,7 +116,7 @@ KNOWN = {
     ),
     "qwen2.5-7b": Wide(
         Shape(n_vocab=32000, n_embd=3584, n_head=28, n_ff=18944, n_layer=8), 0,
-        {"attention.head_count_kv": 4}, r"attn_output\.bias|ffn_(up|down)\.bias", "qwen2"
+        {"attention.head_count_kv": 4}, r"(output|ffn_\w+)\.bias", "qwen2"
     ),
     # Qwen3 30B-A3B with 32 of 128 experts
     "qwen3-30b-a3b": Wide(

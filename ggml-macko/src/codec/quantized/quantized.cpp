@@ -9,7 +9,7 @@
 
 namespace macko {
 
-// ---- checks ----
+// ---- checks; n: the non-zeros of the row ----
 
 static int64_t row_nnz(const quantized_arrays & a, int64_t row) {
     return set_bits(a.row_bitmap(row), bitmap_row_nbytes(a.dense.cols));
@@ -46,8 +46,8 @@ static int check_row_ptr(const quantized_arrays & a, int64_t codes) {
                                     a.row_ptr[a.dense.rows], static_cast<long long>(codes));
 }
 
-static int check_bitmap_row(const quantized_arrays & a, int64_t row) {
-    const int64_t n = row_nnz(a, row), groups = a.row_ptr[row + 1] - a.row_ptr[row];
+static int check_bitmap_row(const quantized_arrays & a, int64_t row, int64_t n) {
+    const int64_t groups = a.row_ptr[row + 1] - a.row_ptr[row];
     if (has_bit_past_cols(a.row_bitmap(row), a.dense.cols)) {
         return fail(GGML_MACKO_STATUS_BAD_COLUMN, "row %lld: a bit past column %lld", static_cast<long long>(row),
                     static_cast<long long>(a.dense.cols - 1));
@@ -58,8 +58,8 @@ static int check_bitmap_row(const quantized_arrays & a, int64_t row) {
                       static_cast<long long>(row), static_cast<long long>(n), static_cast<long long>(groups));
 }
 
-static int check_codes_row(const quantized_arrays & a, int64_t row) {
-    const int64_t   n = row_nnz(a, row), end = code_groups(n) * CODE_GROUP;
+static int check_codes_row(const quantized_arrays & a, int64_t row, int64_t n) {
+    const int64_t   end   = code_groups(n) * CODE_GROUP;
     const uint8_t * codes = a.row_codes(row);
     for (int64_t k = n; k < end; k++) {
         if (code_at(codes + k / CODE_GROUP * a.bits, a.bits, k % CODE_GROUP)) {
@@ -72,7 +72,7 @@ static int check_codes_row(const quantized_arrays & a, int64_t row) {
                : static_cast<int>(GGML_MACKO_STATUS_OK);
 }
 
-static int check_factor(const quantized_arrays & a, int64_t row) {
+static int check_factor(const quantized_arrays & a, int64_t row, int64_t) {
     const uint16_t factor    = a.factors[row];
     const bool     has_codes = a.row_ptr[row] < a.row_ptr[row + 1];
     if (has_codes ? factor >= MIN_FACTOR && factor <= MAX_FACTOR : factor == 0) {
@@ -85,7 +85,7 @@ static int check_factor(const quantized_arrays & a, int64_t row) {
 }
 
 // Windows without non-zeros have the code 0. If the dense type is F16, all values stay below BEYOND_F16.
-static int check_scales_row(const quantized_arrays & a, int64_t row) {
+static int check_scales_row(const quantized_arrays & a, int64_t row, int64_t) {
     const bool    is_f16  = a.dense.type == GGML_MACKO_TYPE_F16;
     const int64_t windows = a.windows();
     int64_t       k       = 0;
@@ -115,9 +115,11 @@ static int check_scales_row(const quantized_arrays & a, int64_t row) {
 }
 
 // Checks all rows; the message is that of the first bad row.
-static int check_rows(const quantized_arrays & a, int n_threads, int (*check)(const quantized_arrays &, int64_t)) {
-    const int64_t row = first_bad(a.dense.rows, n_threads, [&](int64_t r) { return check(a, r) != 0; });
-    return row < a.dense.rows ? check(a, row) : static_cast<int>(GGML_MACKO_STATUS_OK);
+static int check_rows(const quantized_arrays & a, int n_threads,
+                      int (*check)(const quantized_arrays &, int64_t, int64_t)) {
+    const auto    check_row = [&](int64_t r) { return check(a, r, row_nnz(a, r)); };
+    const int64_t row       = first_bad(a.dense.rows, n_threads, [&](int64_t r) { return check_row(r) != 0; });
+    return row < a.dense.rows ? check_row(row) : static_cast<int>(GGML_MACKO_STATUS_OK);
 }
 
 static int check_end(const quantized_arrays & a, int64_t codes) {
@@ -139,17 +141,18 @@ static bool all_rows_pass(const quantized_arrays & a, int n_threads, int64_t * n
     std::atomic<int64_t> sum{ 0 };
     std::atomic<bool>    pass{ true };
     parallel_ranges(n_threads, a.dense.rows, [&](int64_t begin, int64_t end) {
-        int64_t n = 0;
+        int64_t n_all = 0;
         for (int64_t r = begin; r < end; r++) {
-            n += row_nnz(a, r);
+            const int64_t n = row_nnz(a, r);
+            n_all += n;
             for (const auto check : { check_bitmap_row, check_codes_row, check_factor, check_scales_row }) {
-                if (check(a, r)) {
+                if (check(a, r, n)) {
                     pass = false;
                     break; // the next check relies on this one
                 }
             }
         }
-        sum += n;
+        sum += n_all;
     });
     *nnz = sum;
     return pass;

@@ -237,6 +237,8 @@ struct row_source {
     int64_t                  windows       = (w.cols + w.window - 1) / w.window;
     int                      log_window    = 5;
 
+    int64_t windows_of(int64_t n_words) const { return (n_words * 64 + w.window - 1) >> log_window; }
+
     explicit row_source(const quantized_layout & matrix) : w(matrix) {
         while (int64_t(1) << log_window < w.window) {
             log_window++;
@@ -275,12 +277,9 @@ INLINE uint64_t repeated_bytes(const uint8_t * code, int log_times) {
     }
 }
 
-// Reads the scales of n_rows rows, n_words * 64 columns from `column` on. shift < 0: of windows; else of words, for
-// windows of 2^shift words.
-INLINE void read_scales(const row_source & s, int64_t row, int n_rows, int64_t column, int64_t n_words, int shift,
+// Reads n scales of each of n_rows rows: those of the windows from `column` on, each 2^log_times times.
+INLINE void read_scales(const row_source & s, int64_t row, int n_rows, int64_t column, int64_t n, int log_times,
                         float * scales) {
-    const int     log_times = shift < 0 ? 0 : shift;
-    const int64_t n         = shift < 0 ? (n_words * 64 + s.w.window - 1) >> s.log_window : n_words;
     for (int r = 0; r < n_rows; r++) {
         const float     factor = float_of_bits(static_cast<uint32_t>(s.w.factors[row + r]) << 16);
         const uint8_t * code   = s.w.scales + (row + r) * s.windows + (column >> s.log_window);
@@ -633,7 +632,7 @@ template <int N_ROWS, int N_TILES> struct quantized_rows {
                 const auto n = static_cast<int>(smaller(ROWS_PER_PASS, n_rows - r));
                 read(source, row + r, n, column, n_words, used + r, packed);
                 if (!one_x) {
-                    read_scales(source, row + r, n, column, n_words, -1, scales + r * SCALES);
+                    read_scales(source, row + r, n, column, source.windows_of(n_words), 0, scales + r * SCALES);
                 }
                 for (int k = 0; k < n && !one_x; k++) {
                     const uint8_t * at = packed.at[k];
@@ -727,7 +726,7 @@ template <int TYPE> void write_word(const weight_t * weights, float low, float h
         for (int64_t column = 0; column < w.cols; column += CHUNK) {
             const int64_t n_words = words_of(smaller(CHUNK, w.cols - column));
             read(source, row, n_rows, column, n_words, used, packed);
-            read_scales(source, row, n_rows, column, n_words, -1, scales);
+            read_scales(source, row, n_rows, column, source.windows_of(n_words), 0, scales);
             for (int r = 0; r < n_rows; r++) {
                 const uint8_t * at    = packed.at[r];
                 const float *   scale = scales + r * SCALES;

@@ -86,9 +86,9 @@ struct payload_reader {
     read_memory &              memory;
     std::vector<int32_t>       row_ptr;
     std::vector<int64_t>       blocks; // first row of each block, and the number of rows at the end
-    // a matrix of another format, whose blocks are not read from the file: one that makes rows, or recoded
-    const codec_view * view;
-    macko_matrix       recoded;
+    // of a matrix of another format, whose blocks are not read from the file; or it is recoded
+    const row_maker * maker;
+    macko_matrix      recoded;
 
     const gguf_tensor & component(size_t c) const { return header.tensors[m.first + c]; }
     int64_t             values_offset(int64_t entry) const {
@@ -132,7 +132,7 @@ struct payload_reader {
                 row_nbytes;
             // A block whose rows are made here does not contain the deltas of its neighbors. Because consumers copy
             // whole bytes, it must not share a byte of deltas with them.
-            const bool is_made   = m.is_encoded_on_load() || view;
+            const bool is_made   = m.is_encoded_on_load() || maker;
             const bool may_begin = r % multiple == 0 &&
                                    (!is_made || row_ptr[static_cast<size_t>(r)] * int64_t(m.desc.delta_bits) % 8 == 0);
             if (nbytes > 0 && nbytes + n > BLOCK_NBYTES && may_begin) {
@@ -160,8 +160,8 @@ struct payload_reader {
         uint8_t *        values   = at_least(buffer, static_cast<size_t>(n_values + n_deltas) + 2 * slack);
         uint8_t *        deltas   = values + n_values + slack;
         const macko_rows rows     = { m.desc, row_begin, row_end, row_ptr.data(), base, values, deltas };
-        if (view) {
-            view->write_entries(rows, values, deltas);
+        if (maker) {
+            maker->write_entries(rows, values, deltas);
         } else if (m.is_encoded_on_load()) {
             TRY(encode_block(rows, values, n_values, deltas, n_deltas));
         } else {
@@ -188,12 +188,12 @@ struct payload_reader {
 
     // Passes the rows of another format to the consumer, in blocks.
     int read_view(const codec_view & from, int n_team, payload_consumer & consumer) {
-        if (from.makes_rows()) {
-            view = &from;
+        maker = from.maker();
+        if (maker) {
             row_ptr.assign(static_cast<size_t>(m.desc.rows) + 1, 0);
             parallel_ranges(n_team, m.desc.rows, [&](int64_t begin, int64_t end) {
                 for (int64_t r = begin; r < end; r++) {
-                    row_ptr[static_cast<size_t>(r) + 1] = static_cast<int32_t>(from.count_entries(r));
+                    row_ptr[static_cast<size_t>(r) + 1] = static_cast<int32_t>(maker->count_entries(r));
                 }
             });
             TRY(sum_row_ptr(&row_ptr));

@@ -45,13 +45,13 @@ struct packed_arrays {
 };
 
 // Arrays that passed all checks; they must outlive this object.
-class packed_view : public codec_view {
+class packed_view : public codec_view, public row_maker {
 public:
     packed_view() : codec_view(packed_codec()) {}
     const macko_desc & desc() const override { return arrays_.desc.dense; }
     int                for_each_row(int n_threads, const std::function<void(int64_t, const void *)> & f) const override;
     int                decode(void * dense, int n_threads) const override;
-    bool               makes_rows() const override { return true; }
+    const row_maker *  maker() const override { return this; }
     int64_t            count_entries(int64_t row) const override;
     void               write_entries(const macko_rows & rows, void * values, uint8_t * deltas) const override;
 

@@ -1,6 +1,7 @@
 // Reads the payload of one sparse tensor in blocks of rows, checks each block, and passes it to a consumer. This file
 // also encodes tensors that are compressed on load.
 #include "load/payload.h"
+#include "codec/first-error.h"
 #include "codec/macko/encode.h"
 #include "codec/macko/matrix-view.h"
 #include "codec/negative-zeros.h"
@@ -28,30 +29,6 @@ uint8_t * at_least(raw_bytes & bytes, size_t n) {
     }
     return bytes.data();
 }
-
-// Keeps the error of the first block in file order, independent of which thread finds it. Blocks after that block are
-// skipped.
-struct first_error {
-    std::atomic<int64_t> block{ INT64_MAX };
-    std::mutex           mutex;
-    int                  status = GGML_MACKO_STATUS_OK;
-    std::string          text;
-
-    bool any() const { return status != GGML_MACKO_STATUS_OK; } // only valid after all threads have ended
-
-    void set(int64_t b, int s) noexcept {
-        const std::lock_guard<std::mutex> lock(mutex);
-        if (b < block) {
-            block  = b;
-            status = s;
-            try {
-                text = ggml_macko_last_error();
-            } catch (const std::bad_alloc &) {
-                text.clear();
-            }
-        }
-    }
-};
 
 // A sum over the blocks in their order.
 class running_sum {
@@ -215,7 +192,7 @@ struct payload_reader {
         parallel_parts(n_team, n_blocks, 1, [&](int64_t b, int64_t, int thread) {
             macko_view rows;
             int        status = GGML_MACKO_STATUS_OK;
-            const bool run    = b < error.block;
+            const bool run    = b < error.part;
             if (run) {
                 raw_bytes & buffer = memory.blocks[static_cast<size_t>(thread)];
                 status             = c_boundary([&] { return read_block(static_cast<size_t>(b), buffer, &rows); });
@@ -284,7 +261,7 @@ int read_by_all(const byte_source & source, int64_t offset, uint8_t * dst, int64
     constexpr int64_t CHUNK = 256 << 10;
     first_error       error;
     parallel_parts(n_team, n, CHUNK, [&](int64_t at, int64_t end, int) {
-        if (at < error.block) {
+        if (at < error.part) {
             if (const int status = source.read(offset + at, dst + at, end - at)) {
                 error.set(at, status);
             }

@@ -3,6 +3,8 @@
 #include "test.h"
 
 #include <atomic>
+#include <chrono>
+#include <future>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -87,6 +89,42 @@ TEST(kept_threads_run_many_loops) {
         CHECK(sum == 45, "%lld", static_cast<long long>(sum));
     }
     CHECK(seen.size() == 4, "%zu threads", seen.size());
+}
+
+TEST(side_thread_runs_a_task_beside_the_caller) {
+    std::atomic<int> n_started{ 0 }, n_beside{ 0 };
+    int64_t          sums[100] = {};
+    {
+        side_thread side;
+        side.wait(); // no task
+        for (int64_t & sum : sums) {
+            const auto caller = std::this_thread::get_id();
+            n_started += side.start([&, caller] {
+                std::atomic<int64_t> all{ 0 };
+                parallel_parts(3, 10, 1, [&](int64_t begin, int64_t, int) { all += begin; });
+                sum = all;
+                n_beside += std::this_thread::get_id() != caller;
+            });
+            side.wait();
+            CHECK(sum == 45, "%lld", static_cast<long long>(sum));
+        }
+        sums[0] = 0;
+        CHECK(side.start([&] { std::this_thread::sleep_for(std::chrono::milliseconds(20)), sums[0] = 1; }), "idle");
+    }
+    CHECK(sums[0] == 1 && n_started == 100 && n_beside == 100, "%d, %d", n_started.load(), n_beside.load());
+}
+
+TEST(side_thread_refuses_a_task_while_it_is_busy) {
+    std::promise<void> go;
+    side_thread        side;
+    bool               ran = false;
+    CHECK(side.start([&] { go.get_future().wait(); }), "idle");
+    CHECK(!side.start([&] { ran = true; }), "busy");
+    go.set_value();
+    side.wait();
+    CHECK(!ran && side.start([&] { ran = true; }), "idle again");
+    side.wait();
+    CHECK(ran, "second task");
 }
 
 TEST(barrier_separates_rounds) {

@@ -6,7 +6,6 @@
 #include <exception>
 #include <omp.h>
 #include <optional>
-#include <thread>
 #include <vector>
 
 namespace macko {
@@ -142,6 +141,62 @@ kept_threads::~kept_threads() {
     }
     if (process_ != platform::process_id()) {
         (void)helpers_.release(); // its threads are those of another process
+    }
+}
+
+side_thread::~side_thread() {
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        end_ = true;
+    }
+    changed_.notify_all();
+    if (thread_.joinable()) {
+        thread_.join();
+    }
+}
+
+bool side_thread::start(std::function<void()> task) {
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (task_) {
+            return false;
+        }
+        task_ = std::move(task);
+    }
+    changed_.notify_all();
+    try {
+        if (!thread_.joinable()) {
+            thread_ = std::thread([this] { serve(); });
+        }
+    } catch (...) { // std::system_error or std::bad_alloc
+        task_ = nullptr;
+        return false;
+    }
+    return true;
+}
+
+void side_thread::wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return !task_; });
+}
+
+void side_thread::serve() noexcept {
+    std::optional<kept_threads> threads;
+    try {
+        threads.emplace();
+    } catch (const std::bad_alloc &) { // loops start threads of their own
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+        changed_.wait(lock, [&] { return task_ || end_; });
+        if (!task_) {
+            return;
+        }
+        lock.unlock();
+        task_();
+        lock.lock();
+        task_ = nullptr;
+        changed_.notify_all();
     }
 }
 

@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <thread>
 
 namespace macko {
 
@@ -43,6 +44,29 @@ private:
     friend class team_threads;
     std::unique_ptr<class helpers> helpers_; // nullptr inside another object
     const int64_t                  process_;
+};
+
+// A thread beside the caller's, for tasks with loops of their own, which keep their threads.
+class side_thread {
+public:
+    side_thread() = default;
+    ~side_thread(); // waits
+    side_thread(const side_thread &)             = delete;
+    side_thread & operator=(const side_thread &) = delete;
+
+    // Runs a task, which must not throw, on the thread. false: the thread is busy, or the system refuses one.
+    [[nodiscard]] bool start(std::function<void()> task);
+    // Returns when no task is running.
+    void wait();
+
+private:
+    void serve() noexcept;
+
+    std::mutex              mutex_; // guards all members but thread_
+    std::condition_variable changed_;
+    std::function<void()>   task_; // running, or null
+    bool                    end_ = false;
+    std::thread             thread_;
 };
 
 // A barrier at which all threads of a team wait for each other.

@@ -100,7 +100,7 @@ void load_session::begin_link(const open_link & link, size_t n_links, const std:
     };
     if (const int status = open()) {
         keep_error(status);
-        log_error("ggml-macko: %s\n", error_.c_str());
+        log_error("ggml-macko: %s\n", error_.text.c_str());
     }
 }
 
@@ -126,8 +126,8 @@ ggml_status load_session::claim_tensor(ggml_backend_buffer_t buffer, ggml_tensor
     if (matrix && session->is_link()) {
         buffer->iface.set_tensor(buffer, tensor, nullptr, 0, 0);
         const char * path = session->file_->path.c_str();
-        if (session->status_ ? fail(session->status_, "%s: %s", path, session->error_.c_str())
-                             : session->file_->check_unchanged()) {
+        if (session->error_.any() ? fail(session->error_.status, "%s: %s", path, session->error_.text.c_str())
+                                  : session->file_->check_unchanged()) {
             log_error("ggml-macko: %s\n", ggml_macko_last_error());
             return GGML_STATUS_FAILED;
         }
@@ -165,23 +165,42 @@ int load_session::make_matrix_file(const sparse_tensor_info & matrix, std::uniqu
 
 int load_session::receive(const ggml_tensor * tensor, const void * data, size_t size, payload_consumer & consumer) {
     return deliver(tensor, data, size, [&](const sparse_tensor_info & matrix) {
-        return read_payload(*file_, file_->header, matrix, 0, consumer, &memory_);
+        return read_payload(*file_, file_->header, matrix, 0, consumer, &this_thread().memory);
     });
 }
 
 int load_session::deliver(const ggml_tensor * tensor, const void * data, size_t size,
                           const std::function<int(const sparse_tensor_info &)> & take) {
+    const sparse_tensor_info * matrix = nullptr;
+    const int                  status = match(tensor, data, size, &matrix);
+    return status ? status : finish(*matrix, [&] { return take(*matrix); });
+}
+
+void load_session::receive_soon(const ggml_tensor * tensor, const void * data, size_t size,
+                                const std::function<int(load_thread &, const payload_source &)> & take) {
+    const sparse_tensor_info * matrix = nullptr;
+    if (match(tensor, data, size, &matrix)) {
+        return;
+    }
+    const auto receive_on = [this, matrix, take](load_thread & thread) {
+        finish(*matrix, [&] {
+            return take(thread, [&](payload_consumer & consumer) {
+                return read_payload(*file_, file_->header, *matrix, 0, consumer, &thread.memory);
+            });
+        });
+    };
+    if (is_link() || !second_.start([this, receive_on] { receive_on(of_threads_[1]); })) {
+        receive_on(this_thread());
+    }
+}
+
+int load_session::match(const ggml_tensor * tensor, const void * data, size_t size, const sparse_tensor_info ** out) {
     const int status = c_boundary([&]() -> int {
-        const sparse_tensor_info * matrix = find(tensor);
-        const int64_t              index  = matrix ? matrix - file_->sparse.data() : -1;
-        if (!matrix || (!is_link() && index != dense_->match_placeholder(data, size))) {
+        *out = find(tensor);
+        if (!*out || (!is_link() && *out - file_->sparse.data() != dense_->match_placeholder(data, size))) {
             return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: data did not come from this load's file",
                         printable(tensor->name).text);
         }
-        if (const int bad = take(*matrix)) {
-            return bad;
-        }
-        loaded_[static_cast<size_t>(index)] = true;
         return GGML_MACKO_STATUS_OK;
     });
     if (status) {
@@ -190,11 +209,16 @@ int load_session::deliver(const ggml_tensor * tensor, const void * data, size_t 
     return status;
 }
 
-void load_session::keep_error(int status) {
-    if (!status_) {
-        status_ = status;
-        error_  = ggml_macko_last_error();
+int load_session::finish(const sparse_tensor_info & matrix, const std::function<int()> & take) {
+    const int64_t index  = &matrix - file_->sparse.data();
+    const int     status = c_boundary(take);
+    if (status) {
+        error_.set(index, status);
+    } else {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        loaded_[static_cast<size_t>(index)] = true;
     }
+    return status;
 }
 
 void load_session::keep_out_of_memory(const char * format, ...) {
@@ -378,6 +402,7 @@ void load_session::index_names() {
 }
 
 void load_session::stop() {
+    wait();
     threads_.reset();
     if (stream_) {
         current_session = outer_;
@@ -389,8 +414,8 @@ void load_session::stop() {
 int load_session::end(bool model_loaded, bool with_weights) {
     stop();
     const std::string & path = file_->path;
-    if (status_) {
-        return fail(status_, "%s: %s", path.c_str(), error_.c_str());
+    if (error_.any()) {
+        return fail(error_.status, "%s: %s", path.c_str(), error_.text.c_str());
     }
     TRY(dense_->status());
     TRY(file_->check_unchanged());

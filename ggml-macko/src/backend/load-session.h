@@ -2,6 +2,7 @@
 // tensor. Outside a load no data is keyed by tensor name, so models with equal names never mix.
 #pragma once
 
+#include "codec/first-error.h"
 #include "codec/team.h"
 #include "ggml-backend.h"
 #include "load/dense-stream.h"
@@ -14,6 +15,15 @@
 #include <unordered_map>
 
 namespace macko {
+
+// Data that one thread of a load needs only during the load.
+struct load_thread {
+    read_memory                                             memory;
+    std::unordered_map<const void *, std::shared_ptr<void>> staging; // keyed by device
+};
+
+// Passes the payload of a matrix to a consumer, and returns a status.
+using payload_source = std::function<int(payload_consumer &)>;
 
 class load_session {
 public:
@@ -58,7 +68,7 @@ public:
     // Whether a weight belongs to a device of this plugin.
     bool owns(const ggml_tensor * w) const { return find(w) || (refuses() && w->type == LINK_TYPE); }
     // Whether this is the load of a link that llama.cpp must not complete.
-    bool                                    refuses() const { return is_link() && status_; }
+    bool                                    refuses() const { return is_link() && error_.any(); }
     bool                                    is_link() const { return link_.fd >= 0; }
     const std::vector<sparse_tensor_info> & matrices() const { return file_->sparse; }
     // Whether llama.cpp requests only sizes (params.no_alloc), or, with a link, perhaps only sizes.
@@ -80,19 +90,25 @@ public:
     // load's placeholder for the tensor's matrix, the function reads and checks the payload, passes it to consumer, and
     // marks the matrix as loaded. end() also reports its error.
     int receive(const ggml_tensor * tensor, const void * data, size_t size, payload_consumer & consumer);
+    // Like receive(), but may return before the matrix has arrived: wait() and end() wait for it. A load without a link
+    // receives two matrices at once, so a device can work on one while the CPU reads another. take() gets the data of
+    // its thread and a source of the payload, and returns a status, which end() reports.
+    void receive_soon(const ggml_tensor * tensor, const void * data, size_t size,
+                      const std::function<int(load_thread &, const payload_source &)> & take);
+    // Waits for all matrices of receive_soon().
+    void wait() { second_.wait(); }
     // Like receive(), but take(matrix) decides whether to read the payload, and returns a status.
     int  deliver(const ggml_tensor * tensor, const void * data, size_t size,
                  const std::function<int(const sparse_tensor_info &)> & take);
     bool is_claimed(const ggml_tensor * tensor) const;
     // The matrix as a file of its own (load/matrix-file.h), which must not outlive this object.
     [[nodiscard]] int make_matrix_file(const sparse_tensor_info & matrix, std::unique_ptr<model_file> * out) const;
-    // Saves the current error message of a device for end(). The first message wins.
-    void keep_error(int status);
+    // Saves the current error message of a device for end().
+    void keep_error(int status) { error_.set(-1, status); }
     // Reports a device that is out of memory to the log, and to end() if a load is running.
     __attribute__((format(printf, 1, 2))) static void keep_out_of_memory(const char * format, ...);
 
-    // Data that devices need only during a load, keyed by device; freed with the load.
-    std::unordered_map<const void *, std::shared_ptr<void>> staging;
+    load_thread & this_thread() { return of_threads_[0]; } // of the thread that loads the model
 
 private:
     struct open_link {
@@ -104,6 +120,10 @@ private:
     static bool                   is_open(const open_link & link);
 
     load_session() = default;
+    // Checks that bytes of a tensor are this load's placeholder for *out, or the tensor's bytes of a link.
+    int match(const ggml_tensor * tensor, const void * data, size_t size, const sparse_tensor_info ** out);
+    // Calls take(), which returns a status, and marks the matrix as loaded. Keeps an error.
+    int  finish(const sparse_tensor_info & matrix, const std::function<int()> & take);
     void begin_link(const open_link & link, size_t n_links, const std::function<int()> & check);
     void index_names();
     void stop();
@@ -116,13 +136,14 @@ private:
     std::unique_ptr<dense_stream>                               dense_;
     std::unique_ptr<weight_cache>                               cache_;
     std::optional<kept_threads>                                 threads_; // of a load with a stream
-    read_memory                                                 memory_;
     FILE *                                                      stream_   = nullptr;
     bool                                                        no_alloc_ = false;
     std::unordered_map<std::string, const sparse_tensor_info *> by_name_;
-    std::vector<bool>                                           loaded_; // indexed like file_->sparse
-    int                                                         status_ = GGML_MACKO_STATUS_OK;
-    std::string                                                 error_;
+    std::mutex                                                  mutex_;         // guards loaded_
+    std::vector<bool>                                           loaded_;        // indexed like file_->sparse
+    first_error                                                 error_;         // parts: matrices; others come first
+    load_thread                                                 of_threads_[2]; // the caller's and second_
+    side_thread                                                 second_;
 };
 
 } // namespace macko

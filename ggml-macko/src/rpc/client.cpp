@@ -86,8 +86,8 @@ int send(const ggml_tensor * weight, const model_file & file) {
 
 // The server of a buffer that was allocated during this load, or nullptr.
 server * server_of(load_session & session, ggml_backend_buffer_t buffer) {
-    const auto it = session.staging.find(buffer);
-    return it != session.staging.end() ? static_cast<server *>(it->second.get()) : nullptr;
+    const auto it = session.this_thread().staging.find(buffer);
+    return it != session.this_thread().staging.end() ? static_cast<server *>(it->second.get()) : nullptr;
 }
 
 // ---- functions of RPC buffers ----
@@ -108,7 +108,7 @@ ggml_status claim(load_session & session, ggml_backend_buffer_t buffer, ggml_ten
             session.keep_error(status);
             return GGML_STATUS_FAILED;
         }
-        session.staging[buffer] = std::move(made);
+        session.this_thread().staging[buffer] = std::move(made);
     }
     return s->is_ours ? load_session::claim_tensor(buffer, tensor) : GGML_STATUS_SUCCESS;
 }

@@ -17,6 +17,9 @@ namespace {
 
 void buffer_free_buffer(ggml_backend_buffer_t buffer) {
     buffer_context * context = &context_of(buffer);
+    if (load_session * current = load_session::current()) {
+        current->wait(); // a load that ends early
+    }
     if (context->device.select()) {
         context->device.synchronize(); // kernels may still use it
         context->device.check(cudaFree(context->base), "cudaFree");
@@ -40,12 +43,14 @@ void buffer_memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, ui
 
 void set_sparse(ggml_backend_buffer_t buffer, load_session & current, const sparse_tensor_info & matrix,
                 ggml_tensor * tensor, const void * data, size_t size) {
-    std::unique_ptr<stored_matrix> m = upload_matrix(gpu_of(buffer), current, matrix, tensor, data, size);
-    if (!m) {
-        return;
-    }
-    tensor->extra = m.get();
-    context_of(buffer).matrices.push_back(std::move(m));
+    gpu &                            device = gpu_of(buffer);
+    std::unique_ptr<stored_matrix> & out    = context_of(buffer).matrices.emplace_back();
+    const auto take = [&device, &matrix, tensor, &out](load_thread & thread, const payload_source & read) {
+        TRY(upload_matrix(device, thread, matrix, tensor, read, &out));
+        tensor->extra = out.get();
+        return static_cast<int>(GGML_MACKO_STATUS_OK);
+    };
+    current.receive_soon(tensor, data, size, take);
 }
 
 void buffer_get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * tensor, void * data, size_t offset,

@@ -5,14 +5,14 @@
 #include "cuda/stored-matrix.h"
 #include "load/model-file.h"
 
-#include <vector>
+#include <deque>
 
 namespace macko::cuda {
 
 struct buffer_context {
-    gpu &                                       device;
-    void *                                      base = nullptr;
-    std::vector<std::unique_ptr<stored_matrix>> matrices; // the `extra` of its tensors points to these
+    gpu &                                      device;
+    void *                                     base = nullptr;
+    std::deque<std::unique_ptr<stored_matrix>> matrices; // the `extra` of its tensors points to these
 };
 
 inline buffer_context & context_of(ggml_backend_buffer_t buffer) {

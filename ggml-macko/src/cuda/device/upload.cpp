@@ -23,20 +23,6 @@ struct upload_consumer : payload_consumer {
     }
 };
 
-// The staging memory of a load, shared by the buffers of a device and freed with the load.
-cuda_sparse_uploader * uploader_of(load_session & current, gpu & device) {
-    std::shared_ptr<void> & slot = current.staging[&device];
-    if (!slot) {
-        std::unique_ptr<cuda_sparse_uploader> made;
-        if (const int status = cuda_sparse_uploader::create(device.id, &made)) {
-            current.keep_error(status);
-            return nullptr;
-        }
-        slot = std::shared_ptr<cuda_sparse_uploader>(std::move(made));
-    }
-    return static_cast<cuda_sparse_uploader *>(slot.get());
-}
-
 } // namespace
 
 gpu_plan plan_of(const gpu & device, const sparse_tensor_info & matrix) {
@@ -47,7 +33,7 @@ gpu_plan plan_of(const gpu & device, const sparse_tensor_info & matrix) {
 }
 
 int upload_matrix(gpu & device, cuda_sparse_uploader & uploader, const sparse_tensor_info & matrix, void * dst,
-                  const payload_reader & read, std::unique_ptr<stored_matrix> * out) {
+                  const payload_source & read, std::unique_ptr<stored_matrix> * out) {
     auto m             = std::make_unique<stored_matrix>();
     m->rows_per_matrix = matrix.ne[1];
     m->plan            = plan_of(device, matrix);
@@ -58,24 +44,26 @@ int upload_matrix(gpu & device, cuda_sparse_uploader & uploader, const sparse_te
     log_debug("%s: %s: %s, %lld bytes reserved%s (%s)\n", device.name.c_str(), matrix.name.c_str(),
               text_of(m->verdict.shape).c_str(), static_cast<long long>(m->plan.nbytes),
               m->outgrown ? ", memory of its own" : "", m->verdict.reason.c_str());
-    const size_t dense  = static_cast<size_t>(m->rows_per_matrix * GGML_PAD(matrix.desc.cols, 8) * 2);
-    device.panel_nbytes = std::max<size_t>(device.panel_nbytes, std::min(dense, device.max_panel_nbytes));
-    *out                = std::move(m);
+    const size_t dense = static_cast<size_t>(m->rows_per_matrix * GGML_PAD(matrix.desc.cols, 8) * 2);
+    const size_t panel = std::min(dense, device.max_panel_nbytes);
+    for (size_t most = device.panel_nbytes; most < panel && !device.panel_nbytes.compare_exchange_weak(most, panel);) {
+    }
+    *out = std::move(m);
     return GGML_MACKO_STATUS_OK;
 }
 
-std::unique_ptr<stored_matrix> upload_matrix(gpu & device, load_session & current, const sparse_tensor_info & matrix,
-                                             ggml_tensor * tensor, const void * data, size_t size) {
-    cuda_sparse_uploader * uploader = device.select() ? uploader_of(current, device) : nullptr;
-    if (!uploader) {
-        return nullptr;
+int upload_matrix(gpu & device, load_thread & thread, const sparse_tensor_info & matrix, const ggml_tensor * tensor,
+                  const payload_source & read, std::unique_ptr<stored_matrix> * out) {
+    if (!device.select()) {
+        return fail(GGML_MACKO_STATUS_OUT_OF_MEMORY, "%s cannot be used", device.name.c_str());
     }
-    std::unique_ptr<stored_matrix> m;
-    const auto read = [&](payload_consumer & consumer) { return current.receive(tensor, data, size, consumer); };
-    if (const int status = upload_matrix(device, *uploader, matrix, tensor->data, read, &m)) {
-        current.keep_error(status); // the first error stays
+    std::shared_ptr<void> & slot = thread.staging[&device]; // shared by the buffers of a device
+    if (!slot) {
+        std::unique_ptr<cuda_sparse_uploader> made;
+        TRY(cuda_sparse_uploader::create(device.id, &made));
+        slot = std::shared_ptr<cuda_sparse_uploader>(std::move(made));
     }
-    return m;
+    return upload_matrix(device, *static_cast<cuda_sparse_uploader *>(slot.get()), matrix, tensor->data, read, out);
 }
 
 } // namespace macko::cuda

@@ -16,7 +16,7 @@
 namespace macko::cuda {
 
 constexpr int64_t PINNED_NBYTES = int64_t(512) << 10; // about the rows that a thread passes at a time
-constexpr int     N_PINNED      = 32;                 // pinning more takes too long
+constexpr int     N_PINNED      = 16;                 // pinning more takes too long; a load has two uploaders
 
 // one chunk of pinned memory, on its own stream
 struct pinned_buffer {

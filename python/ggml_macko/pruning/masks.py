@@ -7,6 +7,7 @@ therefore depends neither on the number of threads nor on the machine.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -49,17 +50,34 @@ def from_float32(values: FloatArray, type_id: int) -> Bits:
 _COMMON_BITS = (8, 11)  # significant bits of BF16 and F16, from which weights of other types are often made
 _MORE_BITS = 0.01  # allowed share of weights with more bits
 
+_PIECE = 1 << 16
+
 
 def significant_bits(bits: Bits, type_id: int) -> int:
     """The number of significant bits of nearly all weights of a tensor: 8 if they come from BF16, 11 if they come from
     F16, otherwise that of the type. Zeros and subnormal numbers do not count.
     """
     full = SIGNIFICAND_BITS[type_id]
-    normal = bits[bits & EXPONENT[type_id] != 0]
-    for n in _COMMON_BITS:
-        if n < full and np.count_nonzero(normal & ((1 << (full - n)) - 1)) <= _MORE_BITS * normal.size:
-            return n
-    return full
+    common = [n for n in _COMMON_BITS if n < full]
+    n_normal, n_more = 0, dict.fromkeys(common, 0)
+    for piece in pieces(bits):
+        is_normal = piece & EXPONENT[type_id] != 0
+        n_normal += int(np.count_nonzero(is_normal))
+        for n in common:
+            n_more[n] += int(np.count_nonzero(is_normal & (piece & ((1 << (full - n)) - 1) != 0)))
+    return next((n for n in common if n_more[n] <= _MORE_BITS * n_normal), full)
+
+
+def count_not_finite(bits: Bits, type_id: int) -> int:
+    """The number of bit patterns that are infinite or NaN."""
+    exponent = EXPONENT[type_id]
+    return sum(int(np.count_nonzero(piece & exponent == exponent)) for piece in pieces(bits))
+
+
+def pieces(bits: Bits) -> Iterator[Bits]:
+    """Flat parts of an array that fit the cache with their temporary arrays: several times as fast as the whole."""
+    flat = bits.reshape(-1)
+    return (flat[i : i + _PIECE] for i in range(0, len(flat), _PIECE))
 
 
 def with_significant_bits(values: FloatArray, n: int) -> FloatArray:

@@ -22,7 +22,7 @@ from ..pruning.array_backend import Array
 from ..pruning.hessians import Hessians
 from ..pruning.masks import Bits, FloatArray
 from ..pruning.options import ParsedOptions
-from ..values import EXPONENT, SIGNIFICAND_BITS
+from ..values import SIGNIFICAND_BITS
 
 BLOCK_ELEMENTS = 1 << 21
 """Weights per step of scoring and sorting."""
@@ -34,7 +34,7 @@ Pruner = Callable[[Bits, Tensor], None]
 def read_finite(t: Tensor) -> Bits:
     """The bit patterns (rows, cols) of a tensor. Raises MackoError (NOT_FINITE) if one is infinite or NaN."""
     bits: Bits = t.read_bits()
-    n = np.count_nonzero(bits & EXPONENT[t.type] == EXPONENT[t.type])
+    n = masks.count_not_finite(bits, t.type)
     if n:
         raise errors.error(errors.NOT_FINITE, f"{t.shard.path}: {t.name}: {n} values are not finite")
     return bits

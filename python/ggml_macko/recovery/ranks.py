@@ -4,6 +4,7 @@ reads its share of a batch. Without torchrun there is one process, and nothing i
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Callable, TypeVar
@@ -11,7 +12,7 @@ from typing import Any, Callable, TypeVar
 import numpy as np
 import torch
 
-from .. import errors
+from .. import errors, system
 from ..evaluation.transformer import Transformer, Weights
 from ..pruning.options import refuse_if
 from ..recovery.options import RecoverOptions
@@ -20,8 +21,10 @@ from ..values import Array
 T = TypeVar("T")
 
 RANK, LOCAL_RANK = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
-N_RANKS = int(os.environ.get("WORLD_SIZE", "1"))
-"""The number of processes that torchrun started; above, the number of this one, also among those of its host."""
+N_RANKS, N_LOCAL_RANKS = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+"""The number of processes that torchrun started, and of those of this host; above, the number of this one, also among
+those of its host.
+"""
 
 
 def check(options: RecoverOptions) -> None:
@@ -33,6 +36,15 @@ def check(options: RecoverOptions) -> None:
             options.batch_size % N_RANKS != 0,
             f"--batch-size {options.batch_size}: expected a multiple of the {N_RANKS} processes",
         )
+
+
+def with_share_of_cores(options: RecoverOptions) -> RecoverOptions:
+    """These options with a number of threads, if several processes of this host share its cores. Threads of llama.cpp
+    that wait for each other in turns take many times as long, and torchrun allows PyTorch one.
+    """
+    if N_LOCAL_RANKS == 1 or options.n_threads:
+        return options
+    return dataclasses.replace(options, n_threads=max(1, system.available_cores() // N_LOCAL_RANKS))
 
 
 class Ranks:

@@ -108,6 +108,7 @@ def train_file(
         from ..recovery import ranks
 
         ranks.check(asked)
+        asked = ranks.with_share_of_cores(asked)
         names = {".pruned": source, ".dense": dense}
         suffix = f".{ranks.RANK}" if ranks.RANK else ""
         copies = [stack.enter_context(dequantized(path, f"{out.path}{name}{suffix}")) for name, path in names.items()]

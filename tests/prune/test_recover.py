@@ -21,11 +21,12 @@ import pytest
 from ggml_macko import errors
 from ggml_macko.gguf.files import Model
 from ggml_macko.native import codec as native_codec
+from ggml_macko.pruning import masks
 from ggml_macko.pruning.options import VALUES
 from ggml_macko.recovery.checkpoint import Checkpoint
 from ggml_macko.recovery.options import RecoverOptions
 from ggml_macko.recovery.schedule import Texts, batches, chunks_of_epoch, learning_rate
-from ggml_macko.values import NEGATIVE_ZERO, to_float
+from ggml_macko.values import NEGATIVE_ZERO, TYPE_NAMES, to_float
 from support import gguf_bytes, tiny_models
 from support.pruning import MIXTURES, SUPPORTED
 
@@ -245,6 +246,33 @@ def test_scales_of_windows_follow_the_weights(name):
     for i in np.unique(window):
         x, number = moved.numpy()[window == i].astype(np.float64), q[window == i]
         assert float(windows.scale[i]) == pytest.approx(x @ number / (number @ number), rel=1 / 31)
+
+
+@needs_torch
+@pytest.mark.parametrize("type_id", list(TYPE_NAMES), ids=TYPE_NAMES.get)
+@pytest.mark.parametrize("significant", [8, 11, 24])
+def test_trained_weights_are_rounded_as_those_of_prune(type_id, significant):
+    import torch
+
+    from ggml_macko.evaluation.transformer import as_bits
+    from ggml_macko.recovery.rounding import rounded
+
+    rng = np.random.default_rng(significant)
+    magnitudes = 2.0 ** rng.uniform(-140, 127, 99_000) * rng.choice([-1, 1], 99_000)
+    values = np.concatenate([magnitudes, rng.standard_normal(99_000) / 99, [0.0, -0.0]]).astype(np.float32)
+    expected = masks.from_float32(masks.with_significant_bits(values, significant), type_id)
+    expected[expected == NEGATIVE_ZERO[type_id]] = 0
+    assert np.array_equal(as_bits(rounded(torch.from_numpy(values), type_id, significant)), expected)
+
+
+@needs_torch
+@pytest.mark.parametrize("n_local, asked, used", [(1, 0, 0), (2, 0, 3), (2, 5, 5), (9, 0, 1)])
+def test_processes_of_a_host_share_its_cores(monkeypatch, n_local, asked, used):
+    from ggml_macko.recovery import ranks
+
+    monkeypatch.setattr(ranks, "N_LOCAL_RANKS", n_local)
+    monkeypatch.setattr(ranks.system, "available_cores", lambda: 6)
+    assert ranks.with_share_of_cores(RecoverOptions(text="", n_threads=asked)).n_threads == used
 
 
 @needs_torch

@@ -150,12 +150,12 @@ def read_weights(
     """
     out = {}
     for t in model.tensors:
-        values = as_values(t.read_bits(), t.type).reshape(tuple(reversed(t.ne)))
+        values = as_values(t.read_bits(), t.type).reshape(tuple(reversed(t.ne))).to(device)
         if len(t.ne) == 1:
             values = values.float()
         elif dtype is not None:
-            values = values.to(dtype)
-        out[t.name] = values = values.to(device)
+            values = values.to(dtype)  # on the device, which is faster than the host
+        out[t.name] = values
         if not values.isfinite().all():
             raise errors.error(errors.NOT_FINITE, f"{model.path}: {t.name}: contains values that are not finite")
     return out
@@ -167,6 +167,14 @@ def as_values(bits: Array, type_id: int) -> torch.Tensor:
         half = torch.float16 if type_id == TYPE_F16 else torch.bfloat16
         return torch.from_numpy(bits.view(np.int16)).view(half)
     return torch.from_numpy(to_float(bits, type_id))
+
+
+def as_bits(values: torch.Tensor) -> Array:
+    """The bit patterns of values of type float16, bfloat16 or float32, in host memory: uint16 or uint32."""
+    is_half = values.element_size() == 2
+    bits = values.contiguous().view(torch.int16 if is_half else torch.int32).cpu().numpy()
+    found: Array = bits.view(np.uint16 if is_half else np.uint32)
+    return found
 
 
 MAX_DIVERGENCE = 1e-3

@@ -191,7 +191,7 @@ class _Run:
         self.optimizer = MaskedAdam(training.trained, training.options.quant_values, training.ranks)
         self._step = TrainingStep(training.student, training.teacher, training.arithmetic)
         self.before = training.before if training.options.quant_values is None else self._evaluated()
-        self.best = Best(self.before.divergence, _on_host(self.optimizer.weights()), 0)
+        self.best = Best(self.before.divergence, self._weights_on_host(), 0)
         self.points: list[Point] = []
         self.rate = 0.0  # the highest
 
@@ -218,9 +218,13 @@ class _Run:
             f"step {step:6d}: divergence {loss:.4f}, held out {found.divergence:.4f}, perplexity {found.perplexity:.4f}"
         )
         if found.divergence < self.best.divergence:
-            self.best = Best(found.divergence, _on_host(self.optimizer.weights()), 0)
+            self.best = Best(found.divergence, self._weights_on_host(), 0)
         elif 2 * step > self.n_steps:  # the divergence may rise while the learning rate is high
             self.best = self.best._replace(n_since=self.best.n_since + 1)
+
+    def _weights_on_host(self) -> dict[str, torch.Tensor]:
+        """Copied one by one: a GPU that trains has no room for all."""
+        return self.optimizer.weights(torch.device("cpu"))
 
     def _evaluated(self) -> Evaluation:
         return self._training.ranks.of_first(self._training.held_out.evaluate(self._training.student))
@@ -324,7 +328,3 @@ class TrainingStep:
             loss = divergence_of_hidden(self._student, self._student.hidden(tokens), self._teacher, wanted)
         loss.backward()
         return loss.detach()
-
-
-def _on_host(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: w.cpu() for name, w in weights.items()}

@@ -102,11 +102,17 @@ class MaskedAdam:
                 else:
                     state.copy_(found)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """A copy of the trained weights, quantized if they have quantized values, and of the scales of dense types."""
-        found = {name: self._select(name, w).clone() for name, w in self._weights.items()}
+    def weights(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
+        """A copy, on a device (None: that of the weights), of the trained weights, quantized if they have quantized
+        values, and of the scales of dense types.
+        """
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device or tensor.device, copy=True)
+
+        found = {name: copied(self._select(name, w)) for name, w in self._weights.items()}
         for name, blocks in self._dense_blocks():
-            found[f"scale.{name}"], found[f"table.{name}"] = blocks.scale.clone(), blocks.table.clone()
+            found[f"scale.{name}"], found[f"table.{name}"] = copied(blocks.scale), copied(blocks.table)
         return found
 
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:

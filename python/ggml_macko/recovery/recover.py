@@ -33,7 +33,7 @@ from ..pruning.methods import read_finite
 from ..recovery.checkpoint import Checkpoint
 from ..recovery.options import HELD_OUT_SHARE, RecoverOptions
 from ..recovery.schedule import Texts
-from ..values import NEGATIVE_ZERO, Array
+from ..values import NEGATIVE_ZERO, Array, bits_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -202,13 +202,13 @@ def _train(
     device: torch.device,
     checkpoint: Checkpoint,
 ) -> tuple[dict[str, NewData], RecoverReport]:
-    """(the trained tensors, report)."""
+    """(the trained tensors, in the first process, report)."""
     import torch
 
-    from ..evaluation.transformer import Shape, Transformer, read_weights
+    from ..evaluation.transformer import Shape, Transformer, as_bits, read_weights
     from ..recovery.blockwise import fit_blocks
     from ..recovery.distillation import Arithmetic, HeldOut, Training, distill
-    from ..recovery.ranks import Ranks, assign, whole
+    from ..recovery.ranks import RANK, Ranks, assign, whole
     from ..recovery.ranks import check as check_ranks
     from ..recovery.sampling import sample
 
@@ -244,9 +244,12 @@ def _train(
     for t in tensors:
         if t.name in done.packed:
             new[t.name] = NewData(*done.packed[t.name])
+            values = torch.from_numpy(new[t.name].values(t)).reshape(tuple(reversed(t.ne)))
         else:
-            new[t.name] = NewData(t.type, _rounded(t, whole(trained[t.name]).cpu().numpy(), significant[t.name]))
-        assign(trained[t.name], torch.from_numpy(new[t.name].values(t)).reshape(tuple(reversed(t.ne))))
+            values = _rounded(t, whole(trained[t.name]), significant[t.name])
+            if RANK == 0:  # which writes the file
+                new[t.name] = NewData(t.type, as_bits(values).reshape(t.rows, t.cols))
+        assign(trained[t.name], values.float())
     after = held_out.evaluate(student)
     return new, RecoverReport(
         perplexity_dense=of_dense.perplexity,
@@ -269,13 +272,14 @@ def _significant_bits(t: Tensor, options: RecoverOptions) -> int:
     return 24 if has_all or len(t.ne) == 1 else masks.significant_bits(bits, t.type)
 
 
-def _rounded(t: Tensor, values: Array, significant: int) -> Array:
-    """Bit patterns (rows, cols) of a tensor's type. Raises MackoError if a value is out of range."""
-    bits = masks.from_float32(masks.with_significant_bits(values, significant), t.type).reshape(t.rows, t.cols)
-    if not np.isfinite(masks.to_float32(bits, t.type)).all():
+def _rounded(t: Tensor, values: torch.Tensor, significant: int) -> torch.Tensor:
+    """rounded() for a tensor of the model. Raises MackoError if a value is out of range."""
+    from ..recovery.rounding import rounded
+
+    found = rounded(values, t.type, significant)
+    if not found.isfinite().all():
         raise errors.error(errors.NOT_FINITE, f"{t.name}: its new weights are not finite in its type")
-    bits[bits == NEGATIVE_ZERO[t.type]] = 0
-    return bits
+    return found
 
 
 def _read_texts(path: Path, teacher: Transformer, arithmetic: Arithmetic, options: RecoverOptions) -> Texts:
@@ -357,9 +361,11 @@ def check_written(model: Model, output: AtomicOutput, new: Mapping[str, NewData]
             wanted = source.read() if source.name not in new else new[source.name].data.reshape(-1).view(np.uint8)
             same = np.array_equal(found, wanted)
             if source.name in new and result.type == source.type and len(source.ne) > 1:
-                before = source.read_bits()
-                zero = (before == 0) | (before == NEGATIVE_ZERO[source.type])
-                same = same and not result.read_bits()[zero].any()
+                before, after = source.read_bits(), found.view(bits_dtype(source.type))
+                same = same and not any(
+                    np.any(((a == 0) | (a == NEGATIVE_ZERO[source.type])) & (b != 0))
+                    for a, b in zip(masks.pieces(before), masks.pieces(after))
+                )
             if not same or (source.name, source.ne) != (result.name, result.ne):
                 raise errors.error(
                     errors.FILE_CHANGED, f"{output.path}: {source.name}: the file does not hold what was written"

@@ -492,7 +492,8 @@ def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, macko, pair, text
 
 
 def start_ranks(n, arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", n, "-m", "ggml_macko", *arguments]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n]  # with a free port
+    command = [sys.executable, *torchrun, "-m", "ggml_macko", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
 

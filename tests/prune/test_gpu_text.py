@@ -225,3 +225,23 @@ def test_losses_are_those_of_llama_cpp(tmp_path, text):
             ours._evaluation.model.weights[t.name] = dense
         assert ours._measure(0) == ours.dense  # the weights are back
         theirs.close()
+
+
+@needs_torch
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "lfm2"])
+def test_losses_do_not_depend_on_the_chunks_of_an_evaluation(tmp_path, text, arch, monkeypatch):
+    """Up to the rounding of products with more rows."""
+    path, options = make(tmp_path / "model.gguf", arch), options_for(text)
+    losses = []
+    for n_tokens in (32, 64, gpu_text._N_TOKENS):  # 1, 2 and all 5 chunks
+        monkeypatch.setattr(gpu_text, "_N_TOKENS", n_tokens)
+        of = session_on_cpu(options).losses(path, layerwise.N_LOSS_CHUNKS)
+        assert len(of._evaluation.batches) == max(1, math.ceil(5 * 32 / n_tokens))
+        losses.append([of.dense])
+        with Model(path) as m:
+            for t in tensors_to_prune(m):
+                bits = t.read_bits()
+                bits[::2] = 0
+                losses[-1].append(of.with_weights(t, bits))
+    assert np.ptp(losses[0]) > 1e-3
+    np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-6)

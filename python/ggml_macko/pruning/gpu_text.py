@@ -93,7 +93,7 @@ class Session:
         if evaluations is None:
             return None
         chunks = spread(np.concatenate(evaluations[0].batches), n_chunks)
-        return Losses(_Evaluation(evaluations[0].model, list(chunks[:, None]), self._device, True))
+        return Losses(_Evaluation(evaluations[0].model, self._batches_of(chunks), self._device, True))
 
     def renew(self, path: Path, t: Tensor, bits: Bits) -> None:
         """Changes the weights of a tensor as in the file of a model."""
@@ -110,8 +110,7 @@ class Session:
                 self._device = None  # in all passes
                 return None
             models, sequences = opened
-            step = max(1, _N_TOKENS // self._options.n_ctx)
-            batches = [sequences[i : i + step] for i in range(0, len(sequences), step)]
+            batches = self._batches_of(sequences)
             weights = sum(w.nbytes for model in models for w in model.weights.values())
             fits = weights + len(models) * 4 * sequences.size * models[0].shape.n_embd <= limit
             evaluations = [_Evaluation(model, batches, self._device, fits) for model in models]
@@ -119,6 +118,11 @@ class Session:
                 return evaluations
             self._kept = dict(zip(paths, evaluations))
         return [self._kept[path] for path in paths]
+
+    def _batches_of(self, chunks: Chunks) -> list[Chunks]:
+        """The chunks of each evaluation."""
+        step = max(1, _N_TOKENS // self._options.n_ctx)
+        return [chunks[i : i + step] for i in range(0, len(chunks), step)]
 
 
 class _Evaluation:
@@ -255,15 +259,14 @@ class Losses:
         import torch
         import torch.nn.functional as F
 
-        model, n = self._evaluation.model, len(self._evaluation.batches)
-        total = 0.0
+        model, found = self._evaluation.model, []
         with torch.no_grad():
-            for i in range(n):
-                tokens = self._evaluation.tokens(i)[0]
-                first = len(tokens) // 2  # of the tokens that llama-perplexity scores
-                logits = model.logits_of(model.hidden_after(layer, self._evaluation.before(layer, i)))[0, first:-1]
-                total += float(F.cross_entropy(logits, tokens[first + 1 :]).double())
-        return total / n
+            for i in range(len(self._evaluation.batches)):
+                hidden = model.hidden_after(layer, self._evaluation.before(layer, i))
+                for x, tokens in zip(hidden, self._evaluation.tokens(i)):  # the logits of many chunks take much memory
+                    first = len(tokens) // 2  # of the tokens that llama-perplexity scores
+                    found.append(F.cross_entropy(model.logits_of(x[first:-1]), tokens[first + 1 :]))
+            return float(torch.stack(found).double().mean())
 
 
 def _first_block(name: str) -> int:
@@ -302,7 +305,8 @@ def _listening_class() -> Any:
                 self.wanted.remove(taken.name)
                 if not self.wanted:
                     raise _Done
-            return F.linear(x, weight.float()) + self.weights.get(f"{name}.bias", 0)
+            out, bias = F.linear(x, weight.float()), self.weights.get(f"{name}.bias")
+            return out if bias is None else out + bias
 
     return Listening
 

@@ -245,3 +245,25 @@ def test_losses_do_not_depend_on_the_chunks_of_an_evaluation(tmp_path, text, arc
                 losses[-1].append(of.with_weights(t, bits))
     assert np.ptp(losses[0]) > 1e-3
     np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-6)
+
+
+@needs_torch
+@pytest.mark.parametrize("n_tokens", [5, 32])
+def test_divergence_of_some_tokens_at_a_time_is_that_of_all(tmp_path, text, monkeypatch, n_tokens):
+    import torch
+
+    from ggml_macko.evaluation import transformer
+    from ggml_macko.evaluation.text_model import TextModel
+
+    path = make(tmp_path / "model.gguf", "llama")
+    with Model(path) as m:
+        model = transformer.Transformer(transformer.Shape.of(m), transformer.read_weights(m, torch.device("cpu")))
+    model.weights["output_norm.weight"] *= 1.5  # the logits differ
+    with TextModel(path, 32, n_batch=32) as llama:
+        chunk = llama.read_chunks(text, 1)
+        expected = torch.from_numpy(np.array(llama.evaluate(chunk)))
+        tokens = torch.from_numpy(llama.as_sequences(chunk).astype(np.int64))
+        want = transformer.divergence(model.logits(tokens), expected)
+        monkeypatch.setattr(transformer, "_CHECKED_TOKENS", n_tokens)
+        found = transformer.divergence_from_llama_cpp(llama, model, chunk, torch.device("cpu"))
+    assert float(want) > 1e-3 and found == pytest.approx(float(want), rel=1e-5)

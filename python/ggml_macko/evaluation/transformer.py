@@ -180,6 +180,8 @@ def as_bits(values: torch.Tensor) -> Array:
 MAX_DIVERGENCE = 1e-3
 """Largest divergence from llama.cpp's probabilities, in nats per token. F16 products differ by 1e-5."""
 
+_CHECKED_TOKENS = 64  # whose logits are compared at once, for the sake of memory
+
 
 def divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """Mean over positions of KL(teacher || student); both are logits (chunks, tokens, n_vocab)."""
@@ -199,10 +201,14 @@ def as_tokens(chunks: Chunks, device: torch.device) -> torch.Tensor:
 
 def divergence_from_llama_cpp(llama: TextModel, model: Transformer, chunk: Chunks, device: torch.device) -> float:
     """Divergence of the logits of a model from llama.cpp's, in nats per token. chunk: tokens (1, n_ctx)."""
-    expected = torch.from_numpy(np.array(llama.evaluate(chunk)))
+    expected, total = llama.evaluate(chunk), 0.0
     with torch.no_grad():
-        found = model.logits(as_tokens(llama.as_sequences(chunk), device)).cpu()
-        return float(divergence(found, expected))
+        hidden = model.hidden(as_tokens(llama.as_sequences(chunk), device))
+        for i in range(0, chunk.shape[1], _CHECKED_TOKENS):
+            part = slice(i, i + _CHECKED_TOKENS)
+            teacher = torch.from_numpy(np.array(expected[:, part])).to(device)
+            total += float(divergence(model.logits_of(hidden[:, part]), teacher) * teacher.shape[1])
+    return total / len(chunk[0])
 
 
 class _Angles(NamedTuple):

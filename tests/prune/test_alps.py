@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ggml_macko.evaluation.activations import Weight
 from ggml_macko.gguf.files import Model
-from ggml_macko.pruning import alps, array_backend, hessians, layerwise, sparsegpt, working_copy
+from ggml_macko.pruning import allocation, alps, array_backend, hessians, layerwise, methods, sparsegpt, working_copy
 from ggml_macko.pruning import prune as prune_module
 from ggml_macko.pruning.options import ParsedOptions
 from ggml_macko.pruning.prune import tensors_to_prune
@@ -116,6 +116,17 @@ def test_number_of_zeros_is_exact_and_zeros_stay(rows, cols, sparsity, zeros, se
     assert (got == 0).sum() == max(n, (w == 0).sum())
 
 
+def test_lowest_scores_are_the_first_of_a_stable_sort(xp):
+    rng = np.random.default_rng(3)
+    for n in range(61):
+        scores = rng.integers(0, rng.integers(1, 80), (5, 12)).astype(np.float32)  # some of them equal
+        zero = rng.random(scores.shape) < rng.choice([0, 0.3])
+        want = zero.copy().reshape(-1)
+        want[np.argsort(np.where(zero, 0, scores), axis=None, kind="stable")[:n]] = True
+        found = array_backend.to_host(alps.lowest(xp.asarray(scores), xp.asarray(zero), n))
+        assert np.array_equal(found, want.reshape(scores.shape))
+
+
 def test_hessian_that_is_not_positive_definite_is_refused(xp):
     with pytest.raises(np.linalg.LinAlgError):
         alps.spectrum(xp.array([[1, 5], [5, 1]], dtype=np.float32))
@@ -193,6 +204,24 @@ def test_command_zeroes_the_number_asked_for(tmp_path, text, macko, architecture
     assert ("macko.prune.refit" in keys) == ("--refit" in more)
     if "--asymmetric" in more:
         assert keys["macko.prune.asymmetric"].contents() == more[-1]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama-moe"])
+def test_weights_whose_loss_is_measured_have_the_wanted_sparsity(tmp_path, text, architecture):
+    model = tiny_model(tmp_path, architecture)
+    grid = [Fraction(n, 10) for n in (7, 8, 9)]
+    with Model(model) as m:
+        tensors = tensors_to_prune(m)
+        found = hessians.Hessians({t.name for t in tensors})
+        layerwise.gather(model, ParsedOptions(text=str(text), n_ctx=64), found, n_chunks=2)
+        for t in tensors:
+            bits, errors = methods.refitted(t, found, 0.01, grid, grid[1])
+            zeros, before = ((b.reshape(allocation.n_matrices(t), -1) == 0) for b in (bits, t.read_bits()))
+            wanted = int(grid[1] * t.ne[0] * t.ne[1])
+            assert zeros.sum(axis=1).tolist() == [max(wanted, n) for n in before.sum(axis=1)] and zeros[before].all()
+            assert list(errors) == grid and 0 <= errors[grid[0]] < errors[grid[1]] < errors[grid[2]]
+            assert [methods.refitted(t, found, 0.01, [s], s).errors[s] for s in grid] == list(errors.values())
+            assert np.array_equal(methods.refitted(t, found, 0.01, grid[1:2], grid[1]).bits, bits)
 
 
 def test_weights_of_one_input_are_pruned_together(tmp_path, text):

@@ -125,9 +125,10 @@ def lowest(scores: Array, zero: Array, n: int) -> Array:
     if n == 0:
         return zero
     threshold = xp.partition(flat, n - 1)[n - 1]
-    found = flat < threshold
-    equal = xp.flatnonzero(flat == threshold)
-    found[equal[: n - int(found.sum())]] = True
+    found = flat <= threshold
+    n_more = int(found.sum()) - n
+    if n_more > 0:
+        found[xp.flatnonzero(flat == threshold)[-n_more:]] = False
     return found.reshape(scores.shape) | zero
 
 

@@ -114,11 +114,11 @@ def loss_curves(
             found = hessians_for(group, options)
             gather_for(model.path, options, found, session)
             for t in group:
-                by_sparsity = dict(zip(grid, methods.refitted(t, found, options.damping, grid)))
-                at_mean = by_sparsity[options.sparsity]
-                rise = max(of.with_weights(t, at_mean.bits) - of.dense, 0.0)
-                out[t.name] = [rise * r.error / at_mean.error if at_mean.error else 0.0 for r in by_sparsity.values()]
-                console.detail(f"{t.name:36s} - loss +{rise:.5f}, relative output error {at_mean.error:.5f}")
+                bits, errors = methods.refitted(t, found, options.damping, grid, options.sparsity)
+                at_mean = errors[options.sparsity]
+                rise = max(of.with_weights(t, bits) - of.dense, 0.0)
+                out[t.name] = [rise * error / at_mean if at_mean else 0.0 for error in errors.values()]
+                console.detail(f"{t.name:36s} - loss +{rise:.5f}, relative output error {at_mean:.5f}")
                 advance(t.n_elements)
     console.detail(f"measured losses in {time.monotonic() - begin:.1f} s")
     return out

@@ -204,28 +204,28 @@ class Refitted(NamedTuple):
     """A tensor that was pruned to measure the loss."""
 
     bits: Bits
-    error: float  # squared error of its outputs, relative to their energy
+    errors: dict[Fraction, float]  # by sparsity: squared error of its outputs, relative to their energy
 
 
-def refitted(t: Tensor, hessians: Hessians, damping: float, sparsities: Sequence[Fraction]) -> list[Refitted]:
-    """A tensor at some sparsities, pruned by Wanda within each matrix and refitted."""
+def refitted(t: Tensor, hessians: Hessians, damping: float, sparsities: Sequence[Fraction], kept: Fraction) -> Refitted:
+    """A tensor at some sparsities, pruned by Wanda within each matrix and refitted. kept: the sparsity of the bits."""
     xp, rows = hessians.xp, t.ne[1]
-    dense = read_finite(t)
-    bits = [dense.copy() for _ in sparsities]
-    lost = [0.0] * len(sparsities)
+    bits = read_finite(t)
+    lost = dict.fromkeys(sparsities, 0.0)
     energy = 0.0
     for i in range(allocation.n_matrices(t)):
         part = slice(i * rows, (i + 1) * rows)
-        w = masks.to_float32(xp.array(dense[part]), t.type)
+        w = masks.to_float32(xp.array(bits[part]), t.type)
         problem = hessians.problem(t.name, i, w, damping)
         scores = xp.abs(w) * xp.sqrt(problem.hessian.diagonal())
         energy += sparsegpt.energy(w, problem.hessian)
-        for k, sparsity in enumerate(sparsities):
+        for sparsity in sparsities:
             mask = alps.lowest(scores, w == 0, int(sparsity * w.size))
             found = alps.refit(problem, xp.where(mask, 0, w))
-            lost[k] += sparsegpt.energy(w - found, problem.hessian)
-            bits[k][part] = array_backend.to_host(masks.from_float32(found, t.type))
-    return [Refitted(b, error / energy if energy else 0.0) for b, error in zip(bits, lost)]
+            lost[sparsity] += sparsegpt.energy(w - found, problem.hessian)
+            if sparsity == kept:
+                bits[part] = array_backend.to_host(masks.from_float32(found, t.type))
+    return Refitted(bits, {sparsity: error / energy if energy else 0.0 for sparsity, error in lost.items()})
 
 
 # ---- copies and dry runs ----

@@ -188,8 +188,12 @@ def passes(tensors: Sequence[Tensor], options: ParsedOptions) -> list[list[Tenso
     return out
 
 
+class _AllFound(Exception):
+    """Ends an evaluation whose remaining products are not needed."""
+
+
 class InputGroups:
-    """A Consumer that groups weights with the same input, in the order of the model."""
+    """A Consumer that groups weights with the same input, in the order of the model. Raises _AllFound at the last."""
 
     def __init__(self, names: set[str]) -> None:
         self.groups: list[list[str]] = []
@@ -207,13 +211,16 @@ class InputGroups:
             self.groups.append([])
             self._last = np.array(x)
         self.groups[-1].append(weight.name)
+        if not self._left:
+            raise _AllFound
 
 
 def passes_by_input(model: Path, tensors: Sequence[Tensor], options: ParsedOptions) -> list[list[Tensor]]:
     """The tensors of each pass for one input, in the order of the model. The last pass has tensors without products."""
     by_name = {t.name: t for t in tensors}
     found = InputGroups(set(by_name))
-    gather(model, options, found, n_chunks=1)
+    with contextlib.suppress(_AllFound):
+        gather(model, options, found, n_chunks=1)
     groups = [[by_name.pop(name) for name in names] for names in found.groups]
     return groups + ([list(by_name.values())] if by_name else [])
 

@@ -46,21 +46,6 @@ struct bundles_avx2 {
         return _mm256_shuffle_epi8(windows, places);
     }
 
-    // Adds the sums of each piece to y, which has one element per row of the group.
-    template <int TYPE>
-    static void multiply_bundles(const uint8_t * at, const uint8_t * end, const uint8_t * low, const uint8_t * high,
-                                 float * y) {
-        while (at < end) {
-            const uint8_t * header = at;
-            const uint8_t * first  = at + BUNDLE_HEADER_NBYTES;
-            const uint8_t * rows   = header + sizeof(bundle_header);
-            uint16_t        column;
-            __builtin_memcpy(&column, header, sizeof(column));
-            at = first + header[offsetof(bundle_header, n_vectors)] * BUNDLE_VECTOR_NBYTES;
-            add_bundle<TYPE>(rows, first, at, low + column, high + column, y);
-        }
-    }
-
     static constexpr int BUNDLE_PREFETCH = 2048; // bytes ahead
 
     // Joins the bytes of x of both steps to 16-bit numbers: slots 0 ... 7 (`half` 0) or 8 ... 15, with the first step

@@ -63,21 +63,6 @@ struct bundles_neon : neon {
     // Moves the bytes of a window of a plane to the slots with their places.
     static uint8x16_t pick(const uint8_t * window, uint8x16_t places) { return vqtbl1q_u8(vld1q_u8(window), places); }
 
-    // Adds the sums of each piece to y, which has one element per row of the group.
-    template <int TYPE>
-    static void multiply_bundles(const uint8_t * at, const uint8_t * end, const uint8_t * low, const uint8_t * high,
-                                 float * y) {
-        while (at < end) {
-            const uint8_t * header = at;
-            const uint8_t * first  = at + BUNDLE_HEADER_NBYTES;
-            const uint8_t * rows   = header + sizeof(bundle_header);
-            uint16_t        column;
-            __builtin_memcpy(&column, header, sizeof(column));
-            at = first + header[offsetof(bundle_header, n_vectors)] * BUNDLE_VECTOR_NBYTES;
-            add_bundle<TYPE>(rows, first, at, low + column, high + column, y);
-        }
-    }
-
     // The values of slots 0 ... 7 (`half` 0) or 8 ... 15 of a step.
     static uint16x8_t values_of(const uint8_t * vector, int step, int half) {
         return load16(vector + BUNDLE_VALUES_AT + 16 * (2 * half + step));

@@ -33,16 +33,29 @@ void prepare_bundles(const layout_base & w, const mul_mat_params & p, int64_t co
     }
 }
 
+// Adds the sums of each piece to y, which has one element per row of the group.
+template <int TYPE, typename S>
+INLINE void add_bundles(const uint8_t * at, const uint8_t * end, const x_planes & planes, float * y) {
+    while (at < end) {
+        const uint8_t * header = at;
+        const uint8_t * first  = at + BUNDLE_HEADER_NBYTES;
+        const uint8_t * rows   = header + sizeof(bundle_header);
+        uint16_t        column;
+        __builtin_memcpy(&column, header, sizeof(column));
+        at = first + header[offsetof(bundle_header, n_vectors)] * BUNDLE_VECTOR_NBYTES;
+        S::template add_bundle<TYPE>(rows, first, at, planes.low + column, planes.high + column, y);
+    }
+}
+
 // Computes a whole group, even if the caller needs only some of its rows. The first x loads the group from memory; the
 // others find it in the cache.
 template <int TYPE, typename S>
 void multiply_bundles(const bundles_layout & w, const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
     for (int64_t group = row_begin / BUNDLE_ROWS; group * BUNDLE_ROWS < row_end; group++) {
         for (int64_t i = 0; i < p.n; i++) {
-            const x_planes planes         = planes_of(w, p, i);
-            float          y[BUNDLE_ROWS] = {};
-            S::template multiply_bundles<TYPE>(w.bundles + w.group_off[group], w.bundles + w.group_off[group + 1],
-                                               planes.low, planes.high, y);
+            float y[BUNDLE_ROWS] = {};
+            add_bundles<TYPE, S>(w.bundles + w.group_off[group], w.bundles + w.group_off[group + 1], planes_of(w, p, i),
+                                 y);
             for (int64_t r = 0; r < BUNDLE_ROWS; r++) {
                 const int64_t row = group * BUNDLE_ROWS + r;
                 if (row >= row_begin && row < row_end) {

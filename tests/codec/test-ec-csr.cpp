@@ -379,26 +379,19 @@ TEST(recoded_to_macko) {
         for (const int32_t bits : { 4, 8 }) {
             const dense_matrix d = random_matrix(r, 50, 500, type, 0.1, 4);
             ec_csr_matrix      m;
-            macko_matrix       recoded;
+            macko_matrix       recoded, made;
             ec_csr_view        view;
             CHECK(encode(d, bits, DEFAULTS, 2, &m) == 0 && check_ec_csr(m.arrays(), &view) == 0 &&
                       recode(view, 3, &recoded) == 0,
                   "%s", ggml_macko_last_error());
-            ggml_macko_count count = {};
-            CHECK(count_dense(d.data.data(), type, d.rows, d.cols, 1, &count) == 0, "count");
-            const int64_t n_stored = count.n_stored[bits == 4 ? 2 : 3];
-            bytes         values(static_cast<size_t>(n_padded(n_stored) * d.nbytes())),
-                deltas(static_cast<size_t>(deltas_nbytes(n_padded(n_stored), bits)));
-            std::vector<int32_t> row_ptr(static_cast<size_t>(d.rows) + 1);
-            CHECK(encode(
-                      d.data.data(),
-                      { d.rows, d.cols, type, bits, count.nnz, n_stored, values.data(), deltas.data(), row_ptr.data() },
-                      1) == 0,
+            ggml_macko_count       count = {};
+            std::vector<row_count> rows(static_cast<size_t>(d.rows));
+            CHECK(count_dense(d.data.data(), type, d.rows, d.cols, 1, &count, rows.data()) == 0 &&
+                      encode(d.data.data(), { d.rows, d.cols, type, bits, count.nnz }, rows, 1, &made) == 0,
                   "encode");
-            CHECK(recoded.row_ptr == row_ptr && std::equal(values.begin(), values.end(), recoded.values.begin()) &&
-                      std::equal(deltas.begin(), deltas.end(), recoded.deltas.begin()),
+            CHECK(recoded.row_ptr == made.row_ptr && recoded.values == made.values && recoded.deltas == made.deltas,
                   "type %d, %d bits: not what the MACKO encoder makes", type, bits);
-            CHECK(n_stored <= max_recoded(m.desc), "%d entries, bound %d", static_cast<int>(n_stored),
+            CHECK(made.row_ptr.back() <= max_recoded(m.desc), "%d entries, bound %d", made.row_ptr.back(),
                   static_cast<int>(max_recoded(m.desc)));
         }
     }

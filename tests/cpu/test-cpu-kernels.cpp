@@ -149,24 +149,18 @@ static double seconds() {
 
 static double fastest_pack = INFINITY; // seconds, for the benchmark
 
-struct encoded {
-    macko_desc           desc;
-    std::vector<uint8_t> values, deltas;
-    std::vector<int32_t> row_ptr;
-
-    encoded(const matrix & m, int delta_bits) : desc(m.desc), row_ptr(static_cast<size_t>(m.desc.rows + 1)) {
-        desc.delta_bits = delta_bits;
-        ggml_macko_count count;
-        CHECK(count_dense(m.dense.data(), desc.type, desc.rows, desc.cols, 1, &count) == 0 && count.nnz == desc.nnz,
-              "nnz %ld", (long)count.nnz);
-        const int64_t n_stored = count.n_stored[delta_bits == 1 ? 0 : delta_bits == 2 ? 1 : delta_bits == 4 ? 2 : 3];
-        values.resize(static_cast<size_t>(n_padded(n_stored) * value_nbytes(desc.type)));
-        deltas.resize(static_cast<size_t>(deltas_nbytes(n_padded(n_stored), delta_bits)));
-        CHECK(encode(m.dense.data(),
-                     macko_arrays{ desc.rows, desc.cols, desc.type, delta_bits, desc.nnz, n_stored, values.data(),
-                                   deltas.data(), row_ptr.data() },
-                     1) == 0,
-              "%s", ggml_macko_last_error());
+struct encoded : macko_matrix {
+    encoded(const matrix & m, int delta_bits) {
+        macko_desc shape = m.desc;
+        shape.delta_bits = delta_bits;
+        ggml_macko_count       count;
+        std::vector<row_count> rows(static_cast<size_t>(shape.rows));
+        CHECK(count_finite(m.dense.data(), shape, 1, &count, rows.data()) == 0 && count.nnz == shape.nnz, "nnz %ld",
+              (long)count.nnz);
+        CHECK(encode(m.dense.data(), shape, rows, 1, this) == 0, "%s", ggml_macko_last_error());
+        const int64_t n = n_padded(row_ptr.back()); // nothing may read the slack behind the arrays
+        values          = raw_bytes(values.data(), values.data() + n * value_nbytes(shape.type));
+        deltas          = raw_bytes(deltas.data(), deltas.data() + deltas_nbytes(n, delta_bits));
     }
     macko_view rows(int64_t begin, int64_t end) const {
         const int64_t base = row_ptr[static_cast<size_t>(begin)] & ~7;

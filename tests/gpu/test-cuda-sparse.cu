@@ -26,7 +26,7 @@ struct test_matrix {
     std::vector<double>  weights; // the same in double
     std::vector<uint8_t> values, deltas;
     std::vector<int32_t> row_ptr;
-    macko_arrays         coded  = {};
+    int64_t              nnz    = 0;
     void *               memory = nullptr;
     int64_t              nbytes = 0;
     cuda_memory          outgrown;
@@ -80,19 +80,21 @@ struct test_matrix {
                 }
             }
         }
-        ggml_macko_count count;
-        STATUS_CHECK(count_dense(dense.data(), type, rows, cols, 2, &count));
-        const int64_t stored = count.n_stored[delta_bits == 1 ? 0 : delta_bits == 2 ? 1 : delta_bits == 4 ? 2 : 3];
-        values.resize(static_cast<size_t>(n_padded(stored) * size));
-        deltas.resize(static_cast<size_t>(deltas_nbytes(n_padded(stored), delta_bits)));
-        row_ptr.resize(static_cast<size_t>(rows + 1));
-        coded = { rows, cols, type, delta_bits, count.nnz, stored, values.data(), deltas.data(), row_ptr.data() };
-        STATUS_CHECK(encode(dense.data(), coded, 2));
+        ggml_macko_count       count;
+        std::vector<row_count> of_rows(static_cast<size_t>(rows));
+        STATUS_CHECK(count_dense(dense.data(), type, rows, cols, 2, &count, of_rows.data()));
+        nnz = count.nnz;
+        macko_matrix m;
+        STATUS_CHECK(encode(dense.data(), desc(), of_rows, 2, &m));
+        row_ptr         = m.row_ptr;
+        const int64_t n = n_padded(row_ptr.back());
+        values.assign(m.values.data(), m.values.data() + n * size);
+        deltas.assign(m.deltas.data(), m.deltas.data() + deltas_nbytes(n, delta_bits));
     }
     ~test_matrix() { cudaFree(memory); }
     test_matrix(const test_matrix &) = delete;
 
-    macko_desc desc() const { return { rows, cols, type, delta_bits, coded.nnz }; }
+    macko_desc desc() const { return { rows, cols, type, delta_bits, nnz }; }
 
     // Uploads ranges of rows in shuffled order, from two threads, from memory that ends where the range ends. Returns
     // false if the requested layout does not fit. max_outliers: the number of values that EXP_CODED cannot represent,
@@ -101,7 +103,7 @@ struct test_matrix {
                 int64_t max_outliers = -1) {
         cuda_device_info info;
         CUDA_CHECK(cuda_current_device(&info));
-        const gpu_matrix m   = { desc(), n_padded(coded.n_stored), type, max_outliers };
+        const gpu_matrix m   = { desc(), n_padded(row_ptr.back()), type, max_outliers };
         const gpu_device gpu = { info.shared_nbytes };
         plan                 = layout.empty() ? choose(m, gpu) : choose_only(m, gpu, layout, lanes);
         if (plan.candidates.empty()) {
@@ -533,7 +535,7 @@ GPU_TEST(coded_matrices_stay_within_what_their_headers_reserve) {
                     const std::string label = "type " + std::to_string(type) + ", density " + std::to_string(density) +
                                               ", structure " + std::to_string(s);
                     // one value in a hundred is larger, one in a thousand a -0
-                    w.upload(random, uploader, "", 0, w.coded.nnz / 64);
+                    w.upload(random, uploader, "", 0, w.nnz / 64);
                     const bool is_short = cut || type == GGML_MACKO_TYPE_BF16;
                     if (s != BANDED) {
                         CHECK(!w.outgrown == is_short, "%s: fits %d", label.c_str(), !w.outgrown);
@@ -829,7 +831,7 @@ GPU_TEST(experts_and_ids_out_of_range) {
 GPU_TEST(rows_of_equal_length_are_fused) {
     rng         random(7);
     test_matrix w(random, 200, 4096, GGML_MACKO_TYPE_F16, 8, 0.1, EQUAL_ROWS, 7.1);
-    CHECK(w.coded.nnz == 200 * 410, "%lld entries", static_cast<long long>(w.coded.nnz));
+    CHECK(w.nnz == 200 * 410, "%lld entries", static_cast<long long>(w.nnz));
     w.upload(random, uploader);
     CHECK(w.layout() == INLINE_DELTA, "%s", layout_name(w.device));
     check_product(random, { &w }, 1, {}, "equal rows");
@@ -848,7 +850,7 @@ GPU_TEST(surveys_of_gpu_and_cpu_agree) {
                          static_cast<structure>(random.range(0, N_STRUCTURES - 1)), random.unit() < 0.5 ? 2.9 : 7.1, -8,
                          random.unit() < 0.5);
         w.upload(random, uploader);
-        ggml_macko_matrix m = { sizeof(m), "macko", w.rows, w.cols, w.type, w.type, w.delta_bits, w.coded.nnz, 3, {} };
+        ggml_macko_matrix m = { sizeof(m), "macko", w.rows, w.cols, w.type, w.type, w.delta_bits, w.nnz, 3, {} };
         m.arrays[0]         = { w.values.data(), static_cast<int64_t>(w.values.size()), w.type };
         m.arrays[1]         = { w.deltas.data(), static_cast<int64_t>(w.deltas.size()), GGML_MACKO_TYPE_I8 };
         m.arrays[2]         = { w.row_ptr.data(), static_cast<int64_t>(w.row_ptr.size()) * 4, GGML_MACKO_TYPE_I32 };

@@ -105,37 +105,6 @@ void write_rows(const T * dense, const macko_desc & desc, const int32_t * row_pt
     });
 }
 
-template <typename T> int encode_arrays(const T * dense, const macko_arrays & m, int n_threads) {
-    auto *               row_ptr = const_cast<int32_t *>(m.row_ptr);
-    std::vector<int64_t> n_row(static_cast<size_t>(m.rows));
-    std::atomic<int64_t> nnz_total{ 0 };
-    parallel_ranges(n_threads, m.rows, [&](int64_t begin, int64_t end) {
-        int64_t nnz_range = 0;
-        for (int64_t r = begin; r < end; r++) {
-            int64_t nnz                   = 0;
-            n_row[static_cast<size_t>(r)] = count_entries(dense + r * m.cols, m.cols, m.delta_bits, &nnz);
-            nnz_range += nnz;
-        }
-        nnz_total += nnz_range;
-    });
-    int64_t n_stored = 0;
-    for (int64_t r = 0; r < m.rows; r++) {
-        row_ptr[r] = static_cast<int32_t>(n_stored);
-        n_stored += n_row[static_cast<size_t>(r)];
-        if (n_stored > m.n_stored) {
-            break;
-        }
-    }
-    if (n_stored != m.n_stored || nnz_total != m.nnz) {
-        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "counts do not belong to this matrix (nnz %lld vs %lld)",
-                    static_cast<long long>(m.nnz), static_cast<long long>(nnz_total));
-    }
-    row_ptr[m.rows] = static_cast<int32_t>(n_stored);
-    write_rows(dense, { m.rows, m.cols, m.type, m.delta_bits, m.nnz }, row_ptr, n_threads,
-               static_cast<T *>(const_cast<void *>(m.values)), const_cast<uint8_t *>(m.deltas));
-    return GGML_MACKO_STATUS_OK;
-}
-
 constexpr int64_t SLACK = 64; // bytes after values and deltas: validate and consumers may load whole vectors
 
 // Allocates zeros. All threads touch the pages first, which takes longer than clearing them.
@@ -215,11 +184,6 @@ int count_finite(const void * dense, const macko_desc & shape, int n_threads, gg
     return count->n_nonfinite == 0 ? static_cast<int>(GGML_MACKO_STATUS_OK)
                                    : fail(GGML_MACKO_STATUS_NOT_FINITE, "%lld values are Inf or NaN",
                                           static_cast<long long>(count->n_nonfinite));
-}
-
-int encode(const void * dense, const macko_arrays & m, int n_threads) {
-    return m.type == GGML_MACKO_TYPE_F32 ? encode_arrays(static_cast<const uint32_t *>(dense), m, n_threads)
-                                         : encode_arrays(static_cast<const uint16_t *>(dense), m, n_threads);
 }
 
 int encode(const void * dense, const macko_desc & desc, const std::vector<row_count> & rows, int n_threads,

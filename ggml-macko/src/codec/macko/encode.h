@@ -30,20 +30,6 @@ struct row_count {
 [[nodiscard]] int count_finite(const void * dense, const macko_desc & shape, int n_threads, ggml_macko_count * count,
                                row_count * each_row = nullptr);
 
-// The arrays of a matrix in the caller's memory.
-struct macko_arrays {
-    int64_t         rows;
-    int64_t         cols;
-    int32_t         type;       // enum ggml_macko_type
-    int32_t         delta_bits; // 1, 2, 4 or 8
-    int64_t         nnz;
-    int64_t         n_stored; // non-zeros and fillers
-    const void *    values;   // n_padded elements
-    const uint8_t * deltas;   // deltas_nbytes()
-    const int32_t * row_ptr;  // rows + 1
-};
-// Fills m's arrays, whose sizes follow from its counts; BAD_ARGUMENT if the counts do not match dense.
-[[nodiscard]] int encode(const void * dense, const macko_arrays & m, int n_threads);
 // Encodes the rows of a matrix with a known row_ptr. dense points at the first row; values and deltas are zeroed and
 // begin at rows.base. FILE_CHANGED if the number of entries in a row differs from row_ptr.
 [[nodiscard]] int encode(const void * dense, const macko_rows & rows, void * values, uint8_t * deltas);

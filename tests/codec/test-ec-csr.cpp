@@ -101,11 +101,8 @@ static int decode(const ec_csr_matrix & m, int n_threads, bytes * dense) {
     if (const int status = check_ec_csr(m.arrays(), &view)) {
         return status;
     }
-    const size_t nbytes = static_cast<size_t>(m.desc.cols * value_nbytes(m.desc.type));
-    dense->assign(static_cast<size_t>(m.desc.rows) * nbytes, 0xee);
-    return each_row(view, n_threads, [&](int64_t row, const void * elements) {
-        memcpy(dense->data() + static_cast<size_t>(row) * nbytes, elements, nbytes);
-    });
+    dense->assign(static_cast<size_t>(m.desc.rows * m.desc.cols * value_nbytes(m.desc.type)), 0xee);
+    return view.decode(dense->data(), n_threads);
 }
 
 static bool same_arrays(const ec_csr_matrix & a, const ec_csr_matrix & b) {
@@ -716,8 +713,7 @@ static void bench(int64_t rows, int64_t cols, int32_t bits, int n_threads) {
     const auto t1 = now();
     CHECK(assemble(desc, d.data.data(), blocks, n_threads, &m) == 0, "%s", ggml_macko_last_error());
     const auto t2 = now();
-    CHECK(check_ec_csr(m.arrays(), &view) == 0 && each_row(view, n_threads, [](int64_t, const void *) {}) == 0, "%s",
-          ggml_macko_last_error());
+    CHECK(check_ec_csr(m.arrays(), &view) == 0 && view.check_rows(n_threads) == 0, "%s", ggml_macko_last_error());
     const auto t3 = now();
     printf("| shape | bits | extract s | assemble s | check s | check ms/GB | peak MiB above dense |\n"
            "|---|---|---|---|---|---|---|\n| %lldx%lld | %d | %.2f | %.2f | %.3f | %.0f | %.0f |\n",

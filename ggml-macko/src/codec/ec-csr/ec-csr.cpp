@@ -334,51 +334,32 @@ int decode_row(const ec_csr_view & view, int64_t row, T exponent, T * dense, int
     return GGML_MACKO_STATUS_OK;
 }
 
-template <typename T, int BITS, typename B>
-int decode_rows_type(const ec_csr_view & view, int64_t row_begin, int64_t row_end, T exponent, T * dense,
-                     int64_t * nnz) {
-    const int64_t cols = view.arrays().desc.cols;
-    memset(dense, 0, static_cast<size_t>((row_end - row_begin) * cols) * sizeof(T));
-    for (int64_t r = row_begin; r < row_end; r++, dense += cols) {
-        TRY(decode_row<T, BITS, B>(view, r, exponent, dense, nnz));
-    }
-    return GGML_MACKO_STATUS_OK;
-}
-
-template <typename T>
-int decode_rows_value(const ec_csr_view & view, int64_t row_begin, int64_t row_end, T exponent, void * dense,
-                      int64_t * nnz) {
-    T *                out  = static_cast<T *>(dense);
-    const macko_desc & desc = view.arrays().desc;
+// Decodes a row to dense elements of desc.type. Checks columns, deltas, fillers and padding, that values are finite,
+// and that no two blocks contain the same element. *nnz: non-zeros of the row.
+template <typename T> int decode_row_type(const ec_csr_view & view, int64_t row, void * dense, int64_t * nnz) {
+    T *                out      = static_cast<T *>(dense);
+    const macko_desc & desc     = view.desc();
+    const T            exponent = exponent_mask<T>(desc.type);
+    *nnz                        = 0;
+    memset(dense, 0, static_cast<size_t>(desc.cols) * sizeof(T));
     if (ec_base_nbytes(desc.cols) == 2) {
-        return desc.delta_bits == 4 ? decode_rows_type<T, 4, uint16_t>(view, row_begin, row_end, exponent, out, nnz)
-                                    : decode_rows_type<T, 8, uint16_t>(view, row_begin, row_end, exponent, out, nnz);
+        return desc.delta_bits == 4 ? decode_row<T, 4, uint16_t>(view, row, exponent, out, nnz)
+                                    : decode_row<T, 8, uint16_t>(view, row, exponent, out, nnz);
     }
-    return desc.delta_bits == 4 ? decode_rows_type<T, 4, int32_t>(view, row_begin, row_end, exponent, out, nnz)
-                                : decode_rows_type<T, 8, int32_t>(view, row_begin, row_end, exponent, out, nnz);
+    return desc.delta_bits == 4 ? decode_row<T, 4, int32_t>(view, row, exponent, out, nnz)
+                                : decode_row<T, 8, int32_t>(view, row, exponent, out, nnz);
 }
 
 } // namespace
 
-int decode_rows(const ec_csr_view & view, int64_t row_begin, int64_t row_end, void * dense, int64_t * nnz) {
-    *nnz = 0;
-    switch (view.arrays().desc.type) {
-        case GGML_MACKO_TYPE_F32:
-            return decode_rows_value<uint32_t>(view, row_begin, row_end, exponent_mask<uint32_t>(GGML_MACKO_TYPE_F32),
-                                               dense, nnz);
-        default:
-            return decode_rows_value<uint16_t>(view, row_begin, row_end,
-                                               exponent_mask<uint16_t>(view.arrays().desc.type), dense, nnz);
-    }
-}
-
-int each_row(const ec_csr_view & view, int n_threads, const std::function<void(int64_t, const void *)> & f) {
-    const macko_desc &                desc    = view.arrays().desc;
-    const size_t                      nbytes  = static_cast<size_t>(desc.cols * value_nbytes(desc.type));
-    int64_t                           bad_row = desc.rows; // report the first bad row, whatever the number of threads
-    int                               status  = GGML_MACKO_STATUS_OK;
-    std::string                       text;
-    std::mutex                        mutex; // guards the three variables above
+int ec_csr_view::for_each_row(int n_threads, const std::function<void(int64_t, const void *)> & f) const {
+    const macko_desc & desc = arrays_.desc;
+    const auto   decode_any = desc.type == GGML_MACKO_TYPE_F32 ? decode_row_type<uint32_t> : decode_row_type<uint16_t>;
+    const size_t nbytes     = static_cast<size_t>(desc.cols * value_nbytes(desc.type));
+    int64_t      bad_row    = desc.rows; // report the first bad row, whatever the number of threads
+    int          status     = GGML_MACKO_STATUS_OK;
+    std::string  text;
+    std::mutex   mutex; // guards the three variables above
     std::atomic<int64_t>              nnz{ 0 };
     std::vector<std::vector<uint8_t>> buffers(static_cast<size_t>(n_threads), std::vector<uint8_t>(nbytes));
     parallel_parts(n_threads, desc.rows, 16, [&](int64_t begin, int64_t end, int thread) {
@@ -386,7 +367,7 @@ int each_row(const ec_csr_view & view, int n_threads, const std::function<void(i
         int64_t   nnz_part = 0;
         for (int64_t r = begin; r < end; r++) {
             int64_t   n      = 0;
-            const int result = decode_rows(view, r, r + 1, row, &n);
+            const int result = decode_any(*this, r, row, &n);
             nnz_part += n;
             if (!result) {
                 f(r, row);
@@ -411,12 +392,8 @@ int each_row(const ec_csr_view & view, int n_threads, const std::function<void(i
     return GGML_MACKO_STATUS_OK;
 }
 
-int ec_csr_view::for_each_row(int n_threads, const std::function<void(int64_t, const void *)> & f) const {
-    return each_row(*this, n_threads, f);
-}
-
 int ec_csr_view::check_rows(int n_threads) const {
-    return each_row(*this, n_threads, [](int64_t, const void *) {});
+    return for_each_row(n_threads, [](int64_t, const void *) {});
 }
 
 // ---- assemble ----

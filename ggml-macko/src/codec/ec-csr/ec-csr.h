@@ -91,14 +91,6 @@ private:
 
 // Checks everything except columns and values. The arrays must outlive *view.
 [[nodiscard]] int check_ec_csr(const ec_csr_arrays & arrays, ec_csr_view * view);
-// Decodes rows row_begin ... row_end-1 to dense elements of desc.type. Checks columns, deltas, fillers and padding,
-// that values are finite, and that no two blocks contain the same element. *nnz = non-zeros of these rows; the caller
-// compares the sum over all rows with desc.nnz.
-[[nodiscard]] int decode_rows(const ec_csr_view & view, int64_t row_begin, int64_t row_end, void * dense,
-                              int64_t * nnz);
-// Implements view.for_each_row(): decodes all rows, one at a time, and also checks nnz.
-[[nodiscard]] int each_row(const ec_csr_view & view, int n_threads,
-                           const std::function<void(int64_t, const void *)> & f);
 
 // ---- encoding ----
 

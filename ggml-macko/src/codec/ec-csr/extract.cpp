@@ -13,7 +13,7 @@
 
 namespace macko {
 
-int check_extract_options(const extract_options & o) {
+static int check_extract_options(const extract_options & o) {
     if (o.max_granularity < 1 || o.max_granularity > EC_MAX_GRANULARITY ||
         (o.max_granularity & (o.max_granularity - 1))) {
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "max_granularity %d is not 1, 2, 4 ... %d", o.max_granularity,

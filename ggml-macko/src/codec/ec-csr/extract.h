@@ -14,7 +14,6 @@ struct extract_options {
     uint64_t seed; // seed of the order in which rows look for partners
 };
 
-[[nodiscard]] int check_extract_options(const extract_options & options);
 // Finds the blocks of dense (desc.rows x desc.cols elements). The result depends only on the matrix and the options.
 [[nodiscard]] int extract_blocks(const macko_desc & desc, const void * dense, const extract_options & options,
                                  int n_threads, ec_csr_blocks * out);

@@ -41,6 +41,12 @@ int codec_view::decode(void * dense, int n_threads) const {
     });
 }
 
+int codec::check_room(const ggml_macko_matrix & m, int64_t n, const char * elements) {
+    return m.nnz <= n ? static_cast<int>(GGML_MACKO_STATUS_OK)
+                      : fail(GGML_MACKO_STATUS_BAD_NNZ, "nnz (%lld vs %lld %s)", static_cast<long long>(m.nnz),
+                             static_cast<long long>(n), elements);
+}
+
 int64_t codec::max_entries(const ggml_macko_matrix & m) const { return n_padded(max_recoded(rows_desc(*this, m))); }
 
 int encode_matrix(const codec & format, const void * dense, const macko_desc & desc, const ggml_macko_option * options,

@@ -107,6 +107,16 @@ public:
     virtual ~encoded_matrix() = default;
     // Points into this object. The caller of encode_matrix sets the format's name.
     virtual ggml_macko_matrix matrix() const = 0;
+
+protected:
+    // The description of a matrix, without its arrays.
+    static ggml_macko_matrix describe(const macko_desc & d, int32_t value_type, int32_t index_bits, int32_t n_arrays) {
+        return { 0, nullptr, d.rows, d.cols, d.type, value_type, index_bits, d.nnz, n_arrays, {} };
+    }
+    // A component that consists of all elements of v.
+    template <typename V> static ggml_macko_array whole(const V & v, int32_t type) {
+        return { v.data(), static_cast<int64_t>(v.size() * sizeof(v[0])), type };
+    }
 };
 
 class codec {
@@ -164,6 +174,10 @@ public:
     // for each of options(). NOT_FINITE if a value is Inf or NaN.
     [[nodiscard]] virtual int encode(const void * dense, const macko_desc & desc, const int64_t * options,
                                      int n_threads, std::unique_ptr<encoded_matrix> * out) const = 0;
+
+protected:
+    // BAD_NNZ if nnz is more than the n `elements` of a component.
+    [[nodiscard]] static int check_room(const ggml_macko_matrix & m, int64_t n, const char * elements);
 
 private:
     const traits traits_;

@@ -17,20 +17,10 @@ public:
     ec_csr_matrix blocks;
 
     ggml_macko_matrix matrix() const override {
-        const macko_desc & d = blocks.desc;
-        ggml_macko_matrix  m = {};
-        m.rows               = d.rows;
-        m.cols               = d.cols;
-        m.type               = d.type;
-        m.value_type         = d.type;
-        m.index_bits         = d.delta_bits;
-        m.nnz                = d.nnz;
-        m.n_arrays           = 6;
-        component_rule rules[6];
+        ggml_macko_matrix m = describe(blocks.desc, blocks.desc.type, blocks.desc.delta_bits, 6);
+        component_rule    rules[6];
         ec_csr_codec().component_rules(m, rules);
-        const auto set = [&](ec_csr_component c, const auto & v) {
-            m.arrays[c] = { v.data(), static_cast<int64_t>(v.size() * sizeof(v[0])), rules[c].type };
-        };
+        const auto set = [&](ec_csr_component c, const auto & v) { m.arrays[c] = whole(v, rules[c].type); };
         set(EC_VALUES, blocks.values);
         set(EC_DELTAS, blocks.deltas);
         set(EC_BASES, blocks.bases);
@@ -64,10 +54,7 @@ public:
     }
 
     int check_nnz(const ggml_macko_matrix & m) const override {
-        const int64_t n = array_length(m.arrays[EC_VALUES]);
-        return m.nnz <= n ? static_cast<int>(GGML_MACKO_STATUS_OK)
-                          : fail(GGML_MACKO_STATUS_BAD_NNZ, "nnz (%lld vs %lld values)", static_cast<long long>(m.nnz),
-                                 static_cast<long long>(n));
+        return check_room(m, array_length(m.arrays[EC_VALUES]), "values");
     }
 
     int open(const ggml_macko_matrix & m, int, std::unique_ptr<codec_view> * view) const override {

@@ -102,22 +102,14 @@ namespace {
 class encoded_macko : public encoded_matrix {
 public:
     macko_matrix arrays;
-    int64_t      n_stored = 0;
 
     ggml_macko_matrix matrix() const override {
         const macko_desc & d    = arrays.desc;
-        const int64_t      n    = n_padded(n_stored);
-        ggml_macko_matrix  m    = {};
-        m.rows                  = d.rows;
-        m.cols                  = d.cols;
-        m.type                  = d.type;
-        m.value_type            = d.type;
-        m.index_bits            = d.delta_bits;
-        m.nnz                   = d.nnz;
-        m.n_arrays              = 3;
+        const int64_t      n    = n_padded(arrays.row_ptr.back());
+        ggml_macko_matrix  m    = describe(d, d.type, d.delta_bits, 3);
         m.arrays[MACKO_VALUES]  = { arrays.values.data(), n * value_nbytes(d.type), d.type };
         m.arrays[MACKO_DELTAS]  = { arrays.deltas.data(), deltas_nbytes(n, d.delta_bits), GGML_MACKO_TYPE_I8 };
-        m.arrays[MACKO_ROW_PTR] = { arrays.row_ptr.data(), 4 * (d.rows + 1), GGML_MACKO_TYPE_I32 };
+        m.arrays[MACKO_ROW_PTR] = whole(arrays.row_ptr, GGML_MACKO_TYPE_I32);
         return m;
     }
 };
@@ -137,10 +129,7 @@ public:
     }
 
     int check_nnz(const ggml_macko_matrix & m) const override {
-        const int64_t n = array_length(m.arrays[MACKO_VALUES]);
-        return m.nnz <= n ? static_cast<int>(GGML_MACKO_STATUS_OK)
-                          : fail(GGML_MACKO_STATUS_BAD_NNZ, "nnz (%lld vs %lld entries)", static_cast<long long>(m.nnz),
-                                 static_cast<long long>(n));
+        return check_room(m, array_length(m.arrays[MACKO_VALUES]), "entries");
     }
 
     int64_t max_entries(const ggml_macko_matrix & m) const override { return array_length(m.arrays[MACKO_VALUES]); }
@@ -165,8 +154,7 @@ public:
         desc.nnz    = count.nnz;
         auto result = std::make_unique<encoded_macko>();
         TRY(macko::encode(dense, desc, rows, n_threads, &result->arrays));
-        result->n_stored = result->arrays.row_ptr.back();
-        *out             = std::move(result);
+        *out = std::move(result);
         return GGML_MACKO_STATUS_OK;
     }
 

@@ -15,22 +15,12 @@ public:
     packed_matrix packed;
 
     ggml_macko_matrix matrix() const override {
-        const packed_desc & d   = packed.desc;
-        ggml_macko_matrix   m   = {};
-        m.rows                  = d.dense.rows;
-        m.cols                  = d.dense.cols;
-        m.type                  = d.dense.type;
-        m.value_type            = d.value_type;
-        m.index_bits            = d.index_bits;
-        m.nnz                   = d.dense.nnz;
-        m.n_arrays              = 3;
-        component_rule rules[3] = {};
+        ggml_macko_matrix m        = describe(packed.desc.dense, packed.desc.value_type, packed.desc.index_bits, 3);
+        component_rule    rules[3] = {};
         packed_codec().component_rules(m, rules);
-        m.arrays[PACKED_VALUES]  = { packed.values.data(), static_cast<int64_t>(packed.values.size()),
-                                     rules[PACKED_VALUES].type };
-        m.arrays[PACKED_INDEX]   = { packed.index.data(), static_cast<int64_t>(packed.index.size()),
-                                     rules[PACKED_INDEX].type };
-        m.arrays[PACKED_ROW_PTR] = { packed.row_ptr.data(), 4 * (d.dense.rows + 1), rules[PACKED_ROW_PTR].type };
+        m.arrays[PACKED_VALUES]  = whole(packed.values, rules[PACKED_VALUES].type);
+        m.arrays[PACKED_INDEX]   = whole(packed.index, rules[PACKED_INDEX].type);
+        m.arrays[PACKED_ROW_PTR] = whole(packed.row_ptr, rules[PACKED_ROW_PTR].type);
         return m;
     }
 };

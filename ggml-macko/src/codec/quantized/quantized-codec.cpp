@@ -26,19 +26,14 @@ public:
     quantized_matrix quantized;
 
     ggml_macko_matrix matrix() const override {
-        const quantized_matrix & q = quantized;
-        ggml_macko_matrix        m = {
-            0, nullptr, q.dense.rows, q.dense.cols, q.dense.type, type_of_code_bits(q.bits), 0, q.dense.nnz, 6, {}
-        };
-        const auto set = [&](quantized_component c, const auto & v, int32_t type) {
-            m.arrays[c] = { v.data(), static_cast<int64_t>(v.size() * sizeof(v[0])), type };
-        };
-        set(QUANTIZED_CODES, q.codes, GGML_MACKO_TYPE_I8);
-        set(QUANTIZED_BITMAP, q.bitmap, GGML_MACKO_TYPE_I8);
-        set(QUANTIZED_SCALES, q.scales, GGML_MACKO_TYPE_I8);
-        set(QUANTIZED_FACTORS, q.factors, GGML_MACKO_TYPE_BF16);
-        set(QUANTIZED_ROW_PTR, q.row_ptr, GGML_MACKO_TYPE_I32);
-        set(QUANTIZED_LEVELS, q.levels, GGML_MACKO_TYPE_I8);
+        const quantized_matrix & q  = quantized;
+        ggml_macko_matrix        m  = describe(q.dense, type_of_code_bits(q.bits), 0, 6);
+        m.arrays[QUANTIZED_CODES]   = whole(q.codes, GGML_MACKO_TYPE_I8);
+        m.arrays[QUANTIZED_BITMAP]  = whole(q.bitmap, GGML_MACKO_TYPE_I8);
+        m.arrays[QUANTIZED_SCALES]  = whole(q.scales, GGML_MACKO_TYPE_I8);
+        m.arrays[QUANTIZED_FACTORS] = whole(q.factors, GGML_MACKO_TYPE_BF16);
+        m.arrays[QUANTIZED_ROW_PTR] = whole(q.row_ptr, GGML_MACKO_TYPE_I32);
+        m.arrays[QUANTIZED_LEVELS]  = whole(q.levels, GGML_MACKO_TYPE_I8);
         return m;
     }
 };
@@ -83,10 +78,7 @@ public:
     }
 
     int check_nnz(const ggml_macko_matrix & m) const override {
-        const int64_t n = m.arrays[QUANTIZED_CODES].nbytes * 8 / code_bits(m.value_type);
-        return m.nnz <= n ? static_cast<int>(GGML_MACKO_STATUS_OK)
-                          : fail(GGML_MACKO_STATUS_BAD_NNZ, "nnz (%lld vs %lld codes)", static_cast<long long>(m.nnz),
-                                 static_cast<long long>(n));
+        return check_room(m, m.arrays[QUANTIZED_CODES].nbytes * 8 / code_bits(m.value_type), "codes");
     }
 
     int64_t window(const ggml_macko_matrix & m) const override { return window_of(m); }

@@ -81,7 +81,7 @@ static int pack_matrix(const codec_view & view, const ggml_macko_matrix & m, int
 int ggml_macko_cpu_matrix_init(const ggml_macko_matrix * m, int n_threads, ggml_macko_cpu_matrix ** out) {
     return c_boundary([&]() -> int {
         TRY(check_size(m));
-        if (!out || !m->format) {
+        if (!out) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
         const codec * format = nullptr;
@@ -102,9 +102,6 @@ int ggml_macko_cpu_layout(const ggml_macko_matrix * m, ggml_macko_layout * layou
     return c_boundary([&]() -> int {
         TRY(check_size(m));
         TRY(check_size(layout));
-        if (!m->format) {
-            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
-        }
         const codec * format = nullptr;
         TRY(find_format(m->format, &format));
         const char * kernels = nullptr;

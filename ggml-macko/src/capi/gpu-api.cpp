@@ -15,9 +15,6 @@ int check_arguments(const ggml_macko_matrix * m, int64_t shared_nbytes, const gg
                     const codec ** format) {
     TRY(check_size(m));
     TRY(check_size(layout));
-    if (!m->format) {
-        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
-    }
     if (shared_nbytes < 0 || shared_nbytes > INT32_MAX) {
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%lld bytes of shared memory",
                     static_cast<long long>(shared_nbytes));

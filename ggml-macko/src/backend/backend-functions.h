@@ -8,14 +8,18 @@
 
 namespace macko {
 
-// The functions that ggml requires. The others are null: ggml then copies synchronously, and makes no plans of graphs.
+// The functions that ggml requires, for a backend that owns a CONTEXT. The others are null: ggml then copies
+// synchronously, and makes no plans of graphs.
+template <typename CONTEXT>
 constexpr ggml_backend_i backend_functions(decltype(ggml_backend_i::get_name)      get_name,
-                                           decltype(ggml_backend_i::free)          free,
                                            decltype(ggml_backend_i::graph_compute) graph_compute) {
     ggml_backend_i table = {};
     table.get_name       = get_name;
-    table.free           = free;
-    table.graph_compute  = graph_compute;
+    table.free           = [](ggml_backend_t backend) {
+        delete static_cast<CONTEXT *>(backend->context);
+        delete backend;
+    };
+    table.graph_compute = graph_compute;
     return table;
 }
 

@@ -170,13 +170,8 @@ void backend_set_tensor_async(ggml_backend_t, ggml_tensor * tensor, const void *
 
 void backend_event_record(ggml_backend_t, ggml_backend_event_t) {}
 
-void backend_free(ggml_backend_t backend) {
-    delete static_cast<graph_plan *>(backend->context);
-    delete backend;
-}
-
 constexpr ggml_backend_i backend_iface = [] {
-    ggml_backend_i table   = backend_functions(backend_get_name, backend_free, backend_graph_compute);
+    ggml_backend_i table   = backend_functions<graph_plan>(backend_get_name, backend_graph_compute);
     table.set_tensor_async = backend_set_tensor_async;
     table.event_record     = backend_event_record;
     return table;

@@ -105,12 +105,7 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
 
 const char * backend_get_name(ggml_backend_t) { return "MACKO"; }
 
-void backend_free(ggml_backend_t backend) {
-    delete static_cast<backend_context *>(backend->context);
-    delete backend;
-}
-
-constexpr ggml_backend_i backend_iface = backend_functions(backend_get_name, backend_free, backend_graph_compute);
+constexpr ggml_backend_i backend_iface = backend_functions<backend_context>(backend_get_name, backend_graph_compute);
 
 ggml_guid_t backend_guid() {
     static ggml_guid guid = { 0x6d, 0x61, 0x63, 0x6b, 0x6f, 0x2d, 0x72, 0x70,

@@ -187,11 +187,6 @@ bool compute(backend_context & ctx, const ggml_cgraph * graph) {
 
 const char * backend_get_name(ggml_backend_t backend) { return context_of(backend).device.name.c_str(); }
 
-void backend_free(ggml_backend_t backend) {
-    delete &context_of(backend);
-    delete backend;
-}
-
 void backend_synchronize(ggml_backend_t backend) {
     backend_context & ctx = context_of(backend);
     if (ctx.busy && ctx.device.select()) {
@@ -237,7 +232,7 @@ void backend_graph_optimize(ggml_backend_t backend, ggml_cgraph * graph, ggml_ba
 }
 
 constexpr ggml_backend_i backend_iface = [] {
-    ggml_backend_i table   = backend_functions(backend_get_name, backend_free, backend_graph_compute);
+    ggml_backend_i table   = backend_functions<backend_context>(backend_get_name, backend_graph_compute);
     table.set_tensor_async = backend_set_tensor_async;
     table.get_tensor_async = backend_get_tensor_async;
     table.synchronize      = backend_synchronize;

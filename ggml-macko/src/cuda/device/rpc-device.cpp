@@ -151,17 +151,12 @@ const char * backend_get_name(ggml_backend_t backend) {
     return static_cast<rpc_backend *>(backend->context)->server.device.name.c_str();
 }
 
-void backend_free(ggml_backend_t backend) {
-    delete static_cast<rpc_backend *>(backend->context);
-    delete backend;
-}
-
 void backend_synchronize(ggml_backend_t backend) {
     ggml_backend_synchronize(static_cast<rpc_backend *>(backend->context)->local.get());
 }
 
 constexpr ggml_backend_i backend_iface = [] {
-    ggml_backend_i table = backend_functions(backend_get_name, backend_free, backend_graph_compute);
+    ggml_backend_i table = backend_functions<rpc_backend>(backend_get_name, backend_graph_compute);
     table.synchronize    = backend_synchronize;
     return table;
 }();

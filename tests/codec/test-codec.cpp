@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -322,29 +321,6 @@ TEST(count_refuses_bad_arguments) {
     CHECK(ggml_macko_count_dense(special.data(), GGML_MACKO_TYPE_F16, 2, 3, 1, &count) == 0 && count.n_nonfinite == 2 &&
               count.nnz == 5,
           "non-finite count");
-}
-
-// acceptance 3 of the format: effective density of random matrices against section 4.1 of the paper
-TEST(effective_density) {
-    rng           r(41);
-    const int64_t rows = 1024, cols = 16384;
-    for (int step = 1; step <= 19; step++) {
-        const double          d = 0.05 * step;
-        std::vector<uint16_t> dense((size_t)(rows * cols), 0);
-        for (size_t i = 0; i < dense.size(); i += 2) {
-            const uint64_t u = r.bits();
-            dense[i]         = (double)(u & 0xffffffff) < d * 0x1p32 ? 0x3c00 : 0;
-            dense[i + 1]     = (double)(u >> 32) < d * 0x1p32 ? 0x3c00 : 0;
-        }
-        for (const int bits : { 1, 2, 4, 8 }) {
-            const encoded e = encode(dense.data(), GGML_MACKO_TYPE_F16, rows, cols, bits, 2);
-            const double  z = std::pow(1 - d, 1 << bits), want = d / (1 - z) * (16 + bits) / 16;
-            const double  got =
-                (double)(e.values.size() + e.deltas.size() + 4 * e.row_ptr.size()) / (double)(2 * rows * cols);
-            CHECK(std::fabs(got / want - 1) < 0.005, "density %.2f b=%d: effective density %.5f, expected %.5f", d,
-                  bits, got, want);
-        }
-    }
 }
 
 static double seconds() {

@@ -13,7 +13,7 @@ import pytest
 
 from ggml_macko import convert, errors
 from ggml_macko.native import environment, load_model
-from ggml_macko.native.library import lib
+from ggml_macko.native.library import check, lib
 from support import generators
 from support.llama_logits import open_model
 
@@ -76,7 +76,7 @@ def test_words_of_load_are_the_flags_of_load():
 def test_wrong_environment_refuses_a_sparse_model(sparse, monkeypatch, variable, value, message):
     monkeypatch.setenv(variable, value)
     with pytest.raises(errors.MackoError) as e:
-        environment.check_environment()
+        check(lib().ggml_macko_check_environment())
     assert str(e.value).startswith(message) and "\n" not in str(e.value)
     with pytest.raises(errors.MackoError) as e:
         open_model(sparse)

@@ -37,9 +37,9 @@ def test_every_status_has_a_class_and_a_name():
     from ggml_macko.native import library
 
     for name, value in re.findall(r"(GGML_MACKO_STATUS_\w+)\s*=\s*(\d+)", HEADER.read_text()):
-        assert library.status_name(int(value)) == name
+        assert library.text(library.lib().ggml_macko_status_name(int(value))) == name
         assert issubclass(errors.error_class(int(value)), errors.MackoError)
-    assert library.status_name(9999) == "unknown"
+    assert library.text(library.lib().ggml_macko_status_name(9999)) == "unknown"
 
 
 def test_library_has_the_api_version_of_the_header():

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .library import check, ffi, lib, text
+from .library import ffi, lib, text
 
 LOAD = "GGML_MACKO_LOAD"
 ENABLE = "GGML_MACKO_ENABLE"
@@ -28,11 +28,6 @@ def settings() -> list[Setting]:
         word = None if row.word == ffi().NULL else text(row.word)
         found.append(Setting(text(row.variable), word, text(row.help)))
     return found
-
-
-def check_environment() -> None:
-    """Raises MackoError (BAD_ARGUMENT) if a variable that begins with GGML_MACKO_ or one of its words is unknown."""
-    check(lib().ggml_macko_check_environment())
 
 
 def with_words(variable: str, added: Iterable[str]) -> dict[str, str]:

@@ -116,11 +116,6 @@ def gpus() -> str:
     return text(lib().ggml_macko_gpus())
 
 
-def status_name(code: int) -> str:
-    """GGML_MACKO_STATUS_... of a code, or "unknown"."""
-    return text(lib().ggml_macko_status_name(code))
-
-
 def untested_ggml() -> str:
     """A line that says that the version of this process's ggml is not tested; "" if it is tested."""
     return text(lib().ggml_macko_untested_ggml())

@@ -24,17 +24,16 @@ def open_model(path: Any, n_ctx: int = 512, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def plain_dense_weights() -> Iterator[None]:
-    """Within the context, models are loaded without the CPU backend's buffer types for weights. On a CPU with AMX, one
-    of them multiplies F16 weights with x in float32; llama.cpp's other kernels and the plugin's round x to F16.
-    """
+def model_params(**members: Any) -> Iterator[None]:
+    """Within the context, models are loaded with these members of llama_model_params."""
     import llama_cpp.llama_cpp as api
 
     default = api.llama_model_default_params
 
     def params() -> Any:
         p = default()
-        p.use_extra_bufts = False
+        for name, value in members.items():
+            setattr(p, name, value)
         return p
 
     api.llama_model_default_params = params
@@ -42,6 +41,13 @@ def plain_dense_weights() -> Iterator[None]:
         yield
     finally:
         api.llama_model_default_params = default
+
+
+def plain_dense_weights() -> contextlib.AbstractContextManager[None]:
+    """Within the context, models are loaded without the CPU backend's buffer types for weights. On a CPU with AMX, one
+    of them multiplies F16 weights with x in float32; llama.cpp's other kernels and the plugin's round x to F16.
+    """
+    return model_params(use_extra_bufts=False)
 
 
 def clear(llama: Any) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 from collections.abc import Iterator
 
-import llama_cpp.llama_cpp as api
+from support import llama_logits
 
 EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # of --cpu-moe in llama.cpp's common.h
 
@@ -33,24 +33,12 @@ def _cpu_buffer_type() -> int:
     return base.ggml_backend_cpu_buffer_type()
 
 
-@contextlib.contextmanager
-def _overriding(buffer_types: dict[str, int]) -> Iterator[None]:
+def _overriding(buffer_types: dict[str, int]) -> contextlib.AbstractContextManager[None]:
     """Within the context, models put tensors whose names match a pattern into its buffer type."""
     pairs = [Override(pattern.encode(), address) for pattern, address in buffer_types.items()]
     overrides = (Override * (len(pairs) + 1))(*pairs, Override(None, None))
     kept.append(overrides)
-    default = api.llama_model_default_params
-
-    def params() -> api.llama_model_params:
-        p = default()
-        p.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
-        return p
-
-    api.llama_model_default_params = params
-    try:
-        yield
-    finally:
-        api.llama_model_default_params = default
+    return llama_logits.model_params(tensor_buft_overrides=ctypes.cast(overrides, ctypes.c_void_p))
 
 
 @contextlib.contextmanager

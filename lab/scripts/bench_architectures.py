@@ -2,9 +2,11 @@
 """Measures models with the plugin and with llama.cpp's own CUDA backend in one run: one token, steps of several
 sequences, prompts, and speculation. By default, the models have this year's architectures.
 
-  cmake -S LLAMA_CPP -B cuda -DGGML_BACKEND_DL=ON -DGGML_NATIVE=OFF -DGGML_CUDA=ON   # of the same llama-cpp-python
+  cmake -S LLAMA_CPP -B cuda -DGGML_BACKEND_DL=ON -DGGML_NATIVE=OFF -DGGML_CUDA=ON -DGGML_CUDA_GRAPHS=ON
   cmake --build cuda --target ggml-cuda
   lab/scripts/bench_architectures.py folder --cuda cuda/bin/libggml-cuda.so --json speeds.jsonl
+
+LLAMA_CPP is the source that the same llama-cpp-python contains. Its ggml folder alone has no CUDA graphs by default.
 
 The folder gets random models of the widths of real ones, with a few layers, fewer experts and a small vocabulary. Those
 that it already has are not built again. Experts are F16, also those of gpt-oss, whose files have MXFP4. All layers of a

@@ -144,12 +144,12 @@ def test_large_tied_embedding_counts(tied):
 
 
 def test_speed_counts_the_head(tied):
-    """The blocks alone are 1.4 times as fast as in Q4_K_M, but the head takes most of the time."""
+    """The blocks alone are 1.3 times as fast as in Q4_K_M, but the head takes most of the time."""
     machine = measured_speed.H200_QUANTIZED
     (speed,) = (t.speed[machine.name] for t in ggml_macko.plan(tied, types=["sparse-q4"]).types if t.is_sparse)
     block, head = machine.seconds(4.85) * 3072, machine.seconds(8.5) * 8192
     ratio = machine.ratio("sparse-q4", 0.5, "Q4_K_M")
-    assert ratio > 1.4 and speed["Q4_K_M"] == pytest.approx((block + head) / (block / ratio + head), abs=0.01)
+    assert ratio > 1.3 and speed["Q4_K_M"] == pytest.approx((block + head) / (block / ratio + head), abs=0.01)
     assert 1 < speed["Q4_K_M"] < 1.1
 
 

@@ -1,13 +1,12 @@
 // EC-CSR arrays: check, decode, assemble. FORMAT.md section 6 defines the layout and the names of the component
 // tensors.
 #include "codec/ec-csr/ec-csr.h"
+#include "codec/first-error.h"
 #include "codec/team.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <mutex>
-#include <string>
 
 namespace macko {
 
@@ -356,10 +355,7 @@ int ec_csr_view::for_each_row(int n_threads, const std::function<void(int64_t, c
     const macko_desc & desc = arrays_.desc;
     const auto   decode_any = desc.type == GGML_MACKO_TYPE_F32 ? decode_row_type<uint32_t> : decode_row_type<uint16_t>;
     const size_t nbytes     = static_cast<size_t>(desc.cols * value_nbytes(desc.type));
-    int64_t      bad_row    = desc.rows; // report the first bad row, whatever the number of threads
-    int          status     = GGML_MACKO_STATUS_OK;
-    std::string  text;
-    std::mutex   mutex; // guards the three variables above
+    first_error  error; // of a row
     std::atomic<int64_t>              nnz{ 0 };
     std::vector<std::vector<uint8_t>> buffers(static_cast<size_t>(n_threads), std::vector<uint8_t>(nbytes));
     parallel_parts(n_threads, desc.rows, 16, [&](int64_t begin, int64_t end, int thread) {
@@ -369,21 +365,16 @@ int ec_csr_view::for_each_row(int n_threads, const std::function<void(int64_t, c
             int64_t   n      = 0;
             const int result = decode_any(*this, r, row, &n);
             nnz_part += n;
-            if (!result) {
+            if (result) {
+                error.set(r, result);
+            } else {
                 f(r, row);
-                continue;
-            }
-            const std::lock_guard<std::mutex> lock(mutex);
-            if (r < bad_row) {
-                bad_row = r;
-                status  = result;
-                text    = ggml_macko_last_error();
             }
         }
         nnz += nnz_part;
     });
-    if (status) {
-        return fail(status, "%s", text.c_str());
+    if (error.any()) {
+        return fail(error.status, "%s", error.text.c_str());
     }
     if (nnz != desc.nnz) {
         return fail(GGML_MACKO_STATUS_BAD_NNZ, "%lld non-zeros, but nnz is %lld", static_cast<long long>(nnz),

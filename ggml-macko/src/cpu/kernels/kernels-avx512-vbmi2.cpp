@@ -66,14 +66,10 @@ struct simd : avx512, bundles_avx2 {
     static void    store_negative(int32_t * p, __m512i v) {
         _mm512_store_si512(p, _mm512_sub_epi32(_mm512_setzero_si512(), v));
     }
-    // 64 levels at a time
-    template <int BITS>
-    static void to_levels(const uint8_t * codes, int64_t steps, const uint8_t * levels, uint8_t * out) {
-        const __m512i table = _mm512_load_si512(levels);
-        for (int64_t i = 0; i < steps; i++, codes += 8 * BITS, out += 64) {
-            __builtin_prefetch(codes + 4096);
-            _mm512_store_si512(out, levels_of<BITS>(_mm512_loadu_si512(codes), shuffles_of<BITS>.shift, table));
-        }
+    // 64 levels
+    template <int BITS> static void to_levels(const uint8_t * codes, const uint8_t * levels, uint8_t * out) {
+        _mm512_store_si512(
+            out, levels_of<BITS>(_mm512_loadu_si512(codes), shuffles_of<BITS>.shift, _mm512_load_si512(levels)));
     }
     // The levels of 64 codes. shift: the bits before each code in its group.
     template <int BITS> static __m512i levels_of(__m512i bytes, const uint8_t * shift, __m512i table) {

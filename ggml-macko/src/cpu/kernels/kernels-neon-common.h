@@ -119,17 +119,16 @@ struct neon : plain_mask_bits {
             return vld1_dup_s16(p);
         }
     }
-    // 64 levels at a time
-    template <int BITS>
-    static void to_levels(const uint8_t * codes, int64_t steps, const uint8_t * levels, uint8_t * out) {
+    // 64 levels
+    template <int BITS> static void to_levels(const uint8_t * codes, const uint8_t * levels, uint8_t * out) {
         if constexpr (BITS == 8) {
-            __builtin_memcpy(out, codes, static_cast<size_t>(steps) * 64);
+            __builtin_memcpy(out, codes, 64);
             return;
         }
         constexpr const code_words & words = words_of_codes < BITS == 8 ? 4 : BITS > ;
         const int16x8_t              back  = vnegq_s16(vld1q_s16(words.bits_before));
         const uint8x16x2_t           table = { { vld1q_u8(levels), vld1q_u8(levels + 16) } };
-        for (int64_t i = 0; i < steps * 4; i++, codes += 2 * BITS, out += 16) {
+        for (int i = 0; i < 4; i++, codes += 2 * BITS, out += 16) {
             const uint8x16_t bytes = vld1q_u8(codes);
             uint16x8_t       group[2];
             for (int k = 0; k < 2; k++) {

@@ -131,10 +131,9 @@ struct simd : plain_mask_bits {
     template <int T> static ints load_weights(const int16_t * p) {
         return T == 1 ? load_ints(p) : T == 2 ? ints{ p[0], p[1], p[0], p[1] } : ints{ p[0], p[0], p[0], p[0] };
     }
-    // 64 levels at a time
-    template <int BITS>
-    static void to_levels(const uint8_t * codes, int64_t steps, const uint8_t * levels, uint8_t * out) {
-        for (int64_t i = 0; i < steps * 64; i++) {
+    // 64 levels
+    template <int BITS> static void to_levels(const uint8_t * codes, const uint8_t * levels, uint8_t * out) {
+        for (int i = 0; i < 64; i++) {
             uint64_t group;
             __builtin_memcpy(&group, codes + i / 8 * BITS, sizeof(group));
             const auto code = static_cast<uint8_t>(group >> (i % 8 * BITS));

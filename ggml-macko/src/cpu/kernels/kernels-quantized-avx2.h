@@ -16,26 +16,22 @@ struct quantized_avx2 {
     static constexpr int  COLUMNS = 2, OFFSET = 0, TABLE_OFFSET = 0, unrolled_steps = 4;
     static constexpr bool has_levels_at = false;
 
-    // 64 levels at a time
-    template <int BITS>
-    static void to_levels(const uint8_t * codes, int64_t steps, const uint8_t * levels, uint8_t * out) {
-        for (int64_t i = 0; i < steps; i++, codes += 8 * BITS, out += 64) {
-            __builtin_prefetch(codes + 4096);
-            __m256i first, second;
-            if constexpr (BITS == 4) { // even and odd codes
-                const __m256i all = _mm256_permute4x64_epi64(load_bytes(codes), 0xd8), low = _mm256_set1_epi8(15);
-                const __m256i even = _mm256_shuffle_epi8(load_twice(levels), _mm256_and_si256(all, low));
-                const __m256i odd =
-                    _mm256_shuffle_epi8(load_twice(levels), _mm256_and_si256(_mm256_srli_epi16(all, 4), low));
-                first  = _mm256_unpacklo_epi8(even, odd);
-                second = _mm256_unpackhi_epi8(even, odd);
-            } else {
-                first  = some_levels<BITS>(codes, levels);
-                second = some_levels<BITS>(codes + 4 * BITS, levels);
-            }
-            _mm256_storeu_si256(reinterpret_cast<__m256i *>(out), first);
-            _mm256_storeu_si256(reinterpret_cast<__m256i *>(out + 32), second);
+    // 64 levels
+    template <int BITS> static void to_levels(const uint8_t * codes, const uint8_t * levels, uint8_t * out) {
+        __m256i first, second;
+        if constexpr (BITS == 4) { // even and odd codes
+            const __m256i all = _mm256_permute4x64_epi64(load_bytes(codes), 0xd8), low = _mm256_set1_epi8(15);
+            const __m256i even = _mm256_shuffle_epi8(load_twice(levels), _mm256_and_si256(all, low));
+            const __m256i odd =
+                _mm256_shuffle_epi8(load_twice(levels), _mm256_and_si256(_mm256_srli_epi16(all, 4), low));
+            first  = _mm256_unpacklo_epi8(even, odd);
+            second = _mm256_unpackhi_epi8(even, odd);
+        } else {
+            first  = some_levels<BITS>(codes, levels);
+            second = some_levels<BITS>(codes + 4 * BITS, levels);
         }
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(out), first);
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(out + 32), second);
     }
     // Calls f with the levels of each 16 columns of a word, and zeros. Four independent counts and addresses are faster
     // than steps that each need the last one, and a rotated word has the offset of each byte's table after one shift.

@@ -283,6 +283,7 @@ INLINE void read_scales(const row_source & s, int64_t row, int n_rows, int64_t c
     for (int r = 0; r < n_rows; r++) {
         const float     factor = float_of_bits(static_cast<uint32_t>(s.w.factors[row + r]) << 16);
         const uint8_t * code   = s.w.scales + (row + r) * s.windows + (column >> s.log_window);
+        __builtin_prefetch(code + n_rows * s.windows);
         for (int64_t k = 0; k < n; k += SCALE_STEP) {
             uint8_t        codes[SCALE_STEP]; // those after the last window are multiplied by zeros
             const uint64_t bytes = repeated_bytes(code + (k >> log_times), log_times);
@@ -295,16 +296,21 @@ INLINE void read_scales(const row_source & s, int64_t row, int n_rows, int64_t c
 }
 
 // Reads n_rows rows, n_words * 64 columns from `column` on. used: the codes of each row before them.
+// Prefetches the same columns of the following n_rows rows, because a CPU's own prefetchers cannot predict the jumps
+// from row to row.
 // Levels are read again only after those of all rows are written: a load that covers several recent stores waits until
 // these have reached the cache.
 template <int BITS>
 void read_rows(const row_source & s, int64_t row, int n_rows, int64_t column, int64_t n_words, int64_t * used,
                packed_rows & rows) {
-    const int64_t left = s.w.cols - column - (n_words - 1) * 64; // columns of the last word
+    const int64_t left         = s.w.cols - column - (n_words - 1) * 64; // columns of the last word
+    const int64_t codes_nbytes = static_cast<int64_t>(s.w.row_off[row + n_rows] - s.w.row_off[row]) * BITS;
     for (int r = 0; r < n_rows; r++) {
         const uint8_t * bitmap = s.w.bitmap + (row + r) * s.bitmap_nbytes + column / 8;
         int64_t         n      = 0;
-        __builtin_prefetch(bitmap + 4096);
+        for (int64_t i = 0; i < n_words * 8; i += 64) {
+            __builtin_prefetch(bitmap + n_rows * s.bitmap_nbytes + i);
+        }
 #pragma GCC unroll 8
         for (int64_t word = 0; word < n_words; word++) {
             uint64_t bits;
@@ -318,7 +324,11 @@ void read_rows(const row_source & s, int64_t row, int n_rows, int64_t column, in
             last &= (uint64_t(1) << left) - 1;
         }
         const uint8_t * codes = s.w.codes + (static_cast<int64_t>(s.w.row_off[row + r]) + used[r] / 8) * BITS;
-        simd::template to_levels<BITS>(codes, (used[r] % 8 + n + 63) / 64, s.table.levels, rows.levels[r]);
+        const int64_t   steps = (used[r] % 8 + n + 63) / 64;
+        for (int64_t i = 0; i < steps; i++, codes += 8 * BITS) {
+            __builtin_prefetch(codes + codes_nbytes);
+            simd::template to_levels<BITS>(codes, s.table.levels, rows.levels[r] + i * 64);
+        }
         rows.at[r] = rows.levels[r] + used[r] % 8;
         used[r] += n;
     }

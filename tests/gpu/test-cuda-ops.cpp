@@ -487,6 +487,224 @@ TEST(argsort_is_a_sorted_permutation) {
     }
 }
 
+// ---- mixtures of experts ----
+
+void must_run(cudaError_t error) { CHECK(error == cudaSuccess, "%s", cudaGetErrorString(error)); }
+
+// A router of random kind, its operands, and its results by single ops.
+struct choice_of_experts {
+    int64_t       n, used, tokens;
+    router_params p = {};
+    tensor_ptr    x, bias, order, weights; // order: of all experts
+
+    explicit choice_of_experts(int kind)
+        : n(pick({ 1, 2, 8, 31, 60, 64, 128, 160, 256, 512, 1000, 1024 })),
+          used(std::min(n, pick({ 1, 2, 4, 8, 10, 32 }))),
+          tokens(pick({ 1, 4, 33 })),
+          x(make(TYPE_F32, { n, tokens }, pick({ 0, 3 }))),
+          bias(make(TYPE_F32, { n })),
+          order(make(TYPE_I32, { n, tokens })),
+          weights(make(TYPE_F32, { used, tokens })) {
+        x->random(2), bias->random(0.1);
+        if (kind % 2) { // equal values, and zeros of both signs
+            x->each([&](int64_t i0, int64_t i1, int64_t, int64_t) { x->set(std::nearbyint(x->get(i0, i1)), i0, i1); });
+            x->upload();
+            bias->each([&](int64_t i0, int64_t, int64_t, int64_t) { bias->set(0.25, i0); });
+            bias->upload();
+        }
+        p.x        = x->t;
+        p.gate     = static_cast<router_gate>(kind % 3);
+        p.bias     = p.gate != router_gate::NONE && kind % 5 < 3 ? reinterpret_cast<float *>(bias->t.data) : nullptr;
+        p.soft_max = p.gate == router_gate::NONE;
+        p.norm     = random_source.range(0, 1);
+        p.clamp[0] = 6.103515625e-5f, p.clamp[1] = INFINITY;
+        if (random_source.range(0, 1)) {
+            p.scale[0] = 2.5f, p.scale[1] = kind % 4 ? 0.0f : 0.25f;
+        }
+    }
+
+    void run_ops() {
+        device_tensor   probs(TYPE_F32, { n, tokens }), biased(TYPE_F32, { n, tokens }), sums(TYPE_F32, { 1, tokens });
+        const op_tensor gated = p.gate == router_gate::NONE ? x->t : probs.t;
+        if (p.gate == router_gate::SOFT_MAX) {
+            must_run(op_soft_max(ctx, 1, 0, x->t, nullptr, nullptr, probs.t));
+        } else if (p.gate == router_gate::SIGMOID) {
+            must_run(op_unary(ctx, { unary_op::SIGMOID, {} }, x->t, probs.t));
+        }
+        if (p.bias) {
+            must_run(op_binary(ctx, binary_op::ADD, gated, bias->t, biased.t));
+        }
+        must_run(op_argsort(ctx, true, p.bias ? biased.t : gated, order->t));
+        op_tensor       ids = order->t, w = weights->t;
+        const op_tensor rows    = { gated.data, TYPE_F32, { 1, n, tokens, 1 }, { 4, 4, gated.nb[1], gated.nb[2] } };
+        const op_tensor results = { w.data, TYPE_F32, { 1, used, tokens, 1 }, { 4, 4, w.nb[1], w.nb[2] } };
+        ids.ne[0]               = used;
+        must_run(op_get_rows(ctx, rows, ids, results));
+        if (p.soft_max) {
+            must_run(op_soft_max(ctx, 1, 0, w, nullptr, nullptr, w));
+        }
+        if (p.norm) {
+            must_run(op_sum_rows(ctx, w, sums.t));
+            must_run(op_unary(ctx, { unary_op::CLAMP, { p.clamp[0], p.clamp[1] } }, sums.t, sums.t));
+            must_run(op_binary(ctx, binary_op::DIV, w, sums.t, w));
+        }
+        must_run(op_unary(ctx, { unary_op::SCALE, { p.scale[0], p.scale[1] } }, w, w));
+        order->download("argsort"), weights->download("weights");
+    }
+
+    // Probabilities of a token in float64, and the relative error that float32 may have.
+    std::vector<double> probabilities(int64_t token, double * error) const {
+        std::vector<double> v;
+        for (int64_t i = 0; i < n; i++) {
+            v.push_back(x->get(i, token));
+        }
+        const auto [low, high] = std::minmax_element(v.begin(), v.end());
+        const double least = *low, most = *high;
+        *error     = U32 * (80 + 8 * (most - least) + 8 * std::fabs(least) + 2 * std::sqrt(static_cast<double>(n)));
+        double sum = 0;
+        for (const double e : v) {
+            sum += std::exp(e - most);
+        }
+        for (double & e : v) {
+            e = p.gate == router_gate::SOFT_MAX  ? std::exp(e - most) / sum
+                : p.gate == router_gate::SIGMOID ? 1 / (1 + std::exp(-e))
+                                                 : e;
+        }
+        return v;
+    }
+
+    // Weights of a token in float64, for the ids that the GPU chose.
+    std::vector<double> weights_of(int64_t token, const std::vector<double> & probs) const {
+        std::vector<double> w;
+        for (int64_t u = 0; u < used; u++) {
+            w.push_back(probs[static_cast<size_t>(order->get(u, token))]);
+        }
+        if (p.soft_max) {
+            const double most = *std::max_element(w.begin(), w.end());
+            std::transform(w.begin(), w.end(), w.begin(), [&](double e) { return std::exp(e - most); });
+            const double sum = std::accumulate(w.begin(), w.end(), 0.0);
+            std::transform(w.begin(), w.end(), w.begin(), [&](double e) { return e / sum; });
+        }
+        const double sum =
+            p.norm ? std::max(std::accumulate(w.begin(), w.end(), 0.0), static_cast<double>(p.clamp[0])) : 1;
+        std::transform(w.begin(), w.end(), w.begin(), [&](double e) {
+            return e / sum * static_cast<double>(p.scale[0]) + static_cast<double>(p.scale[1]);
+        });
+        return w;
+    }
+};
+
+TEST(a_choice_in_one_launch_has_the_bits_of_its_ops) {
+    for (int kind = 0; kind < 120; kind++) {
+        choice_of_experts c(kind);
+        auto              ids = make(TYPE_I32, { c.n, c.tokens }), weights = make(TYPE_F32, { c.used, c.tokens });
+        c.p.ids = ids->t, c.p.weights = weights->t;
+        c.p.ids.ne[0] = c.used; // rows have gaps, as in a view of an argsort
+        CHECK(op_router_supported(c.p), "router");
+        c.run_ops();
+        must_run(op_router(ctx, c.p));
+        ids->download("ids"), weights->download("weights");
+        CHECK(weights->host == c.weights->host, "router of kind %d, %d of %d: other weights", kind,
+              static_cast<int>(c.used), static_cast<int>(c.n));
+        int64_t bad_ids = 0, bad_weights = 0, bad_order = 0;
+        for (int64_t t = 0; t < c.tokens; t++) {
+            double                    error  = 0;
+            const std::vector<double> probs  = c.probabilities(t, &error);
+            const std::vector<double> w      = c.weights_of(t, probs);
+            const auto                choice = [&](double id) {
+                const auto i = static_cast<size_t>(id);
+                return probs[i] + (c.p.bias ? c.bias->get(static_cast<int64_t>(i)) : 0);
+            };
+            for (int64_t u = 0; u < c.n; u++) {
+                bad_ids += u < c.used ? ids->get(u, t) != c.order->get(u, t) : ids->get(u, t) != -1; // poison
+                const double above = choice(c.order->get(std::max(std::min(u, c.used) - 1, int64_t(0)), t));
+                const double own   = choice(c.order->get(u, t));
+                bad_order += own > above + error * (2 + std::fabs(own) + std::fabs(above));
+            }
+            for (int64_t u = 0; u < c.used; u++) {
+                const double expected = w[static_cast<size_t>(u)];
+                bad_weights += !(std::fabs(weights->get(u, t) - expected) <= 4 * error * (std::fabs(expected) + 1e-6));
+            }
+        }
+        CHECK(bad_ids + bad_weights + bad_order == 0, "router of kind %d, %d of %d: %d ids, %d weights, %d places",
+              kind, static_cast<int>(c.used), static_cast<int>(c.n), static_cast<int>(bad_ids),
+              static_cast<int>(bad_weights), static_cast<int>(bad_order));
+    }
+}
+
+// The order of NaN is arbitrary, but every id is chosen at most once.
+TEST(a_choice_among_nan_stays_inside_its_row) {
+    for (const int64_t n : { 8, 128, 1000 }) {
+        auto x = make(TYPE_F32, { n, 3 }), ids = make(TYPE_I32, { 8, 3 }), weights = make(TYPE_F32, { 8, 3 });
+        x->random();
+        x->each([&](int64_t i0, int64_t i1, int64_t, int64_t) {
+            if (i1 == 0 || random_source.range(0, 3) == 0) {
+                x->set(i1 == 2 ? -INFINITY : NAN, i0, i1);
+            }
+        });
+        x->upload();
+        for (const router_gate gate : { router_gate::NONE, router_gate::SOFT_MAX, router_gate::SIGMOID }) {
+            router_params p = {};
+            p.x = x->t, p.ids = ids->t, p.weights = weights->t, p.gate = gate;
+            must_run(op_router(ctx, p));
+            ids->download("ids");
+            for (int64_t t = 0; t < 3; t++) {
+                std::vector<bool> seen(static_cast<size_t>(n));
+                bool              ok = true;
+                for (int64_t u = 0; u < 8 && ok; u++) {
+                    const double id = ids->get(u, t);
+                    ok              = id >= 0 && id < static_cast<double>(n) && !seen[static_cast<size_t>(id)];
+                    if (ok) {
+                        seen[static_cast<size_t>(id)] = true;
+                    }
+                }
+                CHECK(ok, "8 of %d experts", static_cast<int>(n));
+            }
+        }
+    }
+}
+
+TEST(a_sum_of_experts_has_the_bits_of_its_ops) {
+    for (int k = 0; k < 60; k++) {
+        const int64_t n = pick({ 1, 100, 128, 129, 2048, 2880 }), used = pick({ 2, 4, 8, 10 }),
+                      tokens = pick({ 1, 4, 37 });
+        auto x = make(TYPE_F32, { n, used, tokens }, pick({ 0, 3 }), k % 2), m = make(TYPE_F32, { n, used, tokens }),
+             w = make(TYPE_F32, { 1, used, tokens }, pick({ 0, 1 })), expected = make(TYPE_F32, { n, tokens }),
+             residual = make(TYPE_F32, { n, tokens }), dst = make(TYPE_F32, { n, tokens });
+        x->random(), w->random(), residual->random();
+        const bool in_place = k % 3 == 1, has_residual = in_place || k % 3 == 2;
+        if (in_place) {
+            dst->host = residual->host;
+            dst->upload();
+        }
+        const auto of = [&](int64_t u) {
+            return op_tensor{
+                m->t.data + u * m->t.nb[1], TYPE_F32, { n, tokens, 1, 1 }, { 4, m->t.nb[2], m->t.nb[3], m->t.nb[3] }
+            };
+        };
+        must_run(op_binary(ctx, binary_op::MUL, x->t, w->t, m->t));
+        for (int64_t u = 1; u < used; u++) {
+            must_run(op_binary(ctx, binary_op::ADD, u == 1 ? of(0) : expected->t, of(u), expected->t));
+        }
+        if (has_residual) {
+            must_run(op_binary(ctx, binary_op::ADD, expected->t, residual->t, expected->t));
+        }
+        const op_tensor * r = in_place ? &dst->t : has_residual ? &residual->t : nullptr;
+        CHECK(op_expert_sum_supported(x->t, w->t, r, dst->t), "sum of experts");
+        check("sum of experts", op_expert_sum(ctx, x->t, w->t, r, dst->t), *dst,
+              [&](int64_t i0, int64_t i1, int64_t, int64_t) {
+                  double sum = has_residual ? residual->get(i0, i1) : 0, size = std::fabs(sum);
+                  for (int64_t u = 0; u < used; u++) {
+                      const double term = x->get(i0, u, i1) * w->get(0, u, i1);
+                      sum += term, size += std::fabs(term);
+                  }
+                  return std::make_pair(sum, size * U32 * static_cast<double>(used + 2));
+              });
+        expected->download("sum of experts, by ops");
+        CHECK(dst->host == expected->host, "sum of %d experts: other bits", static_cast<int>(used));
+    }
+}
+
 TEST(rows_of_one_element_and_strided_sources) {
     for (int k = 0; k < 24; k++) { // set_rows: the transposed V cache has rows of one element
         const int64_t width = pick({ 1, 8, 64, 100 }), tokens = pick({ 1, 5, 33 }), rows = 64;

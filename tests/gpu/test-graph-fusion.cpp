@@ -232,6 +232,218 @@ TEST(a_norm_used_twice_keeps_its_scale_apart) {
     check_launches("norm used twice", b.graph, { "rms_norm", "mul", "unary" });
 }
 
+// ---- mixtures of experts ----
+
+// A router and the sum of its experts' results, as llama.cpp builds them.
+struct mixture {
+    static constexpr int64_t WIDTH = 64, EXPERTS = 16, USED = 4, TOKENS = 3;
+
+    bool  soft_max = false, sigmoid = false, bias = false, weights_soft_max = false, norm = false;
+    float scale = 0;
+
+    ggml_tensor *logits = nullptr, *probs = nullptr, *ids = nullptr, *weights = nullptr, *experts = nullptr,
+                *sum = nullptr;
+
+    void route(graph_builder & b, ggml_tensor * x = nullptr) {
+        ggml_context * c = b.ctx;
+        logits           = x ? x : b.input(GGML_TYPE_F32, EXPERTS, TOKENS);
+        probs            = soft_max ? ggml_soft_max(c, logits) : sigmoid ? ggml_sigmoid(c, logits) : logits;
+        ids     = ggml_argsort_top_k(c, bias ? ggml_add(c, probs, b.dense_weight(GGML_TYPE_F32, EXPERTS)) : probs,
+                                     static_cast<int>(USED));
+        weights = ggml_get_rows(c, ggml_reshape_3d(c, probs, 1, EXPERTS, TOKENS), ids);
+        if (weights_soft_max) {
+            weights = as_experts(c, ggml_soft_max(c, as_rows(c, weights)));
+        }
+        if (norm) {
+            weights           = as_rows(c, weights);
+            ggml_tensor * all = ggml_clamp(c, ggml_sum_rows(c, weights), 6.103515625e-5f, INFINITY);
+            weights           = as_experts(c, ggml_div(c, weights, all));
+        }
+        weights = scale != 0 ? ggml_scale(c, weights, scale) : weights;
+        b.expand(weights);
+    }
+    void add_up(graph_builder & b, ggml_tensor * w, ggml_tensor * x = nullptr) {
+        experts = ggml_mul(b.ctx, x ? x : b.input(GGML_TYPE_F32, WIDTH, USED, TOKENS), w);
+        b.expand(experts);
+        ggml_tensor * of[USED];
+        for (int64_t i = 0; i < USED; i++) {
+            of[i] =
+                ggml_view_2d(b.ctx, experts, WIDTH, TOKENS, experts->nb[2], static_cast<size_t>(i) * experts->nb[1]);
+            b.expand(of[i]);
+        }
+        sum = of[0];
+        for (int64_t i = 1; i < USED; i++) {
+            sum = ggml_add(b.ctx, sum, of[i]);
+        }
+    }
+
+private:
+    static ggml_tensor * as_rows(ggml_context * c, ggml_tensor * w) { return ggml_reshape_2d(c, w, USED, TOKENS); }
+    static ggml_tensor * as_experts(ggml_context * c, ggml_tensor * w) {
+        return ggml_reshape_3d(c, w, 1, USED, TOKENS);
+    }
+};
+
+// A mixture whose soft-max is normalized, like most.
+mixture normalized(graph_builder & b) {
+    mixture m;
+    m.soft_max = m.norm = true;
+    m.route(b);
+    return m;
+}
+
+const names UNFUSED_CHOICE = { "soft_max", "argsort", "get_rows", "sum_rows", "unary", "div" };
+
+TEST(a_choice_of_experts_is_one_launch) {
+    for (int kind = 0; kind < 5; kind++) {
+        graph_builder b;
+        mixture       m;
+        const char *  launches[] = { "router soft_max norm", "router soft_max scale", "router weights",
+                                     "router sigmoid bias norm scale", "router soft_max" };
+        m.soft_max               = kind == 0 || kind == 1 || kind == 4;
+        m.sigmoid = m.bias = kind == 3;
+        m.weights_soft_max = kind == 2;
+        m.norm             = kind == 0 || kind == 3;
+        m.scale            = kind == 1 || kind == 3 ? 2.5f : 0;
+        m.route(b);
+        finish(b, ggml_silu(b.ctx, m.weights));
+        check_launches("router", b.graph, { launches[kind], "unary" });
+        const std::string params = fake::text_of(operand(m.logits)) + fake::text_of(operand(m.ids));
+        CHECK(fake::log[0].params.find(params) == 0, "other operands: %s", fake::log[0].params.c_str());
+    }
+}
+
+TEST(results_of_a_choice_with_another_use_are_stored) {
+    graph_builder b;
+    mixture       m = normalized(b);
+    finish(b, ggml_silu(b.ctx, m.probs));
+    check_launches("probabilities used again", b.graph, { "soft_max", "router norm", "unary" });
+
+    graph_builder c;
+    m = normalized(c);
+    finish(c, ggml_view_1d(c.ctx, m.ids->src[0], mixture::EXPERTS, 0));
+    check_launches("all places used", c.graph, UNFUSED_CHOICE);
+
+    graph_builder d;
+    m              = normalized(d);
+    m.probs->flags = GGML_TENSOR_FLAG_OUTPUT;
+    finish(d, m.weights);
+    check_launches("probabilities are an output", d.graph, { "soft_max", "router norm" });
+}
+
+TEST(other_choices_are_not_fused) {
+    graph_builder b;
+    mixture       m = normalized(b);
+    finish(b, m.weights);
+    ggml_set_op_params_f32(m.probs, 0, 0.5f);
+    check_launches("soft-max with a scale", b.graph, { "soft_max", "router norm" });
+
+    graph_builder c;
+    m = normalized(c);
+    finish(c, m.weights);
+    ggml_set_op_params_i32(m.ids->src[0], 0, GGML_SORT_ORDER_ASC);
+    check_launches("the smallest", c.graph, UNFUSED_CHOICE);
+
+    graph_builder d;
+    m = normalized(d);
+    finish(d, m.weights);
+    m.ids->view_offs += sizeof(int32_t);
+    check_launches("not the first", d.graph, UNFUSED_CHOICE);
+
+    graph_builder e; // the probabilities of other experts than those that are sorted
+    ggml_tensor * order   = ggml_argsort_top_k(e.ctx, e.input(GGML_TYPE_F32, 16, 3), 4);
+    ggml_tensor * weights = ggml_get_rows(e.ctx, e.input(GGML_TYPE_F32, 1, 16, 3), order);
+    finish(e, weights);
+    check_launches("two sources", e.graph, { "argsort", "get_rows" });
+}
+
+TEST(a_choice_must_not_overwrite_its_operand) {
+    graph_builder b;
+    mixture       m = normalized(b);
+    finish(b, m.weights);
+    share_memory(m.logits, m.ids);
+    check_launches("ids over logits", b.graph, { "soft_max", "router norm" });
+    share_memory(m.probs, m.ids);
+    share_memory(m.probs, m.weights->src[0]);
+    check_launches("ids and weights in one place", b.graph, UNFUSED_CHOICE);
+
+    graph_builder c;
+    m = normalized(c);
+    finish(c, m.weights);
+    share_memory(m.logits, m.weights->src[0]);
+    check_launches("weights over logits", c.graph, { "soft_max", "router norm" });
+}
+
+const names UNFUSED_SUM = { "mul", "add", "add", "add" };
+
+TEST(the_sum_of_experts_is_one_launch) {
+    graph_builder b;
+    mixture       m;
+    m.add_up(b, b.input(GGML_TYPE_F32, 1, mixture::USED, mixture::TOKENS));
+    finish(b, m.sum);
+    check_launches("sum", b.graph, { "expert_sum" });
+
+    graph_builder c;
+    m.add_up(c, c.input(GGML_TYPE_F32, 1, mixture::USED, mixture::TOKENS));
+    ggml_tensor * residual = c.input(GGML_TYPE_F32, mixture::WIDTH, mixture::TOKENS);
+    ggml_tensor * y        = ggml_add(c.ctx, m.sum, residual);
+    finish(c, y);
+    share_memory(residual, y);
+    check_launches("with a residual in place", c.graph, { "expert_sum residual" });
+    y->data = static_cast<char *>(residual->data) + 256;
+    check_launches("over its residual", c.graph, { "mul", "add", "add", "add", "add" });
+    y->data = m.experts->src[0]->data;
+    check_launches("over an operand", c.graph, { "mul", "add", "add", "add", "add" });
+}
+
+TEST(other_sums_of_experts_are_not_fused) {
+    graph_builder b;
+    mixture       m;
+    m.add_up(b, b.input(GGML_TYPE_F32, 1, mixture::USED, mixture::TOKENS));
+    b.expand(m.sum);
+    finish(b, ggml_silu(b.ctx, m.experts));
+    names launches = UNFUSED_SUM;
+    launches.push_back("unary");
+    check_launches("products used again", b.graph, launches);
+
+    graph_builder c;
+    m.add_up(c, c.input(GGML_TYPE_F32, 1, mixture::USED, mixture::TOKENS));
+    finish(c, m.sum);
+    std::swap(m.sum->src[0]->src[1]->view_offs, m.sum->src[1]->view_offs);
+    check_launches("in another order", c.graph, UNFUSED_SUM);
+
+    graph_builder d; // the sum alone is used again
+    m.add_up(d, d.input(GGML_TYPE_F32, 1, mixture::USED, mixture::TOKENS));
+    ggml_tensor * y = ggml_add(d.ctx, m.sum, d.input(GGML_TYPE_F32, mixture::WIDTH, mixture::TOKENS));
+    d.expand(y);
+    finish(d, ggml_silu(d.ctx, m.sum));
+    check_launches("sum used again", d.graph, { "expert_sum", "add", "unary" });
+}
+
+TEST(a_mixture_takes_six_launches_and_its_norm) {
+    fake::groups_experts = true;
+    graph_builder b;
+    ggml_tensor * x = b.input(GGML_TYPE_F32, mixture::WIDTH, mixture::TOKENS);
+    ggml_tensor * h = norm(b, x);
+    mixture       m;
+    m.soft_max = m.norm = true;
+    m.route(b, ggml_mul_mat(b.ctx, b.dense_weight(GGML_TYPE_F32, mixture::WIDTH, mixture::EXPERTS), h));
+    h                     = ggml_reshape_3d(b.ctx, h, mixture::WIDTH, 1, mixture::TOKENS);
+    const auto experts_of = [&](const char * name, int64_t cols, int64_t rows, ggml_tensor * y) {
+        return ggml_mul_mat_id(b.ctx, b.sparse_weight(name, cols, rows, mixture::EXPERTS), y, m.ids);
+    };
+    ggml_tensor * up   = experts_of("up", mixture::WIDTH, 128, h);
+    ggml_tensor * gate = experts_of("gate", mixture::WIDTH, 128, h);
+    b.expand(up);
+    m.add_up(b, m.weights, experts_of("down", 128, mixture::WIDTH, ggml_swiglu_split(b.ctx, gate, up)));
+    ggml_tensor * y = norm(b, ggml_add(b.ctx, m.sum, x)); // of the next block
+    finish(b, ggml_mul_mat(b.ctx, b.sparse_weight("q", mixture::WIDTH, 256), y));
+    check_launches("mixture", b.graph,
+                   { "rms_norm+mul", "mul_mat", "router soft_max norm", "sparse gate+up silu", "sparse down",
+                     "expert_sum residual", "sparse q norm" });
+    fake::groups_experts = false;
+}
+
 // ---- rotary embedding, cache, attention ----
 
 struct layer {
@@ -449,27 +661,45 @@ TEST(no_order_brings_a_node_in_front_of_its_operands) {
     }
 }
 
-TEST(operands_of_a_launch_live_until_its_last_node) {
-    graph_builder b;
-    ggml_tensor * x = ggml_silu(b.ctx, b.input(GGML_TYPE_F32, 256));
-    ggml_tensor * y = swiglu(b, {}, x);
-    b.expand(y);
+struct kept_operand {
+    const ggml_tensor *operand, *last;
+};
+
+// The operands that graph_optimize() asks the allocator to keep.
+std::vector<kept_operand> kept_operands(graph_builder & b, ggml_tensor * result) {
+    b.expand(result);
     for (int i = 0; i < b.graph->n_nodes; i++) {
         b.graph->nodes[i]->flags |= GGML_TENSOR_FLAG_COMPUTE;
     }
-    struct kept {
-        const ggml_tensor *operand, *last;
-    };
-    std::vector<kept>                  deps;
+    std::vector<kept_operand>          kept;
     ggml_backend_graph_optimize_params params = {};
-    params.user_data                          = &deps;
+    params.user_data                          = &kept;
     params.add_alloc_dep                      = [](void * user_data, ggml_tensor * operand, ggml_tensor * last) {
-        static_cast<std::vector<kept> *>(user_data)->push_back({ operand, last });
+        static_cast<std::vector<kept_operand> *>(user_data)->push_back({ operand, last });
     };
     graph_optimize(ctx, b.graph, &params);
-    const ggml_tensor * glu = y->src[1];
-    CHECK(std::any_of(deps.begin(), deps.end(), [&](const kept & d) { return d.operand == x && d.last == glu; }),
-          "x is freed before the GLU (%zu operands kept)", deps.size());
+    return kept;
+}
+
+TEST(operands_of_a_launch_live_until_its_last_node) {
+    graph_builder       b;
+    ggml_tensor *       x    = ggml_silu(b.ctx, b.input(GGML_TYPE_F32, 256));
+    ggml_tensor *       y    = swiglu(b, {}, x);
+    const auto          kept = kept_operands(b, y);
+    const ggml_tensor * glu  = y->src[1];
+    CHECK(
+        std::any_of(kept.begin(), kept.end(), [&](const kept_operand & k) { return k.operand == x && k.last == glu; }),
+        "x is freed before the GLU (%zu operands kept)", kept.size());
+}
+
+TEST(the_sum_of_experts_keeps_their_weights_only) {
+    graph_builder b;
+    mixture       m;
+    ggml_tensor * w = ggml_silu(b.ctx, b.input(GGML_TYPE_F32, 1, mixture::USED, mixture::TOKENS));
+    m.add_up(b, w, ggml_silu(b.ctx, b.input(GGML_TYPE_F32, mixture::WIDTH, mixture::USED, mixture::TOKENS)));
+    ggml_tensor * y    = ggml_add(b.ctx, m.sum, b.input(GGML_TYPE_F32, mixture::WIDTH, mixture::TOKENS));
+    const auto    kept = kept_operands(b, y);
+    CHECK(kept.size() == 1 && kept[0].operand == w && kept[0].last == y, "%zu operands are kept", kept.size());
 }
 
 TEST(experts_are_one_launch_per_slot_or_token) {

@@ -155,6 +155,10 @@ bool op_soft_max_supported(const op_tensor &, const op_tensor *, const op_tensor
     return fake::supports;
 }
 bool op_sum_rows_supported(const op_tensor &, const op_tensor &) { return fake::supports; }
+bool op_router_supported(const router_params &) { return fake::supports; }
+bool op_expert_sum_supported(const op_tensor &, const op_tensor &, const op_tensor *, const op_tensor &) {
+    return fake::supports;
+}
 bool op_row_norm_supported(row_norm, const op_tensor &, const op_tensor &) { return fake::supports; }
 bool op_concat_supported(int, const op_tensor &, const op_tensor &, const op_tensor &) { return fake::supports; }
 bool op_repeat_supported(const op_tensor &, const op_tensor &) { return fake::supports; }
@@ -274,6 +278,16 @@ cudaError_t op_sum_rows(const op_context &, const op_tensor & x, const op_tensor
     return add("sum_rows", x, dst);
 }
 cudaError_t op_mean_rows(const op_context &, const op_tensor & x, const op_tensor & dst) { return add("mean", x, dst); }
+cudaError_t op_router(const op_context &, const router_params & p) {
+    const char * gates[] = { "router", "router soft_max", "router sigmoid" };
+    return add(std::string(gates[static_cast<int>(p.gate)]) + (p.bias ? " bias" : "") + (p.soft_max ? " weights" : "") +
+                   (p.norm ? " norm" : "") + (p.scale[0] != 1 ? " scale" : ""),
+               p.x, p.ids, p.weights, p.clamp[0], p.clamp[1], p.scale[0], p.scale[1]);
+}
+cudaError_t op_expert_sum(const op_context &, const op_tensor & x, const op_tensor & weights,
+                          const op_tensor * residual, const op_tensor & dst) {
+    return add(residual ? "expert_sum residual" : "expert_sum", x, weights, residual, dst);
+}
 cudaError_t op_row_norm(const op_context &, row_norm kind, float eps, const op_tensor & x, const op_tensor & dst) {
     return add("row_norm", static_cast<int>(kind), eps, x, dst);
 }

@@ -49,14 +49,6 @@ cudaError_t fused_rope_cache::enqueue(const op_context & ctx) const {
 
 } // namespace
 
-const ggml_tensor * source_of_views(const ggml_tensor * t) {
-    constexpr int MAX_VIEWS = 16; // models have three; a graph from a network may contain a cycle
-    for (int i = 0; i < MAX_VIEWS && ggml_op_is_empty(op_of(t)) && t->src[0]; i++) {
-        t = t->src[0];
-    }
-    return t;
-}
-
 bool is_only_use(const ggml_cgraph * graph, int i, const ggml_tensor * t) {
     if (source_of_views(t) != graph->nodes[i] || !ggml_node_has_n_uses(graph, i, 1)) {
         return false;
@@ -77,9 +69,7 @@ bool same_rope(const ggml_tensor * a, const ggml_tensor * b) {
 }
 
 bool are_rows_of(const ggml_tensor * rows, const ggml_tensor * x, int64_t n_tokens) {
-    const bool same_elements = ggml_nelements(rows) == ggml_nelements(x) && rows->view_offs == x->view_offs &&
-                               ggml_is_contiguous(rows) && ggml_is_contiguous(x);
-    return source_of_views(rows) == x && same_elements && rows->ne[1] == n_tokens && ggml_nrows(rows) == n_tokens;
+    return is_reshaped(rows, x) && rows->ne[1] == n_tokens && ggml_nrows(rows) == n_tokens;
 }
 
 bool are_row_numbers(const ggml_tensor * ids) { return ids->type == GGML_TYPE_I64 && ggml_is_contiguous(ids); }

@@ -18,9 +18,6 @@ struct rope_cache_nodes {
     rope_cache_params params() const;
 };
 
-// The node at the source of a chain of views that ends in t.
-const ggml_tensor * source_of_views(const ggml_tensor * t);
-
 // Whether t is a chain of views of node i, and the next view is the only use of the node and of each view.
 bool is_only_use(const ggml_cgraph * graph, int i, const ggml_tensor * t);
 

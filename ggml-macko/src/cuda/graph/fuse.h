@@ -24,6 +24,9 @@ public:
     // operands; this check protects graphs that did not pass through it.
     virtual bool is_safe() const = 0;
 
+    // Whether graph_optimize() must ask for an operand, because it could be overwritten otherwise.
+    virtual bool must_be_kept(const ggml_tensor * /*operand*/) const { return true; }
+
     virtual cudaError_t enqueue(const op_context & ctx) const = 0;
 
     int last() const { return last_; } // index of the last node
@@ -37,6 +40,8 @@ std::unique_ptr<fused_pattern> make_fused_rms_norm();
 std::unique_ptr<fused_pattern> make_fused_rope_attention();
 std::unique_ptr<fused_pattern> make_fused_rope_cache();
 std::unique_ptr<fused_pattern> make_fused_rope_hadamard_cache();
+std::unique_ptr<fused_pattern> make_fused_router();
+std::unique_ptr<fused_pattern> make_fused_expert_sum();
 
 // All patterns, in the order in which they are tried. Made once per walk over a graph. Matching allocates nothing.
 class fused_patterns {
@@ -52,12 +57,22 @@ public:
     }
 
 private:
-    std::array<std::unique_ptr<fused_pattern>, 5> patterns_ = {
+    std::array<std::unique_ptr<fused_pattern>, 7> patterns_ = {
         make_fused_sparse_products(), make_fused_rms_norm(),
         make_fused_rope_attention(), // rope cache plus attention: tried before the rope cache alone
         make_fused_rope_cache(),      make_fused_rope_hadamard_cache(),
+        make_fused_router(),          make_fused_expert_sum(),
     };
 };
+
+// The node at the source of a chain of views that ends in t.
+const ggml_tensor * source_of_views(const ggml_tensor * t);
+
+// Whether t has all elements of x in the same order, in any number of dimensions.
+bool is_reshaped(const ggml_tensor * t, const ggml_tensor * x);
+
+// Whether nodes `first` to `last` contain all uses of all nodes before the last, except of `stored`.
+bool uses_stay_inside(const ggml_cgraph * graph, int first, int last, const ggml_tensor * stored = nullptr);
 
 // Whether the memory of two tensors overlaps.
 inline bool overlaps(const ggml_tensor * a, const ggml_tensor * b) {

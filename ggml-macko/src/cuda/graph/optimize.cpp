@@ -98,7 +98,7 @@ void keep_operands(const op_context & ctx, const ggml_cgraph * graph, ggml_backe
         ggml_tensor * last = graph->nodes[pattern->last()];
         for (int k = i; k < pattern->last(); k++) {
             for (ggml_tensor * src : graph->nodes[k]->src) {
-                if (src && op_of(src) != GGML_OP_NONE) {
+                if (src && op_of(src) != GGML_OP_NONE && pattern->must_be_kept(src)) {
                     params->add_alloc_dep(params->user_data, src->view_src ? src->view_src : src, last);
                 }
             }

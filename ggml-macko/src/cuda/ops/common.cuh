@@ -45,6 +45,12 @@ static __device__ __forceinline__ float block_reduce(float x, float * partial, F
     return warp_reduce(threadIdx.x % WARP < blockDim.x / WARP ? partial[threadIdx.x % WARP] : neutral);
 }
 
+// Orders like the floats; the sign of zero does not count.
+static __device__ __forceinline__ uint32_t sort_key(float x) {
+    const uint32_t bits = __float_as_uint(x + 0.0f);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
 // log(1 + exp(x)), without overflow
 static __device__ __forceinline__ float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
 

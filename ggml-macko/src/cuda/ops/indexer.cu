@@ -90,12 +90,6 @@ __global__ void __launch_bounds__(THREADS)
 
 constexpr int MAX_THREADS = 1024;
 
-// Orders like the floats; the sign of zero does not count.
-__device__ __forceinline__ uint32_t sort_key(float x) {
-    const uint32_t bits = __float_as_uint(x + 0.0f);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
 // Sum of v over the threads before this one, and *all over the block. totals: 32 numbers of shared memory.
 __device__ __forceinline__ uint32_t block_prefix(uint32_t v, uint32_t * totals, uint32_t * all) {
     const int      lane = static_cast<int>(threadIdx.x) % WARP, warp = static_cast<int>(threadIdx.x) / WARP;

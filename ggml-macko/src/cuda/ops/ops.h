@@ -208,6 +208,31 @@ cudaError_t op_mean_rows(const op_context & ctx, const op_tensor & x, const op_t
 bool        op_argsort_supported(const op_tensor & x, const op_tensor & dst);
 cudaError_t op_argsort(const op_context & ctx, bool descending, const op_tensor & x, const op_tensor & dst);
 
+// ---- mixtures of experts (experts.cu), f32 ----
+
+// The choice of a router. p = x, or its soft-max or sigmoid; ids: of the largest p + bias, in descending order, equal
+// ones in ascending order; w: p of these. Then, if asked for, w = soft-max of w, and w = w / clamp(sum of w). weights =
+// w * scale[0] + scale[1]. Same bits as the single ops; the order of NaN is another.
+enum class router_gate : int { NONE, SOFT_MAX, SIGMOID };
+struct router_params {
+    op_tensor     x;       // [experts, tokens]
+    op_tensor     ids;     // [used, tokens], rows may have gaps
+    op_tensor     weights; // used * tokens elements without gaps
+    const float * bias = nullptr;
+    router_gate   gate;
+    bool          soft_max, norm;
+    float         clamp[2];
+    float         scale[2] = { 1, -0.0f }; // changes nothing, not even the sign of zero
+};
+bool        op_router_supported(const router_params & p);
+cudaError_t op_router(const op_context & ctx, const router_params & p);
+// dst[:, t] = x[:, 0, t] weights[0, 0, t] + x[:, 1, t] weights[0, 1, t] + ..., each product and sum rounded, and then
+// + residual[:, t], which may be dst, or null
+bool        op_expert_sum_supported(const op_tensor & x, const op_tensor & weights, const op_tensor * residual,
+                                    const op_tensor & dst);
+cudaError_t op_expert_sum(const op_context & ctx, const op_tensor & x, const op_tensor & weights,
+                          const op_tensor * residual, const op_tensor & dst);
+
 // ---- recurrent layers (recurrent.cu), f32 ----
 
 // dst[r, t, s] = sum of x[t + k, r, s] weights[k, r] over k

@@ -173,6 +173,28 @@ def test_output_head_is_measured_on_request_only(tmp_path, macko, letters):
     assert found["output.weight.counts"].item() == found["blk.0.attn_q.weight.counts"].item()
 
 
+@pytest.mark.parametrize("wanted", ["blk.1.ffn_down.weight", "output.weight"])
+def test_output_head_is_computed_only_if_its_inputs_are_wanted(tmp_path, letters, monkeypatch, wanted):
+    class Inputs:
+        taken = 0
+
+        def wants(self, name):
+            return name == wanted
+
+        def take(self, weight, index, x):
+            self.taken += len(x)
+
+    asked = []
+    wants = activations.InputTap.wants
+    monkeypatch.setattr(activations.InputTap, "wants", lambda tap, node: asked.append(node.name) or wants(tap, node))
+    inputs = Inputs()
+    with TextModel(tiny_model(tmp_path, "llama"), 64, n_batch=128, n_ubatch=64, consumer=inputs) as model:
+        model.evaluate(model.read_chunks(letters, 2))
+    assert inputs.taken == 2 * 64
+    assert asked.count(b"result_norm") == 2
+    assert asked.count(b"result_output") == (2 if wanted == "output.weight" else 0)
+
+
 def test_consumer_sees_the_rows_of_the_products(tmp_path, letters):
     """The rows that a consumer gets have the products that llama.cpp computes next."""
 

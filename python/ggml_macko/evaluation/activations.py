@@ -27,6 +27,10 @@ from ..values import TYPE_F32
 MIN_ROWS = 16
 """Smallest number of input rows of a MUL_MAT that counts."""
 
+_HEADS = ("output.weight", "token_embd.weight")
+_LAST_NORM = b"result_norm"
+"""llama.cpp's name of the input of the output head."""
+
 
 class Weight(NamedTuple):
     """A weight of a matrix product."""
@@ -199,23 +203,27 @@ class Tap(ABC):
 class InputTap(Tap):
     """Passes the inputs of matrix products to a consumer.
 
-    until: a weight; the evaluation ends after its product and gives no valid logits.
+    An evaluation ends after the product of the weight `until`, and before the output head if the consumer does not want
+    the head's inputs: with a large vocabulary, it takes longer than the rest of a small model. So there are no logits.
     """
 
     def __init__(self, consumer: Consumer, until: str = "") -> None:
         super().__init__()
         self._consumer = consumer
         self._until = until
+        self._wants_head = any(map(consumer.wants, _HEADS))
 
     def wants(self, node: Tensor) -> bool:
         if node.op not in (self.ggml.mul_mat, self.ggml.mul_mat_id):
-            return False
+            return bool(node.name == _LAST_NORM and not self._wants_head)
         x = Tensor.from_address(node.src[1])
         if x.type != TYPE_F32 or (node.op == self.ggml.mul_mat and x.ne[1] < MIN_ROWS):
             return False
         return self._consumer.wants(weight_name(Tensor.from_address(node.src[0]).name))
 
     def take(self, address: int, node: Tensor) -> bool:
+        if node.name == _LAST_NORM:
+            return False
         w = Tensor.from_address(node.src[0])
         x = self.array(node.src[1], np.float32)
         routed = node.op == self.ggml.mul_mat_id

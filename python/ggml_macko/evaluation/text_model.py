@@ -67,10 +67,10 @@ class TextModel:
     """A model, dense or sparse, in a separate llama.cpp context.
 
     n_ctx: tokens per chunk. n_batch: tokens per evaluation (several chunks, one, or a part of one). n_ubatch: tokens
-    per matrix product. n_threads: 0: all cores. n_gpu_layers: -1: all. consumer: receives the inputs of matrix products
-    (activations.py). until: weight after whose product evaluations end. tap: replaces the consumer; each node is then
-    computed on the device of its weights, never on a GPU that only helps with long prompts. verbose: show llama.cpp's
-    log. Raises MackoError (file, memory) or OSError.
+    per matrix product. n_threads: 0: all cores. n_gpu_layers: -1: all. consumer: receives the inputs of matrix
+    products; there are no logits then (activations.InputTap). until: weight after whose product evaluations end. tap:
+    replaces the consumer; each node is then computed on the device of its weights, never on a GPU that only helps with
+    long prompts. verbose: show llama.cpp's log. Raises MackoError (file, memory) or OSError.
     """
 
     def __init__(
@@ -203,8 +203,8 @@ class TextModel:
         """Logits (len(chunks), n_ctx - first, n_vocab) of positions first ... n_ctx - 1.
 
         chunks: (at most n_seq, n_ctx). The result may be llama.cpp's memory: valid until the next call, and read-only.
-        With a consumer, first must be 0, because the last block computes only the requested positions. Raises
-        MackoError if llama.cpp fails, and exceptions of the consumer.
+        With a consumer, the result has no meaning, and first must be 0, because the last block computes only the
+        requested positions. Raises MackoError if llama.cpp fails, and exceptions of the consumer.
         """
         api = self._api
         chunks = self.as_sequences(chunks)

@@ -28,11 +28,8 @@ def run(name: str, *args: object, cwd: pathlib.Path | None = None) -> subprocess
 
 
 def header_tree() -> pathlib.Path:
-    """A llama.cpp tree with the headers that the plugin is built with: GGML_MACKO_LLAMA_CPP_DIR, or that of the build.
-    Skips the test if there is none.
-    """
-    given = os.environ.get("GGML_MACKO_LLAMA_CPP_DIR")
-    headers = pathlib.Path(given) if given else next(iter(sorted((ROOT / "build").glob("*/llama-cpp-python-*"))), None)
+    """The llama.cpp tree whose headers a build of the plugin fetched. Skips the test if there is none."""
+    headers = next(iter(sorted((ROOT / "build").glob("*/llama-cpp-python-*"))), None)
     if headers is None:
         pytest.skip("llama.cpp headers are fetched by the CMake build, which has not run here")
     return headers

@@ -516,6 +516,12 @@ def test_speeds_are_those_of_the_page():
             assert first_row(page, f"{stored}, {label}")[-1] == f"{speeds[0.5]:.1f}"
         for name, speed in machine.dense.items():
             assert first_row(page, f"dense {name}, {beside}")[-1] == f"{speed:.1f}", name
+    amd = (measured_speed.AVX512_VBMI2_4_BITS_AMD, measured_speed.AVX2_4_BITS_AMD)
+    vbmi2, avx2 = ((m.dense[measured_speed.Q4_K_M], m.sparse[measured_speed.SPARSE_Q4][0.5]) for m in amd)
+    assert (
+        f"generates {vbmi2[0]:.1f} tokens/s with Q4_K_M and {vbmi2[1]:.1f} with `sparse-q4`; "
+        f"with AVX2, {avx2[0]:.1f} and {avx2[1]:.1f}."
+    ) in page
     quantized = measured_speed.H200_QUANTIZED
     for label, speed in (("llama.cpp F16", quantized.dense["F16"]), ("llama.cpp Q4_K_M", quantized.dense["Q4_K_M"])):
         assert first_row(page, label)[1].startswith(f"{speed:g} /")

@@ -78,6 +78,11 @@ AVX512_VBMI2_4_BITS = Machine(
     {Q4_K_M: 19.4},
     {SPARSE_Q5: {0.5: 31.5}, SPARSE_Q4: {0.5: 29.9}},
 )
+AVX512_VBMI2_4_BITS_AMD = Machine(
+    "AVX-512 VBMI2 (AMD EPYC, Zen 5), 2 threads, Llama2-7B shape",
+    {Q4_K_M: 78.7},
+    {SPARSE_Q4: {0.5: 74.6}},
+)
 AVX2_VNNI_4_BITS = Machine(
     "AVX2 with AVX-VNNI (Intel Xeon, Sapphire Rapids), 2 threads",
     {Q4_K_M: 18.6},
@@ -87,6 +92,11 @@ AVX2_4_BITS = Machine(
     "AVX2 (Intel Xeon, Sapphire Rapids), 2 threads",
     {Q4_K_M: 20.4},
     {SPARSE_Q5: {0.5: 15.7}, SPARSE_Q4: {0.5: 18.0}},
+)
+AVX2_4_BITS_AMD = Machine(
+    "AVX2 (AMD EPYC, Zen 5), 2 threads, Llama2-7B shape",
+    {Q4_K_M: 73.5},
+    {SPARSE_Q4: {0.5: 40.2}},
 )
 AVX2 = Machine(
     "AVX2 (AMD EPYC, Zen 4), 2 threads",
@@ -105,8 +115,8 @@ H200_QUANTIZED = Machine(
 )
 
 BY_KERNELS: Mapping[str, tuple[Machine, ...]] = {
-    "avx512-vbmi2": (AVX512_VBMI2, AVX512_VBMI2_4_BITS),
+    "avx512-vbmi2": (AVX512_VBMI2, AVX512_VBMI2_4_BITS, AVX512_VBMI2_4_BITS_AMD),
     "avx2-vnni": (AVX2, AVX2_VNNI_4_BITS),
-    "avx2": (AVX2, AVX2_4_BITS),
+    "avx2": (AVX2, AVX2_4_BITS, AVX2_4_BITS_AMD),
 }
 """CPU kernels, as `macko --version` prints them -> machines that use them."""

@@ -185,8 +185,14 @@ def test_output_head_is_computed_only_if_its_inputs_are_wanted(tmp_path, letters
             self.taken += len(x)
 
     asked = []
-    wants = activations.InputTap.wants
-    monkeypatch.setattr(activations.InputTap, "wants", lambda tap, node: asked.append(node.name) or wants(tap, node))
+    on_node = activations.Tap._on_node
+
+    def recorded(tap, address, ask, unused):
+        if ask:
+            asked.append(activations.Tensor.from_address(address).name)
+        return on_node(tap, address, ask, unused)
+
+    monkeypatch.setattr(activations.Tap, "_on_node", recorded)
     inputs = Inputs()
     with TextModel(tiny_model(tmp_path, "llama"), 64, n_batch=128, n_ubatch=64, consumer=inputs) as model:
         model.evaluate(model.read_chunks(letters, 2))

@@ -147,12 +147,16 @@ class Tap(ABC):
 
     llama_context_params.cb_eval takes `callback`, which must live as long as the context. Call llama_decode inside
     `with tap.evaluation()`.
+
+    ends_before_head: evaluations end at the input of the output head, so there are no logits. With a large vocabulary,
+    the head takes longer than the rest of a small model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ends_before_head: bool = False) -> None:
         import llama_cpp.llama_cpp as api
 
         self.ggml = _ggml()
+        self._ends_before_head = ends_before_head
         self._error: BaseException | None = None
         self.callback = api.ggml_backend_sched_eval_callback(self._on_node)
 
@@ -181,6 +185,8 @@ class Tap(ABC):
             if self._error is not None:
                 return False
             node = Tensor.from_address(address)
+            if self._ends_before_head and node.name == _LAST_NORM:
+                return ask
             return self.wants(node) if ask else self.take(address, node)
         except BaseException as e:
             self._error = e
@@ -204,26 +210,23 @@ class InputTap(Tap):
     """Passes the inputs of matrix products to a consumer.
 
     An evaluation ends after the product of the weight `until`, and before the output head if the consumer does not want
-    the head's inputs: with a large vocabulary, it takes longer than the rest of a small model. So there are no logits.
+    the head's inputs. There are no valid logits.
     """
 
     def __init__(self, consumer: Consumer, until: str = "") -> None:
-        super().__init__()
+        super().__init__(ends_before_head=not any(map(consumer.wants, _HEADS)))
         self._consumer = consumer
         self._until = until
-        self._wants_head = any(map(consumer.wants, _HEADS))
 
     def wants(self, node: Tensor) -> bool:
         if node.op not in (self.ggml.mul_mat, self.ggml.mul_mat_id):
-            return bool(node.name == _LAST_NORM and not self._wants_head)
+            return False
         x = Tensor.from_address(node.src[1])
         if x.type != TYPE_F32 or (node.op == self.ggml.mul_mat and x.ne[1] < MIN_ROWS):
             return False
         return self._consumer.wants(weight_name(Tensor.from_address(node.src[0]).name))
 
     def take(self, address: int, node: Tensor) -> bool:
-        if node.name == _LAST_NORM:
-            return False
         w = Tensor.from_address(node.src[0])
         x = self.array(node.src[1], np.float32)
         routed = node.op == self.ggml.mul_mat_id

@@ -54,7 +54,7 @@ class ExpertTap(Tap):
     """Collects the statistics of all blocks with experts."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(ends_before_head=True)
         self._found: dict[str, ExpertStatistics] = {}  # by prefix of the block
         self._last: _Contributions | None = None
 

@@ -218,7 +218,8 @@ def _train(
     arithmetic = Arithmetic(device)
     teacher = Transformer(shape_of_teacher, read_weights(dense, device))
     texts = _read_texts(dense.path, teacher, arithmetic, options)
-    if device.type == "cuda":  # after the comparison with llama.cpp
+    if device.type == "cuda":  # after the comparison with llama.cpp, which has selected other GPUs
+        torch.cuda.set_device(device)
         teacher = Transformer(shape_of_teacher, read_weights(dense, device, torch.bfloat16))
     if options.n_self_generated:
         n = options.n_self_generated

@@ -456,7 +456,7 @@ GPU_TEST(experts_of_several_tokens_are_grouped) {
                       cols = seed % 2 ? 2100 : 200, slots = random.range(1, 4);
         test_matrix w(random, n_experts * rows, cols, GGML_MACKO_TYPE_BF16, BITS[seed % std::size(BITS)], 0.3, UNIFORM);
         w.upload(uploader, gpu);
-        for (const int64_t per_expert : { 1, 2, 4, 16 }) {
+        for (const int64_t per_expert : { 1, 2, 4, 16, 40 }) {
             const int64_t tokens = per_expert == 1 ? static_cast<int64_t>(seed % 3) : per_expert * n_experts / slots;
             if (tokens == 0) {
                 continue;
@@ -466,6 +466,20 @@ GPU_TEST(experts_of_several_tokens_are_grouped) {
                              "grouped, " + w.name(seed, tokens));
             }
         }
+    }
+}
+
+// Prompts stay sparse until their experts would be decoded often: small ones more than 8 times, large ones twice.
+GPU_TEST(experts_that_would_be_decoded_often_are_not_grouped) {
+    const gpu_device gpu = gpu_of_tests();
+    rng              random(1);
+    for (const auto & [rows, decoded] : { std::pair<int64_t, int64_t>{ 16, 8 }, { 4096, 1 } }) {
+        constexpr int64_t COLUMNS = 32; // of a group
+        test_matrix       w(random, 2 * rows, 1024, GGML_MACKO_TYPE_BF16, 4, 0.3, UNIFORM);
+        w.upload(uploader, gpu);
+        const int64_t most = 2 * decoded * COLUMNS;
+        CHECK(cuda_sparse_groups_experts(w.device, most, 2), "%lld rows", static_cast<long long>(rows));
+        CHECK(!cuda_sparse_groups_experts(w.device, most + 1, 2), "%lld rows", static_cast<long long>(rows));
     }
 }
 

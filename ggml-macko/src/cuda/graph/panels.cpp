@@ -59,10 +59,9 @@ bool is_dense_panel(const ggml_tensor * w) {
 
 // Whether an expert is large enough for a launch of its own, and there are enough tokens for several per expert.
 bool is_large_experts(const ggml_tensor * node) {
-    constexpr int64_t   LARGE = int64_t(1) << 22; // weights
-    const ggml_tensor * w     = node->src[0];
-    const ggml_tensor * ids   = node->src[2];
-    return w->ne[0] * w->ne[1] >= LARGE && ids->ne[1] > 1 && ids->ne[0] * ids->ne[1] >= 2 * w->ne[2];
+    const ggml_tensor * w   = node->src[0];
+    const ggml_tensor * ids = node->src[2];
+    return w->ne[0] * w->ne[1] >= CUDA_SPARSE_LARGE_EXPERT && ids->ne[1] > 1 && ids->ne[0] * ids->ne[1] >= 2 * w->ne[2];
 }
 
 // Offsets in the scratch memory of a product by expert: lists of tokens, rows of x, results.

@@ -76,6 +76,9 @@ bool groups_experts(const ggml_tensor * node) {
 size_t grouped_scratch_nbytes(const ggml_tensor * node) {
     const ggml_tensor * w   = node->src[0];
     const ggml_tensor * ids = node->src[2];
+    if (stored(w) && !cuda_sparse_groups_experts(stored(w)->matrix, 1, w->ne[2])) {
+        return 0; // its layout has no groups
+    }
     return static_cast<size_t>(cuda_sparse_groups_nbytes(w->ne[0], ids->ne[0] * ids->ne[1], w->ne[2]));
 }
 

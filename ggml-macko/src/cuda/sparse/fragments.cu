@@ -69,6 +69,7 @@ struct group_list {
     const int32_t * ids;
     int64_t         id_stride, token_stride;
     int32_t         n_columns, slots, n_experts, most; // most: groups of the list
+    int32_t         block_columns;                     // that a block rounds
     bool            shares_x;                          // columns of a token have the same x
 };
 
@@ -231,62 +232,72 @@ struct group_place {
     int group, place;
 };
 
-// Adds a column to the list of groups; the first column also marks those that there are not. All threads of a block
-// call it. counts: [n_experts + 1]; scratch: [3][warp]
-__device__ __forceinline__ group_place join_group(const group_list & l, int nx, int column, int * counts,
-                                                  int * scratch) {
-    const int  lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    const auto expert_of = [&](int j) {
+// Adds the columns first ... last - 1 to the list of groups, and calls use(column, its place) for each. The block with
+// the first column also marks the groups that there are not. All threads of a block call it; use() has a barrier.
+// counts: [2][n_experts + 1]; scratch: [2][warp]
+template <typename F>
+__device__ __forceinline__ void join_groups(const group_list & l, int nx, int first, int last, int * counts,
+                                            int * scratch, F && use) {
+    const int   lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    int * const before    = counts + l.n_experts + 1; // columns of each expert before the next one
+    const auto  expert_of = [&](int j) {
         const int id = l.ids[j % l.slots * l.id_stride + j / l.slots * l.token_stride];
         return id >= 0 && id < l.n_experts ? id : l.n_experts;
     };
     const auto sum = [](int x) { return __shfl_sync(FULL_WARP, warp_prefix_sum(x), 31); };
-    for (int e = threadIdx.x; e <= l.n_experts; e += blockDim.x) {
+    for (int e = threadIdx.x; e < 2 * (l.n_experts + 1); e += blockDim.x) {
         counts[e] = 0;
     }
     __syncthreads();
-    const int expert = expert_of(column);
-    int       v[3]   = {}; // columns of this expert before this one; groups of the experts before it; all groups
     for (int j = threadIdx.x; j < l.n_columns; j += blockDim.x) {
-        const int of_j = expert_of(j);
-        atomicAdd(&counts[of_j], 1);
-        v[0] += of_j == expert && j < column;
-    }
-    __syncthreads();
-    for (int e = threadIdx.x; e <= l.n_experts; e += blockDim.x) {
-        const int n = (counts[e] + nx - 1) / nx;
-        v[1] += e < expert ? n : 0;
-        v[2] += n;
-    }
-#pragma unroll
-    for (int i = 0; i < 3; i++) {
-        v[i] = sum(v[i]);
-        if (lane == 0) {
-            scratch[i * warps + warp] = v[i];
+        const int e = expert_of(j);
+        atomicAdd(&counts[e], 1);
+        if (j < first) {
+            atomicAdd(&before[e], 1);
         }
     }
     __syncthreads();
+    for (int column = first; column < last; column++) {
+        const int expert = expert_of(column);
+        int       v[2]   = {}; // groups of the experts before it; all groups
+        for (int e = threadIdx.x; e <= l.n_experts; e += blockDim.x) {
+            const int n = (counts[e] + nx - 1) / nx;
+            v[0] += e < expert ? n : 0;
+            v[1] += n;
+        }
 #pragma unroll
-    for (int i = 0; i < 3; i++) {
-        v[i] = sum(lane < warps ? scratch[i * warps + lane] : 0);
+        for (int i = 0; i < 2; i++) {
+            v[i] = sum(v[i]);
+            if (lane == 0) {
+                scratch[i * warps + warp] = v[i];
+            }
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            v[i] = sum(lane < warps ? scratch[i * warps + lane] : 0);
+        }
+        const int         rank  = before[expert];
+        const group_place at    = { v[0] + rank / nx, rank % nx };
+        int32_t * const   group = l.groups + at.group * (1 + nx);
+        if (threadIdx.x == 0) {
+            group[0]            = expert; // all columns of the group store the same
+            group[1 + at.place] = column;
+        }
+        if (rank + 1 == counts[expert] && at.place + 1 + threadIdx.x < nx) {
+            group[1 + at.place + 1 + threadIdx.x] = -1;
+        }
+        for (int g = v[1] + threadIdx.x; column == 0 && g < l.most; g += blockDim.x) {
+            l.groups[g * (1 + nx)] = -1;
+        }
+        use(column, at);
+        if (threadIdx.x == 0) {
+            before[expert]++;
+        }
     }
-    __syncthreads();
-    const group_place at    = { v[1] + v[0] / nx, v[0] % nx };
-    int32_t * const   group = l.groups + at.group * (1 + nx);
-    if (threadIdx.x == 0) {
-        group[0]            = expert; // all columns of the group store the same
-        group[1 + at.place] = column;
-    }
-    if (v[0] + 1 == counts[expert] && at.place + 1 + threadIdx.x < nx) {
-        group[1 + at.place + 1 + threadIdx.x] = -1;
-    }
-    for (int g = v[2] + threadIdx.x; column == 0 && g < l.most; g += blockDim.x) {
-        l.groups[g * (1 + nx)] = -1;
-    }
-    return at;
 }
 
-// Columns of x, a block for each. A product's nx columns are side by side.
+// Columns of x, a block for each or, with groups, for several. A product's nx columns are side by side.
 struct round_params {
     x_source   source; // the first column
     int64_t    ldx;
@@ -299,22 +310,27 @@ struct round_params {
 // GROUPED: columns join groups. BYTES: has_bytes(nx)
 template <bool ALIGNED, bool GROUPED, bool BYTES>
 __global__ void __launch_bounds__(ROUND_THREADS) round_x_kernel(const __grid_constant__ round_params p) {
-    __shared__ float  scratch[ROUND_THREADS / 32 * 3];
+    __shared__ float  scratch[3][ROUND_THREADS / 32];
     extern __shared__ __align__(16) int counts[];
-    x_source                            s = p.source;
     x_fours<ALIGNED>                    w;
-    if (s.norm_weight) {
-        w.load(s.norm_weight, first_four(), s.cols);
+    if (p.source.norm_weight) {
+        w.load(p.source.norm_weight, first_four(), p.source.cols);
     }
     cuda_allow_next();
     cuda_wait_for_previous();
-    const int   j  = blockIdx.x;
-    group_place at = { j / p.nx, j % p.nx };
+    const auto round = [&](int from, group_place at) {
+        x_source s = p.source;
+        s.x += from * p.ldx;
+        round_column<ALIGNED, BYTES>(s, p.n_steps, p.to + at.group * p.apart, p.nx, at.place, scratch[0], w, [] {});
+    };
     if (GROUPED) {
-        at = join_group(p.list, p.nx, j, counts, reinterpret_cast<int *>(scratch));
+        const int first = blockIdx.x * p.list.block_columns, last = min(first + p.list.block_columns, p.list.n_columns);
+        join_groups(p.list, p.nx, first, last, counts, reinterpret_cast<int *>(scratch[1]),
+                    [&](int j, group_place at) { round(p.list.shares_x ? j / p.list.slots : j, at); });
+    } else {
+        const int j = blockIdx.x;
+        round(j, { j / p.nx, j % p.nx });
     }
-    s.x += (GROUPED && p.list.shares_x ? j / p.list.slots : j) * p.ldx;
-    round_column<ALIGNED, BYTES>(s, p.n_steps, p.to + at.group * p.apart, p.nx, at.place, scratch, w, [] {});
 }
 
 template <bool GROUPED> auto round_kernel_of(bool aligned, int nx) {
@@ -812,8 +828,11 @@ cudaError_t multiply_columns(const fragments_layout & w, const cuda_sparse_mul_m
     p.shares_x     = a.shares_x;
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
-    // of a product; in total, one per multiprocessor
-    const int blocks  = std::min(std::max(device.multiprocessors / batch.busy, 1), p.n_warp_rows);
+    // Of a product; in total, one per multiprocessor. If there are more groups than multiprocessors, about six each,
+    // so that the last ones take a small part of the time.
+    const int all     = batch.groups && batch.busy > device.multiprocessors ? 6 * device.multiprocessors
+                                                                            : device.multiprocessors,
+              blocks  = std::min(std::max(all / batch.busy, 1), p.n_warp_rows);
     const int stripes = (p.n_warp_rows + blocks - 1) / blocks * (a.silu_mul ? 2 : 1);
     CUDA_TRY(divide(w, a, nx, rounded, stripes, &p.by));
     p.units = p.n_warp_rows / blocks;
@@ -837,11 +856,14 @@ bool rounds_own_x(const fragments_layout & w, const cuda_sparse_mul_mat_params &
 
 // ---- groups of experts ----
 
-constexpr int64_t MAX_GROUPED = 16; // columns of an expert, on average
+// Times that a product may decode an expert, on average. Experts that fill the GPU alone become dense earlier, like
+// other matrices.
+constexpr int64_t MAX_DECODED = 8, MAX_DECODED_LARGE = 1;
+constexpr int64_t MAX_EXPERTS = 4096; // whose columns a block counts in shared memory
 
-// Columns of a group: few experts need two groups, which decode the expert twice.
+// Columns of a group: few experts need two groups, which decode the expert twice. 64 take as long as twice 32.
 int grouped_columns(int64_t n, int64_t n_experts) {
-    return n > 4 * n_experts ? 16 : n > 2 * n_experts ? 8 : n > n_experts / 2 ? 4 : 2;
+    return n > 8 * n_experts ? 32 : n > 4 * n_experts ? 16 : n > 2 * n_experts ? 8 : n > n_experts / 2 ? 4 : 2;
 }
 int64_t most_groups(int64_t n, int64_t n_experts, int nx) { return std::min(n, n_experts + 1 + n / nx); }
 int64_t group_list_nbytes(int64_t most, int nx) { return (most * (1 + nx) * 4 + 15) / 16 * 16; }
@@ -871,9 +893,15 @@ cudaError_t multiply_groups(const fragments_layout & w, const cuda_sparse_mul_ma
     batch.n      = static_cast<int>(most);
     batch.apart  = rounded_nbytes(w.cols, nx);
     batch.groups = static_cast<const int32_t *>(a.groups);
-    // with columns of random experts, so many experts have some
-    const double all            = static_cast<double>(n_experts);
-    batch.busy                  = std::max(static_cast<int>(all * (1 - std::exp(-static_cast<double>(a.n) / all))), 1);
+    // with columns of random experts, about so many groups have some
+    const double all = static_cast<double>(n_experts), each = static_cast<double>(a.n) / all,
+                 of_each = each > nx / 2 ? each / nx + 0.5 : 1 - std::exp(-each);
+    batch.busy           = std::max(static_cast<int>(all * of_each), 1);
+    // each block counts the columns of all experts, so there are no more blocks than fill the GPU
+    cuda_device_info device;
+    CUDA_TRY(cuda_current_device(&device));
+    const auto         share = [](int64_t x, int64_t parts) { return static_cast<int32_t>((x + parts - 1) / parts); };
+    const int32_t      by_block = share(a.n, 2 * device.multiprocessors);
     const group_list   list     = { static_cast<int32_t *>(a.groups),
                                     a.expert_ids,
                                     a.expert_ids_stride,
@@ -882,11 +910,12 @@ cudaError_t multiply_groups(const fragments_layout & w, const cuda_sparse_mul_ma
                                     static_cast<int32_t>(a.slots),
                                     static_cast<int32_t>(n_experts),
                                     batch.n,
+                                    by_block,
                                     a.shares_x };
     uint8_t * const    integers = static_cast<uint8_t *>(a.groups) + group_list_nbytes(most, nx);
     const round_params r        = { source_of(w, a), a.ldx, steps_of(w.cols), nx, integers, batch.apart, list };
-    CUDA_TRY(launch_kernel(round_kernel_of<true>(is_aligned(a), nx), r, dim3(static_cast<unsigned>(a.n)), ROUND_THREADS,
-                           (n_experts + 1) * 4, a.programmatic, stream));
+    CUDA_TRY(launch_kernel(round_kernel_of<true>(is_aligned(a), nx), r, dim3(share(a.n, by_block)), ROUND_THREADS,
+                           2 * (n_experts + 1) * 4, a.programmatic, stream));
     return multiply_columns(w, a, nx, integers, batch, stream);
 }
 
@@ -894,20 +923,21 @@ cudaError_t multiply_groups(const fragments_layout & w, const cuda_sparse_mul_ma
 
 bool cuda_sparse_groups_experts(const gpu_layout & layout, int64_t n, int64_t n_experts) {
     const auto * w = std::get_if<fragments_layout>(&layout);
-    if (!w || n > MAX_GROUPED * n_experts || n > MAX_GRID_YZ || n_experts >= 8192) {
+    if (!w || n > MAX_GRID_YZ || n_experts >= MAX_EXPERTS) {
         return false;
     }
     cuda_sparse_mul_mat_params a = {};
     a.n_matrices = 2, a.w[0] = a.w[1] = &layout, a.n = n, a.silu_mul = true; // needs the most memory
-    return grouped_columns(*w, a, n_experts) > 1;
+    const int     nx      = grouped_columns(*w, a, n_experts);
+    const int64_t decoded = w->rows / n_experts * w->cols < CUDA_SPARSE_LARGE_EXPERT ? MAX_DECODED : MAX_DECODED_LARGE;
+    return nx > 1 && n <= decoded * nx * n_experts;
 }
 
 int64_t cuda_sparse_groups_nbytes(int64_t cols, int64_t n, int64_t n_experts) {
-    n              = std::min(n, MAX_GROUPED * n_experts);
     int64_t nbytes = 0;
     for (int nx = 2; nx <= grouped_columns(n, n_experts); nx *= 2) {
-        const int64_t most = most_groups(n, n_experts, nx);
-        nbytes             = std::max(nbytes, group_list_nbytes(most, nx) + most * rounded_nbytes(cols, nx));
+        const int64_t columns = std::min(n, MAX_DECODED * nx * n_experts), most = most_groups(columns, n_experts, nx);
+        nbytes = std::max(nbytes, group_list_nbytes(most, nx) + most * rounded_nbytes(cols, nx));
     }
     return nbytes;
 }

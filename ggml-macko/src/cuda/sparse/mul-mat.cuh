@@ -85,6 +85,9 @@ int64_t cuda_sparse_mul_mat_max_n(const gpu_layout & w, bool experts);
 
 cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & params, cudaStream_t stream);
 
+// Weights from which a product with a single expert fills the GPU.
+constexpr int64_t CUDA_SPARSE_LARGE_EXPERT = int64_t(1) << 22;
+
 // Whether products with n columns of several tokens are supported, and faster than other ways.
 bool    cuda_sparse_groups_experts(const gpu_layout & w, int64_t n, int64_t n_experts);
 int64_t cuda_sparse_groups_nbytes(int64_t cols, int64_t n, int64_t n_experts);

@@ -2,6 +2,7 @@
 // and batches. Exit code 77 (skipped) without a GPU.
 #include "codec/macko/encode.h"
 #include "codec/macko/matrix-view.h"
+#include "codec/packed/packed.h"
 #include "cuda/lib/common.cuh"
 #include "cuda/sparse/mul-mat.cuh"
 #include "cuda/sparse/row-split-groups.cuh"
@@ -98,12 +99,13 @@ struct test_matrix {
 
     // Uploads ranges of rows in shuffled order, from two threads, from memory that ends where the range ends. Returns
     // false if the requested layout does not fit. max_outliers: the number of values that EXP_CODED cannot represent,
-    // from the header, or -1.
+    // from the header, or -1. packed: the same matrix, which is uploaded instead, as a whole.
     bool upload(rng & random, cuda_sparse_uploader & uploader, const std::string & layout = "", int32_t lanes = 0,
-                int64_t max_outliers = -1) {
+                int64_t max_outliers = -1, const packed_view * packed = nullptr) {
         cuda_device_info info;
         CUDA_CHECK(cuda_current_device(&info));
-        const gpu_matrix m   = { desc(), n_padded(row_ptr.back()), type, max_outliers };
+        const int64_t    n   = packed ? max_recoded(desc()) : row_ptr.back();
+        const gpu_matrix m   = { desc(), n_padded(n), type, max_outliers };
         const gpu_device gpu = { info.shared_nbytes };
         plan                 = layout.empty() ? choose(m, gpu) : choose_only(m, gpu, layout, lanes);
         if (plan.candidates.empty()) {
@@ -118,6 +120,30 @@ struct test_matrix {
         CUDA_CHECK(cudaDeviceSynchronize()); // the following copies use another stream
         outgrown.reset();
         STATUS_CHECK(uploader.begin(plan, memory));
+        if (packed) {
+            CHECK(uploader.takes(packed->format()), "not as a whole");
+            STATUS_CHECK(uploader.whole(*packed, 3));
+        } else {
+            upload_rows(random, uploader);
+        }
+        const int status = uploader.finish(&device, &verdict, &outgrown);
+        if (!layout.empty() && status != GGML_MACKO_STATUS_OK) {
+            return false;
+        }
+        CHECK(status == GGML_MACKO_STATUS_OK, "finish: %s", ggml_macko_last_error());
+        std::vector<uint8_t> behind(static_cast<size_t>(nbytes - plan.nbytes));
+        CUDA_CHECK(cudaMemcpy(behind.data(), static_cast<uint8_t *>(memory) + plan.nbytes, behind.size(),
+                              cudaMemcpyDeviceToHost));
+        CHECK(std::all_of(behind.begin(), behind.end(), [](uint8_t b) { return b == 0xa5; }),
+              "%s: bytes behind the reserved ones were written", layout_name(device));
+        CHECK(base_of(device).nbytes <= verdict.nbytes && !outgrown == (verdict.nbytes <= plan.nbytes),
+              "%s takes %lld bytes of %lld", layout_name(device), static_cast<long long>(base_of(device).nbytes),
+              static_cast<long long>(verdict.nbytes));
+        return true;
+    }
+
+private:
+    void upload_rows(rng & random, cuda_sparse_uploader & uploader) const {
         std::vector<std::pair<int64_t, int64_t>> blocks;
         for (int64_t r = 0; r < rows;) {
             const int64_t end = std::min(rows, r + random.range(1, std::max<int64_t>(1, rows / 3)));
@@ -147,20 +173,6 @@ struct test_matrix {
         work(0);
         other.join();
         CHECK(!failed, "upload");
-        const int status = uploader.finish(&device, &verdict, &outgrown);
-        if (!layout.empty() && status != GGML_MACKO_STATUS_OK) {
-            return false;
-        }
-        CHECK(status == GGML_MACKO_STATUS_OK, "finish: %s", ggml_macko_last_error());
-        std::vector<uint8_t> behind(static_cast<size_t>(nbytes - plan.nbytes));
-        CUDA_CHECK(cudaMemcpy(behind.data(), static_cast<uint8_t *>(memory) + plan.nbytes, behind.size(),
-                              cudaMemcpyDeviceToHost));
-        CHECK(std::all_of(behind.begin(), behind.end(), [](uint8_t b) { return b == 0xa5; }),
-              "%s: bytes behind the reserved ones were written", layout_name(device));
-        CHECK(base_of(device).nbytes <= verdict.nbytes && !outgrown == (verdict.nbytes <= plan.nbytes),
-              "%s takes %lld bytes of %lld", layout_name(device), static_cast<long long>(base_of(device).nbytes),
-              static_cast<long long>(verdict.nbytes));
-        return true;
     }
 };
 
@@ -683,6 +695,41 @@ GPU_TEST(fused_outliers_keep_their_bits) {
 }
 
 // More rows than are resident on the GPU at a time: rows reuse the memory of earlier rows.
+// The arrays of a packed matrix become the rows that the host would make, bit for bit.
+GPU_TEST(packed_matrices_become_their_rows) {
+    uint64_t seed = 1;
+    for (const int type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 }) {
+        for (const int value_type : { type, static_cast<int>(GGML_MACKO_TYPE_CODED) }) {
+            for (const int index_bits : { INDEX_BITMAP, 2, 4, 8 }) {
+                for (const double density : { 0.004, 0.1, 0.5, 0.9 }) {
+                    rng           random(seed++);
+                    const auto    s = static_cast<structure>(seed % N_STRUCTURES);
+                    test_matrix   w(random, random.range(1, 40), random.range(1, 1500), type, RECODED_BITS, density, s,
+                                  seed % 2 ? 2 : 12, -8, seed % 3 != 0);
+                    packed_matrix out;
+                    STATUS_CHECK(pack(w.dense.data(), { w.desc(), value_type, index_bits }, 2, &out));
+                    packed_view view;
+                    STATUS_CHECK(check_packed(out.arrays(), 2, &view));
+                    CHECK(w.upload(random, uploader, MACKO, 0, -1, &view), "layout");
+                    const auto &         m = std::get<macko_layout>(w.device);
+                    const auto           n = static_cast<size_t>(w.row_ptr.back());
+                    std::vector<uint8_t> values(n * static_cast<size_t>(value_nbytes(type))), deltas((n + 1) / 2);
+                    std::vector<int32_t> row_ptr(w.row_ptr.size());
+                    CUDA_CHECK(cudaMemcpy(values.data(), m.values, values.size(), cudaMemcpyDeviceToHost));
+                    CUDA_CHECK(cudaMemcpy(deltas.data(), m.deltas, deltas.size(), cudaMemcpyDeviceToHost));
+                    CUDA_CHECK(cudaMemcpy(row_ptr.data(), m.row_ptr, row_ptr.size() * 4, cudaMemcpyDeviceToHost));
+                    CHECK(row_ptr == w.row_ptr && std::equal(values.begin(), values.end(), w.values.begin()) &&
+                              std::equal(deltas.begin(), deltas.end(), w.deltas.begin()),
+                          "type %d, values %d, index %d, density %g, %lld x %lld", type, value_type, index_bits,
+                          density, static_cast<long long>(w.rows), static_cast<long long>(w.cols));
+                    CHECK(w.upload(random, uploader, "", 0, -1, &view), "any layout");
+                    check_densify(w, "packed, seed " + std::to_string(seed));
+                }
+            }
+        }
+    }
+}
+
 GPU_TEST(densify_of_more_rows_than_resident_blocks) {
     rng random(77);
     for (const int delta_bits : { 1, 2, 4, 8 }) {

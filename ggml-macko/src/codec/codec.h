@@ -41,19 +41,6 @@ constexpr int64_t max_recoded(const macko_desc & desc) {
     return n < MAX_STORED ? n : MAX_STORED;
 }
 
-// Makes the MACKO rows that recode() makes, without decoding rows first.
-class row_maker {
-public:
-    // The number of entries of a row.
-    virtual int64_t count_entries(int64_t row) const = 0;
-    // Writes the entries of rows row_begin ... row_end-1 of `rows`, the first of which begins at a whole byte of the
-    // deltas. May also write 8 bytes after the last entry.
-    virtual void write_entries(const macko_rows & rows, void * values, uint8_t * deltas) const = 0;
-
-protected:
-    ~row_maker() = default;
-};
-
 // A matrix whose arrays passed the checks of codec::open(). The arrays must outlive it. Each format derives its own
 // class; a device with a layout for a format casts the view to that class.
 class codec_view {
@@ -71,8 +58,6 @@ public:
     // check_rows(); on an error f has been called for some rows.
     [[nodiscard]] virtual int for_each_row(int                                                n_threads,
                                            const std::function<void(int64_t, const void *)> & f) const = 0;
-    // nullptr: only recode() makes MACKO rows
-    virtual const row_maker * maker() const { return nullptr; }
     // Maximum distance of the dense values of n non-zeros of a row from `source`, the values that were encoded.
     // columns: the columns of these non-zeros, ascending. k: the number of non-zeros before them, in row-major order.
     // Only valid after the checks.

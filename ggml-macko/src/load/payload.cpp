@@ -62,10 +62,8 @@ struct payload_reader {
     const sparse_tensor_info & m;
     read_memory &              memory;
     std::vector<int32_t>       row_ptr;
-    std::vector<int64_t>       blocks; // first row of each block, and the number of rows at the end
-    // of a matrix of another format, whose blocks are not read from the file; or it is recoded
-    const row_maker * maker;
-    macko_matrix      recoded;
+    std::vector<int64_t>       blocks;  // first row of each block, and the number of rows at the end
+    macko_matrix               recoded; // of another format: its blocks are not read from the file
 
     const gguf_tensor & component(size_t c) const { return header.tensors[m.first + c]; }
     int64_t             values_offset(int64_t entry) const {
@@ -109,9 +107,9 @@ struct payload_reader {
                 row_nbytes;
             // A block whose rows are made here does not contain the deltas of its neighbors. Because consumers copy
             // whole bytes, it must not share a byte of deltas with them.
-            const bool is_made   = m.is_encoded_on_load() || maker;
-            const bool may_begin = r % multiple == 0 &&
-                                   (!is_made || row_ptr[static_cast<size_t>(r)] * int64_t(m.desc.delta_bits) % 8 == 0);
+            const bool may_begin =
+                r % multiple == 0 &&
+                (!m.is_encoded_on_load() || row_ptr[static_cast<size_t>(r)] * int64_t(m.desc.delta_bits) % 8 == 0);
             if (nbytes > 0 && nbytes + n > BLOCK_NBYTES && may_begin) {
                 blocks.push_back(r);
                 nbytes = 0;
@@ -137,9 +135,7 @@ struct payload_reader {
         uint8_t *        values   = at_least(buffer, static_cast<size_t>(n_values + n_deltas) + 2 * slack);
         uint8_t *        deltas   = values + n_values + slack;
         const macko_rows rows     = { m.desc, row_begin, row_end, row_ptr.data(), base, values, deltas };
-        if (maker) {
-            maker->write_entries(rows, values, deltas);
-        } else if (m.is_encoded_on_load()) {
+        if (m.is_encoded_on_load()) {
             TRY(encode_block(rows, values, n_values, deltas, n_deltas));
         } else {
             TRY(source.read(values_offset(base), values, n_values));
@@ -165,19 +161,8 @@ struct payload_reader {
 
     // Passes the rows of another format to the consumer, in blocks.
     int read_view(const codec_view & from, int n_team, payload_consumer & consumer) {
-        maker = from.maker();
-        if (maker) {
-            row_ptr.assign(static_cast<size_t>(m.desc.rows) + 1, 0);
-            parallel_ranges(n_team, m.desc.rows, [&](int64_t begin, int64_t end) {
-                for (int64_t r = begin; r < end; r++) {
-                    row_ptr[static_cast<size_t>(r) + 1] = static_cast<int32_t>(maker->count_entries(r));
-                }
-            });
-            TRY(sum_row_ptr(&row_ptr));
-        } else {
-            TRY(recode(from, n_team, &recoded));
-            row_ptr = std::move(recoded.row_ptr);
-        }
+        TRY(recode(from, n_team, &recoded));
+        row_ptr = std::move(recoded.row_ptr);
         make_blocks(consumer.rows_of_blocks());
         return read_blocks(n_team, consumer);
     }
@@ -278,7 +263,7 @@ int read_payload(const byte_source & source, const gguf_header & header, const s
         read_memory        own;
         consumer.begin();
         do {
-            payload_reader reader = { source, header, matrix, memory ? *memory : own, {}, {}, nullptr, {} };
+            payload_reader reader = { source, header, matrix, memory ? *memory : own, {}, {}, {} };
             if (const int bad = matrix.format->streams_rows() ? read_rows(reader, n_team, consumer)
                                                               : read_whole(reader, n_team, consumer)) {
                 return bad;

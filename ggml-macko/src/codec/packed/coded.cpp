@@ -11,12 +11,11 @@ namespace macko {
 
 namespace {
 
-constexpr int64_t RANK_BLOCKS   = 8; // blocks between two entries of outliers_before
 constexpr int64_t MAX_EXPONENTS = 256;
 
 using histogram = std::array<int64_t, MAX_EXPONENTS>; // values that fit but for the base, by exponent
 
-int64_t n_ranks(int64_t n_blocks) { return (n_blocks + RANK_BLOCKS - 1) / RANK_BLOCKS; }
+int64_t n_ranks(int64_t n_blocks) { return (n_blocks + CODED_RANK_BLOCKS - 1) / CODED_RANK_BLOCKS; }
 int64_t coded_blocks(int64_t nnz) { return packed_n_values(nnz) / CODED_BLOCK; }
 int64_t outliers_words(int64_t n, int32_t type) { return (n * value_nbytes(type) + 3) / 4; }
 // Exponent of Inf and NaN.
@@ -187,7 +186,7 @@ namespace {
 struct block_counts {
     histogram            values = {};        // values with a code, by exponent
     int64_t              bad    = INT64_MAX; // first value without a code whose other bits are not zero
-    std::vector<int64_t> outliers;           // outliers per RANK_BLOCKS blocks
+    std::vector<int64_t> outliers;           // outliers per CODED_RANK_BLOCKS blocks
 };
 
 void count_codes(const coded_block_view & m, const coded_widths & w, histogram * values) {
@@ -219,14 +218,14 @@ block_counts count_blocks(const uint32_t * blocks, const coded_widths & w, int64
     parallel_ranges(n_threads, n_ranks(n_blocks), [&](int64_t begin, int64_t end) {
         histogram values = {};
         int64_t   bad    = INT64_MAX;
-        for (int64_t b = begin * RANK_BLOCKS; b < std::min(n_blocks, end * RANK_BLOCKS); b++) {
+        for (int64_t b = begin * CODED_RANK_BLOCKS; b < std::min(n_blocks, end * CODED_RANK_BLOCKS); b++) {
             const uint32_t *       block  = blocks + b * w.bits();
             const coded_block_view m      = masks_of(block, w);
             const uint32_t         places = places_of(b, nnz);
             if (const int i = bad_place(block, m, places); i >= 0) {
                 bad = std::min(bad, b * CODED_BLOCK + i);
             }
-            all.outliers[static_cast<size_t>(b / RANK_BLOCKS)] += bits_of(places & ~m.has_code());
+            all.outliers[static_cast<size_t>(b / CODED_RANK_BLOCKS)] += bits_of(places & ~m.has_code());
             count_codes(m, w, &values);
         }
         const std::lock_guard<std::mutex> lock(mutex);
@@ -347,7 +346,7 @@ template <typename T> struct expander {
 };
 
 template <typename T> void expand_values(expander<T> e, int64_t k, int64_t n, T * out) {
-    for (int64_t b = k / CODED_BLOCK / RANK_BLOCKS * RANK_BLOCKS; b < k / CODED_BLOCK; b++) {
+    for (int64_t b = k / CODED_BLOCK / CODED_RANK_BLOCKS * CODED_RANK_BLOCKS; b < k / CODED_BLOCK; b++) {
         e.skip(b, ~uint32_t(0));
     }
     while (n > 0) {
@@ -371,7 +370,7 @@ template <typename T> void expand_values(expander<T> e, int64_t k, int64_t n, T 
 coded_block_view coded_view::block(int64_t i) const { return masks_of(blocks_ + i * widths_.bits(), widths_); }
 
 void coded_view::expand(int64_t k, int64_t n, void * out) const {
-    const int64_t   before = n > 0 ? outliers_before_[static_cast<size_t>(k / CODED_BLOCK / RANK_BLOCKS)] : 0;
+    const int64_t   before = n > 0 ? outliers_before_[static_cast<size_t>(k / CODED_BLOCK / CODED_RANK_BLOCKS)] : 0;
     const uint8_t * next   = outliers_ + before * value_nbytes(type_);
     if (type_ == GGML_MACKO_TYPE_F32) {
         expand_values<uint32_t>({ blocks_, next, widths_, type_ }, k, n, static_cast<uint32_t *>(out));
@@ -431,7 +430,7 @@ coded_widths choose_widths(const T * values, int32_t type, int64_t n, int32_t ma
 template <typename T>
 void encode_blocks(const T * values, int32_t type, int64_t n, const coded_widths & w, int n_threads, uint32_t * blocks,
                    uint8_t * outliers) {
-    const int64_t        n_blocks = coded_blocks(n), per_rank = RANK_BLOCKS * CODED_BLOCK;
+    const int64_t        n_blocks = coded_blocks(n), per_rank = CODED_RANK_BLOCKS * CODED_BLOCK;
     std::vector<int64_t> before(static_cast<size_t>(n_ranks(n_blocks)) + 1, 0);
     const auto           for_each_rank = [&](auto && f) {
         parallel_ranges(n_threads, n_ranks(n_blocks), [&](int64_t begin, int64_t end) {

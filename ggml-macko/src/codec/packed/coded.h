@@ -10,6 +10,7 @@ namespace macko {
 
 constexpr int64_t CODED_HEADER_WORDS = 2;
 constexpr int64_t CODED_BLOCK        = 32; // values of a block
+constexpr int64_t CODED_RANK_BLOCKS  = 8;  // blocks between two entries of outliers_before()
 
 constexpr int coded_dense_mantissa_bits(int32_t type) {
     return type == GGML_MACKO_TYPE_F32 ? 23 : type == GGML_MACKO_TYPE_F16 ? 10 : 7;
@@ -53,7 +54,9 @@ class coded_view {
 public:
     const coded_widths & widths() const { return widths_; }
     int64_t              n_outliers() const { return n_outliers_; }
-    coded_block_view     block(int64_t i) const; // values i * CODED_BLOCK ...
+    // the outliers before every CODED_RANK_BLOCKS-th block
+    const std::vector<int64_t> & outliers_before() const { return outliers_before_; }
+    coded_block_view             block(int64_t i) const; // values i * CODED_BLOCK ...
     // Writes values k ... k + n - 1 as bits of the dense type.
     void expand(int64_t k, int64_t n, void * out) const;
 
@@ -65,7 +68,7 @@ private:
     int64_t              n_outliers_ = 0;
     const uint32_t *     blocks_     = nullptr;
     const uint8_t *      outliers_   = nullptr;
-    std::vector<int64_t> outliers_before_; // before every RANK_BLOCKS-th block
+    std::vector<int64_t> outliers_before_;
 };
 
 // Runs all checks of section 8 on n_words untrusted words: nnz values of a dense type.

@@ -2,6 +2,7 @@
 #include "codec/packed/packed.h"
 #include "codec/code-writer.h"
 #include "codec/first-bad.h"
+#include "codec/macko/encode.h"
 #include "codec/nonzero.h"
 #include "codec/team.h"
 
@@ -317,126 +318,45 @@ int packed_view::decode(void * dense, int n_threads) const {
 
 // ---- MACKO rows ----
 
-namespace {
-
-// The non-zeros in each byte of a bitmap.
-struct byte_gaps {
-    uint32_t gaps;  // columns before each, in 4 bits
-    uint8_t  n;     // non-zeros
-    uint8_t  after; // columns after the last
-};
-const byte_gaps * gaps_of_bytes() {
-    static const std::array<byte_gaps, 256> table = [] {
-        std::array<byte_gaps, 256> t = {};
-        for (size_t byte = 0; byte < 256; byte++) {
-            byte_gaps & b = t[byte];
-            for (size_t i = 0; i < 8; i++) {
-                if (byte >> i & 1) {
-                    b.gaps |= static_cast<uint32_t>(b.after) << (4 * b.n++);
-                    b.after = 0;
-                } else {
-                    b.after++;
-                }
-            }
+const uint8_t * packed_view::bitmap(int n_threads, std::vector<uint8_t> * memory) const {
+    if (arrays_.desc.index_bits == INDEX_BITMAP) {
+        return arrays_.index;
+    }
+    const int64_t nbytes = bitmap_row_nbytes(desc().cols);
+    memory->assign(static_cast<size_t>(desc().rows * nbytes), 0);
+    parallel_ranges(n_threads, desc().rows, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            uint8_t * bits = memory->data() + r * nbytes;
+            for_each_column(r,
+                            [&](int64_t col) { bits[col / 8] = static_cast<uint8_t>(bits[col / 8] | 1 << (col & 7)); });
         }
-        return t;
-    }();
-    return table.data();
+    });
+    return memory->data();
 }
 
-constexpr int64_t LONGEST = (1 << RECODED_BITS) - 1; // gap of one entry, which is also that of a filler
-
-// Appends codes of RECODED_BITS to a row.
-struct gap_writer {
-    uint8_t * out;
-    uint64_t  pending   = 0;
-    unsigned  n_pending = 0; // codes, at most 1 between two calls
-    int64_t   n         = 0; // entries of the row
-
-    __attribute__((always_inline)) void put(uint64_t codes, unsigned n_codes) { // at most 8
-        pending |= codes << (RECODED_BITS * n_pending);
-        memcpy(out, &pending, sizeof(pending));
-        n += n_codes;
-        n_pending += n_codes;
-        out += n_pending / 2;
-        pending >>= n_pending / 2 * 8;
-        n_pending &= 1;
-    }
-};
-
-// The bitmap of a row; with gap codes it is made in `memory`.
-const uint8_t * bitmap_of(const packed_view & view, int64_t row, std::vector<uint8_t> * memory) {
-    const int64_t nbytes = bitmap_row_nbytes(view.desc().cols);
-    if (view.arrays().desc.index_bits == INDEX_BITMAP) {
-        return view.arrays().index + row * nbytes;
-    }
-    memory->assign(static_cast<size_t>(nbytes), 0);
-    uint8_t * bits = memory->data();
-    view.for_each_column(row,
-                         [&](int64_t col) { bits[col / 8] = static_cast<uint8_t>(bits[col / 8] | 1 << (col & 7)); });
-    return bits;
-}
-
-// Calls f(gap before the first non-zero of a byte, the byte's entry of the table) for the bytes of a row's bitmap that
-// are not 0.
-template <typename F> void for_each_byte(const uint8_t * bitmap, int64_t cols, F && f) {
-    const byte_gaps * table = gaps_of_bytes();
-    int64_t           gap   = 0;
-    for (int64_t i = 0; i < bitmap_row_nbytes(cols); i++) {
-        const byte_gaps & b = table[bitmap[i]];
-        if (b.n > 0) {
-            f(gap + (b.gaps & LONGEST), b);
-            gap = 0;
+// Fillers between the non-zeros of a row of a bitmap.
+static int64_t count_fillers(const uint8_t * bytes, int64_t nbytes) {
+    int64_t n = 0, next = 0; // next: the column after the last non-zero
+    for (int64_t i = 0; i < nbytes; i++) {
+        if (const unsigned byte = bytes[i]) {
+            n += (8 * i + __builtin_ctz(byte) - next) >> RECODED_BITS;
+            next = 8 * i + 32 - __builtin_clz(byte);
         }
-        gap += b.after;
     }
-}
-
-// Moves n_values values apart, to make room for fillers.
-void insert_fillers(uint8_t * values, int64_t nbytes, int64_t n_values, const std::vector<int64_t> & fillers) {
-    int64_t end = n_values + static_cast<int64_t>(fillers.size());
-    for (auto i = static_cast<int64_t>(fillers.size()); i-- > 0;) {
-        const int64_t at = fillers[static_cast<size_t>(i)];
-        memmove(values + (at + 1) * nbytes, values + (at - i) * nbytes, static_cast<size_t>((end - at - 1) * nbytes));
-        memset(values + at * nbytes, 0, static_cast<size_t>(nbytes));
-        end = at;
-    }
-}
-
-} // namespace
-
-int64_t packed_view::count_entries(int64_t row) const {
-    int64_t              n = arrays_.row_ptr[row + 1] - arrays_.row_ptr[row];
-    std::vector<uint8_t> bitmap;
-    for_each_byte(bitmap_of(*this, row, &bitmap), desc().cols,
-                  [&](int64_t gap, const byte_gaps &) { n += gap >> RECODED_BITS; });
     return n;
 }
 
-void packed_view::write_entries(const macko_rows & rows, void * values, uint8_t * deltas) const {
-    const int64_t        first = rows.row_ptr[rows.row_begin] - rows.base;
-    auto *               out   = static_cast<uint8_t *>(values) + first * value_nbytes(desc().type);
-    gap_writer           after = { deltas + first * RECODED_BITS / 8 };
-    std::vector<int64_t> fillers; // the entries of a row that are fillers
-    std::vector<uint8_t> bitmap;
-    for (int64_t r = rows.row_begin; r < rows.row_end; r++) {
-        const int64_t k = arrays_.row_ptr[r], n_values = arrays_.row_ptr[r + 1] - k;
-        gap_writer    codes = after;
-        codes.n             = 0;
-        fillers.clear();
-        for_each_byte(bitmap_of(*this, r, &bitmap), desc().cols, [&](int64_t gap, const byte_gaps & b) {
-            for (; gap > LONGEST; gap -= LONGEST + 1) {
-                fillers.push_back(codes.n);
-                codes.put(LONGEST, 1);
-            }
-            codes.put((b.gaps & ~uint64_t(LONGEST)) | static_cast<uint64_t>(gap), b.n);
-        });
-        after = codes;
-        copy_values(k, n_values, out);
-        insert_fillers(out, value_nbytes(desc().type), n_values, fillers);
-        out += codes.n * value_nbytes(desc().type);
-    }
-    after.put(0, 0);
+int packed_view::count_entries(const uint8_t * bitmap, int n_threads, std::vector<int32_t> * row_ptr) const {
+    const int64_t nbytes = bitmap_row_nbytes(desc().cols);
+    row_ptr->assign(static_cast<size_t>(desc().rows) + 1, 0);
+    parallel_ranges(n_threads, desc().rows, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            const int64_t n = arrays_.row_ptr[r + 1] - arrays_.row_ptr[r];
+            (*row_ptr)[static_cast<size_t>(r) + 1] =
+                static_cast<int32_t>(n + count_fillers(bitmap + r * nbytes, nbytes));
+        }
+    });
+    return sum_row_ptr(row_ptr);
 }
 
 // ---- pack ----

@@ -45,15 +45,12 @@ struct packed_arrays {
 };
 
 // Arrays that passed all checks; they must outlive this object.
-class packed_view : public codec_view, public row_maker {
+class packed_view : public codec_view {
 public:
     packed_view() : codec_view(packed_codec()) {}
     const macko_desc & desc() const override { return arrays_.desc.dense; }
     int                for_each_row(int n_threads, const std::function<void(int64_t, const void *)> & f) const override;
     int                decode(void * dense, int n_threads) const override;
-    const row_maker *  maker() const override { return this; }
-    int64_t            count_entries(int64_t row) const override;
-    void               write_entries(const macko_rows & rows, void * values, uint8_t * deltas) const override;
 
     const packed_arrays & arrays() const { return arrays_; }
     int64_t               row_bit(int64_t row) const {
@@ -68,6 +65,10 @@ public:
     void copy_values(int64_t k, int64_t n, void * out) const;
     // only for coded values
     const coded_view & coded() const { return coded_; }
+    // The bitmap of all rows; with gap codes it is made in `memory`.
+    const uint8_t * bitmap(int n_threads, std::vector<uint8_t> * memory) const;
+    // Makes the row_ptr of the MACKO rows that recode() makes. LIMIT if there are too many entries.
+    [[nodiscard]] int count_entries(const uint8_t * bitmap, int n_threads, std::vector<int32_t> * row_ptr) const;
 
 private:
     friend int           check_packed(const packed_arrays & arrays, int n_threads, packed_view * view);

@@ -17,7 +17,7 @@ struct upload_consumer : payload_consumer {
     upload_consumer(cuda_sparse_uploader & u, const gpu_plan & p) : uploader(u), plan(p) {}
 
     int  consume(const macko_view & rows, int64_t) override { return uploader.rows(rows); }
-    bool takes(const codec &) const override { return arrives_whole(plan); }
+    bool takes(const codec & format) const override { return uploader.takes(format); }
     int  consume_matrix(const codec_view & view) override {
         return uploader.whole(view, threads_for(0, plan.matrix.desc.rows * plan.matrix.desc.cols));
     }

@@ -102,9 +102,10 @@ struct cuda_free {
 };
 using cuda_memory = std::unique_ptr<void, cuda_free>;
 
-// Uploads matrices to one device. Owns pinned and device staging memory (about the size of the largest matrix), which
-// is reused for the next matrix and freed with the object. One thread calls begin and finish; between them, several
-// threads may call rows at the same time. These functions synchronize with the device and return a ggml_macko_status.
+// Uploads matrices to one device. Owns pinned and device staging memory (up to twice the size of the largest matrix),
+// which is reused for the next matrix and freed with the object. One thread calls begin and finish; between them,
+// several threads may call rows at the same time. These functions synchronize with the device and return a
+// ggml_macko_status.
 class cuda_sparse_uploader {
 public:
     [[nodiscard]] static int create(int device, std::unique_ptr<cuda_sparse_uploader> * out);
@@ -115,7 +116,9 @@ public:
     [[nodiscard]] int begin(const gpu_plan & plan, void * dst);
     // Uploads a range of rows. Ranges may come in any order; each row comes once.
     [[nodiscard]] int rows(const macko_view & view);
-    // Uploads the matrix as a whole, if arrives_whole(). view has passed all checks and is not used after the call.
+    // Whether the matrix is passed as a whole if it has this format.
+    bool takes(const codec & format) const;
+    // Uploads the matrix as a whole. view has passed all checks and is not used after the call.
     [[nodiscard]] int whole(const codec_view & view, int n_threads);
     // Makes the layout that settle() chooses, *verdict, after all rows or the whole. Returns BAD_ARGUMENT if no
     // candidate of a forced plan fits. A matrix of unusual structure that needs more than the reserved bytes gets

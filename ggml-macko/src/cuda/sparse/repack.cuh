@@ -1,7 +1,9 @@
-// Surveys and makes row-split layouts on the GPU; see survey_step (gpu-layout/plan.h). Also makes FRAGMENTS. Internal
-// to cuda/sparse. Functions that return a ggml_macko_status synchronize with the stream.
+// Surveys and makes row-split layouts on the GPU; see survey_step (gpu-layout/plan.h). Also makes FRAGMENTS and the
+// MACKO rows of packed matrices. Internal to cuda/sparse. Functions that return a ggml_macko_status synchronize with
+// the stream.
 #pragma once
 
+#include "codec/packed/packed.h"
 #include "cuda/lib/common.cuh"
 #include "gpu-layout/survey.h"
 
@@ -39,5 +41,18 @@ struct fragments_source {
 };
 // Writes the tiles and factors of m, whose starts are there.
 cudaError_t pack_fragments(const fragments_source & source, const fragments_layout & m, cudaStream_t stream);
+
+// The arrays of a checked packed matrix in device memory.
+struct packed_source {
+    const uint8_t *  bitmap;
+    const int32_t *  row_ptr; // of values
+    const void *     plain;   // values; or null, and these are for coded ones (coded_view):
+    coded_widths     widths;
+    const uint32_t * blocks;
+    const void *     outliers;
+    const int64_t *  outliers_before;
+};
+// Writes the values and deltas of m, whose row_ptr is there. Its deltas are zero.
+cudaError_t unpack_rows(const packed_source & source, const macko_layout & m, cudaStream_t stream);
 
 } // namespace macko::cuda

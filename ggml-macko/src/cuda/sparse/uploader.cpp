@@ -1,6 +1,6 @@
 // Uploads a sparse matrix to the GPU in the layout that settle() chooses. The arrays of MACKO rows are copied to device
-// staging memory, where kernels make the layout (repack.cu). So are the arrays of FRAGMENTS (fragments-tiles.cu); the
-// host makes ROW_BLOCKS.
+// staging memory, where kernels make the layout (repack.cu). So are the arrays of packed matrices, which first become
+// MACKO rows (unpack.cu), and those of FRAGMENTS (fragments-tiles.cu); the host makes ROW_BLOCKS.
 #include "codec/macko/encode.h"
 #include "codec/team.h"
 #include "cuda/sparse/mul-mat.cuh"
@@ -245,6 +245,51 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
+    // Makes the rows of a packed matrix in the staging memory.
+    int unpack(const packed_view & view) {
+        const packed_arrays & a        = view.arrays();
+        const bool            is_coded = a.desc.value_type == GGML_MACKO_TYPE_CODED;
+        std::vector<uint8_t>  made;
+        std::vector<int32_t>  row_ptr;
+        const uint8_t * const bits = view.bitmap(at.n_threads, &made);
+        TRY(view.count_entries(bits, at.n_threads, &row_ptr));
+        const int64_t n_bitmap              = a.desc.dense.rows * bitmap_row_nbytes(a.desc.dense.cols),
+                      n_values              = a.n_values * (is_coded ? 4 : value_nbytes(a.desc.dense.type));
+        const std::vector<int64_t> & before = view.coded().outliers_before();
+        // behind the rows
+        uint8_t *  values = nullptr, *bitmap = nullptr;
+        int32_t *  of_values       = nullptr;
+        int64_t *  outliers_before = nullptr;
+        const auto bind            = [&](uint8_t * rows) {
+            at.raw = bind_macko(at.plan.matrix.desc, at.plan.matrix.n_padded, rows);
+            memory_parts parts(rows ? rows + at.raw.nbytes : nullptr);
+            parts.take(&values, n_values);
+            parts.take(&bitmap, n_bitmap);
+            parts.take(&of_values, a.n_row_ptr);
+            parts.take(&outliers_before, static_cast<int64_t>(before.size()));
+            return at.raw.nbytes + parts.nbytes();
+        };
+        TRY(reserve(bind(nullptr)));
+        bind(staging);
+        TRY(copy_arrays({ array(values, static_cast<const uint8_t *>(a.values), n_values),
+                          array(bitmap, bits, n_bitmap), array(of_values, a.row_ptr, a.n_row_ptr),
+                          array(at.raw.row_ptr, row_ptr.data(), static_cast<int64_t>(row_ptr.size())),
+                          array(outliers_before, before.data(), static_cast<int64_t>(before.size())) }));
+        TRY(arrived());
+        packed_source source = { bitmap, of_values, values, {}, nullptr, nullptr, nullptr };
+        if (is_coded) {
+            source.plain           = nullptr;
+            source.widths          = view.coded().widths();
+            source.blocks          = reinterpret_cast<const uint32_t *>(values) + CODED_HEADER_WORDS;
+            source.outliers        = source.blocks + source.widths.blocks_words(packed_n_values(a.desc.dense.nnz));
+            source.outliers_before = outliers_before;
+        }
+        const int64_t n_deltas = deltas_nbytes(at.plan.matrix.n_padded, at.raw.delta_bits);
+        CUDA_OK(cudaMemsetAsync(at.raw.deltas, 0, static_cast<size_t>(n_deltas), pinned[0].stream));
+        CUDA_OK(unpack_rows(source, at.raw, pinned[0].stream));
+        return GGML_MACKO_STATUS_OK;
+    }
+
     int step(row_blocks_layout & m, const layout_verdict & v, shape_survey * found) {
         const ec_csr_view &     view  = static_cast<const ec_csr_view &>(*at.whole);
         const row_blocks_layout sizes = bind_row_blocks(view, nullptr);
@@ -353,11 +398,18 @@ static int upload_rows(cuda_sparse_uploader & uploader, const macko_matrix & m, 
     return failed ? fail(failed, "a matrix could not be copied to the GPU") : GGML_MACKO_STATUS_OK;
 }
 
+bool cuda_sparse_uploader::takes(const codec & format) const {
+    return arrives_whole(impl_->at.plan) || &format == &packed_codec();
+}
+
 int cuda_sparse_uploader::whole(const codec_view & view, int n_threads) {
     impl & s       = *impl_;
-    s.at.whole     = &view;
     s.at.n_threads = n_threads;
     CUDA_OK(cudaSetDevice(s.device));
+    if (&view.format() == &packed_codec()) {
+        return s.unpack(static_cast<const packed_view &>(view));
+    }
+    s.at.whole = &view;
     if (!s.at.plan.matrix.in_blocks) {
         return s.make();
     }

@@ -491,11 +491,12 @@ def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, macko, pair, text
     assert not checkpoint.exists()
 
 
-def start_ranks(n, arguments):
+def start_ranks(n, arguments, log):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n]  # with a free port
     command = [sys.executable, *torchrun, "-m", "ggml_macko", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+    with log.open("wb") as stderr:
+        return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=stderr, env=environment)
 
 
 @needs_torch
@@ -510,8 +511,10 @@ def test_several_processes_give_the_result_of_one(tmp_path, macko, pair, text, n
     assert done.code == 0, done.err
     checkpoint = tmp_path / "out.gguf.checkpoint"
     command = ["recover", pair[0], out, "--dense", pair[1], "-f", text, "-c", 32, "--batch-size", 4, *args]
-    torchrun = start_ranks(2, command)
-    while torchrun.poll() is None and not checkpoint.exists():
+    log = tmp_path / "log.txt"
+    torchrun = start_ranks(2, command, log)
+    while not checkpoint.exists():
+        assert torchrun.poll() is None, log.read_text()
         time.sleep(0.001)
     time.sleep(0.05 * np.random.default_rng(n_after).random())
     ranks = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
@@ -523,7 +526,7 @@ def test_several_processes_give_the_result_of_one(tmp_path, macko, pair, text, n
         assert "continuing after" in again.err
         found = again.out
     else:
-        found = start_ranks(2, command).communicate()[0]
+        found = start_ranks(2, command, log).communicate()[0]
     report, expected = json.loads(found), json.loads(done.out)
     assert report["divergence_after"] == pytest.approx(expected["divergence_after"], rel=1e-2)
     assert report["n_tokens"] == expected["n_tokens"] and report["n_trained"] == expected["n_trained"]

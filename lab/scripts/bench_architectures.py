@@ -16,6 +16,8 @@ the percentage that the name of a column has: sparse-q4@70.
 With --draft, a smaller model of the same type proposes tokens one by one, and the model checks them in one batch. As
 the weights are random, a fixed random sequence decides which tokens count as accepted.
 
+A column named "other sparse-q4" runs the package in the folder that --other-package names, to compare two versions.
+
 The columns of an architecture take turns on the GPU; each has a process of its own, since a failed assertion ends it.
 Without --cuda, all of them run on the CPU. Prints medians of the repetitions, in milliseconds, and speeds relative to
 llama.cpp's; --json adds a line per figure to a file.
@@ -70,6 +72,10 @@ class Wide(NamedTuple):
 
 BIASES = r"(attn|ffn)_\w+\.bias"
 HEADS_128 = {"attention.head_count": 32, "attention.head_count_kv": 8}
+QWEN3_A3B = {
+    "attention.head_count_kv": 4, "attention.key_length": 128, "attention.value_length": 128,
+    "rope.dimension_count": 128, "expert_feed_forward_length": 768, "expert_used_count": 8,
+}  # fmt: skip
 
 WIDE = {
     # Qwen3-Next 80B-A3B, with 32 of 512 experts
@@ -120,12 +126,16 @@ KNOWN = {
         Shape(n_vocab=32000, n_embd=3584, n_head=28, n_ff=18944, n_layer=8), 0,
         {"attention.head_count_kv": 4}, r"(output|ffn_\w+)\.bias", "qwen2"
     ),
-    # Qwen3 30B-A3B with 32 of 128 experts
+    # Qwen3 30B-A3B with 32 of 128 experts, and with all of them
     "qwen3-30b-a3b": Wide(
-        Shape(n_vocab=32000, n_embd=2048, n_head=32, n_ff=768, n_layer=8), 32,
-        {"attention.head_count_kv": 4, "attention.key_length": 128, "attention.value_length": 128,
-         "rope.dimension_count": 128, "expert_feed_forward_length": 768, "expert_used_count": 8},
-        BIASES, "qwen3moe"
+        Shape(n_vocab=32000, n_embd=2048, n_head=32, n_ff=768, n_layer=8), 32, QWEN3_A3B, BIASES, "qwen3moe"
+    ),
+    "qwen3-30b-a3b-128": Wide(
+        Shape(n_vocab=32000, n_embd=2048, n_head=32, n_ff=768, n_layer=4), 128, QWEN3_A3B, BIASES, "qwen3moe"
+    ),
+    # Mixtral 8x7B, with 2 of 32 layers
+    "mixtral": Wide(
+        Shape(n_vocab=32000, n_embd=4096, n_head=32, n_ff=14336, n_layer=2), 8, HEADS_128, BIASES, "llama"
     ),
     "llama-1b": Wide(
         Shape(n_vocab=32000, n_embd=2048, n_head=32, n_ff=8192, n_layer=16), 0,
@@ -146,6 +156,8 @@ class Column(NamedTuple):
     file: str
     plugin: bool
     percent: int = PERCENT
+    other: bool = False
+    """With the package of --other-package."""
 
 
 COLUMNS = {
@@ -159,10 +171,10 @@ COLUMNS = {
 
 
 def column(name: str) -> Column:
-    """A column by its name, which may end with the percentage of zeros."""
-    kind, _, percent = name.partition("@")
-    found = COLUMNS[kind]
-    return Column(f"{found.file}@{percent}", found.plugin, int(percent)) if percent else found
+    """A column by its name, which may begin with "other ", and end with the percentage of zeros."""
+    kind, _, percent = name.removeprefix("other ").partition("@")
+    found = COLUMNS[kind]._replace(other=name.startswith("other "))
+    return found._replace(file=f"{found.file}@{percent}", percent=int(percent)) if percent else found
 
 
 DEFAULT_COLUMNS = list(COLUMNS)[:5]
@@ -235,7 +247,7 @@ def build(folder: pathlib.Path, arch: str, small: bool, n_layers: int, columns: 
     for name in (c.file for c in columns if not c.plugin and c.file != "f16"):
         path, kind = folder / f"{arch}-{name}.gguf", name.upper()
         step(name, lambda: quantize(raw, path, kind, os.cpu_count() or 1))  # noqa: B023 - runs at once
-    sparse = [c for c in columns if c.file.startswith("sparse")]
+    sparse = [c for c in dict.fromkeys(c._replace(other=False) for c in columns) if c.file.startswith("sparse")]
     for percent in sorted({c.percent for c in sparse}):
         options = ggml_macko.PruneOptions(sparsity=percent / 100)
         step(f"prune@{percent}", lambda: ggml_macko.prune(raw, pruned, options, force=True))  # noqa: B023
@@ -301,15 +313,16 @@ class Runner:
             raise SystemExit("error: no context")
         splits = re.findall(r"splits = (\d+)", "".join(log))
         self._several = self._context(self._model, most_sequences, most_sequences * 256)
+        self._whole = self._context(self._model, 1, self._n_batch, self._n_batch) if args.whole_prompts else None
         self._draft = self._context(load(args.draft), 1, 1024) if args.draft else None
         self.loaded = {"MiB": {name: float(size) for name, size in sizes}, "splits": [int(n) for n in splits[-1:]]}
         if cuda and not any(re.fullmatch(r"(CUDA|MACKO)\d+", name) for name in self.loaded["MiB"]):
             raise SystemExit(f"error: no weight is on a GPU: {self.loaded['MiB']}")
 
-    def _context(self, model: Any, n_sequences: int, n_ctx: int) -> Any:
+    def _context(self, model: Any, n_sequences: int, n_ctx: int, micro_batch: int = MICRO_BATCH) -> Any:
         params = self._api.llama_context_default_params()
         params.n_ctx, params.n_seq_max = n_ctx, n_sequences
-        params.n_batch, params.n_ubatch = self._n_batch, MICRO_BATCH
+        params.n_batch, params.n_ubatch = self._n_batch, micro_batch
         params.n_threads = params.n_threads_batch = self._n_threads
         return self._api.llama_init_from_model(model, params)
 
@@ -388,10 +401,16 @@ class Runner:
         return sum(spent) / sum(n + 1 for n in accepted[self._n_warm :])
 
     def prompt(self, n: int) -> float:
+        return self._prompt(self._one, n)
+
+    def whole_prompt(self, n: int) -> float | None:
+        return self._prompt(self._whole, n) if self._whole else None
+
+    def _prompt(self, context: Any, n: int) -> float:
         found = []
         for _ in range(self._n_prompts):
-            self._clear(self._one)
-            found.append(self._milliseconds(self._one, [self._batch([(i, 0) for i in range(n)])]))
+            self._clear(context)
+            found.append(self._milliseconds(context, [self._batch([(i, 0) for i in range(n)])]))
         return statistics.median(found)
 
 
@@ -406,6 +425,11 @@ def measures(args: argparse.Namespace) -> dict[str, Callable[[Runner], float | N
             if args.draft
         },
         **{f"prompt of {n}": functools.partial(Runner.prompt, n=n) for n in args.prompts},
+        **{
+            f"prompt of {n} at once": functools.partial(Runner.whole_prompt, n=n)
+            for n in args.prompts
+            if args.whole_prompts and n > MICRO_BATCH
+        },
     }
 
 
@@ -430,11 +454,13 @@ class Worker:
         self.name, self._log = name, args.folder / f"{arch}-{name.replace(' ', '-')}.log"
         command = [sys.executable, *sys.argv, "--work", str(path), *["--plugin"][: column(name).plugin]]
         command += ["--draft", str(args.folder / f"{args.draft}-{column(name).file}.gguf")] if args.draft else []
+        environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}  # failed threads would wait for each other
+        if column(name).other:
+            environment["PYTHONPATH"] = str(args.other_package)
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                env={**os.environ, "GGML_NO_BACKTRACE": "1"}  # failed threads would wait for each other
-            )  # fmt: skip
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+            )
 
     def answer(self) -> Any:
         """The next line of the process. Raises RuntimeError if it ends without one, or is killed after TIMEOUT."""
@@ -579,6 +605,10 @@ def main() -> None:
         "--acceptance", type=float, default=0.7, metavar="P",
         help="probability that a drafted token is accepted if those before it were (default: %(default)s)"
     )  # fmt: skip
+    parser.add_argument(
+        "--whole-prompts", action="store_true", help=f"also prompts above {MICRO_BATCH} tokens in one micro-batch"
+    )
+    parser.add_argument("--other-package", type=pathlib.Path, metavar="DIR", help="the folder of another ggml_macko")
     parser.add_argument("--host-experts", action="store_true", help="leave experts in host memory, as --cpu-moe does")
     parser.add_argument("-t", "--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
@@ -595,9 +625,8 @@ def main() -> None:
     if args.build:
         return build(args.folder, args.build, args.small, args.layers, [column(name) for name in args.columns])
     drafts = [args.draft] if args.draft else []
-    unknown = [
-        x for x in [*args.names, *drafts, *args.columns] if x not in MODELS and x.partition("@")[0] not in COLUMNS
-    ]
+    kinds = [name.removeprefix("other ").partition("@")[0] for name in args.columns]
+    unknown = [x for x in [*args.names, *drafts] if x not in MODELS] + [x for x in kinds if x not in COLUMNS]
     if unknown:
         parser.error(f"{unknown[0]}: must be one of {', '.join([*MODELS, *COLUMNS])}")
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,6 @@
 #include "codec/team.h"
 
 #include <algorithm>
-#include <array>
 
 namespace macko {
 

@@ -22,7 +22,7 @@ class search {
 
     // Tries a number of copies, of segments in a phase, of warps, and of parts.
     void attempt(int copies, int segments, int warps, int wanted_parts) {
-        const int scratch = MAX_WARPS * 4, sums = 16 * w.nx * 4; // of a part
+        const int scratch = FRAGMENTS_SCRATCH_NBYTES, sums = 16 * w.nx * 4; // of a part
         const int place = static_cast<int>(sizeof(listed_tile)), x_at = copies * 256 * 8,
                   lists_at = x_at + x_nbytes(segments * w.tile_chunks * 8, w.nx),
                   left     = w.room - lists_at - scratch - warps * 2 * buffer;

@@ -5,8 +5,8 @@
 // segments of these, of which x is in shared memory. A stripe has parts of adjacent segments there, and a warp every
 // `warps`-th part. The block lists the tiles of a turn in shared memory, part by part, LISTS turns ahead.
 //
-// In shared memory: a table of table_copies copies of 256 entries; x; lists of tiles; sums of parts; a word per warp;
-// two buffers per warp.
+// In shared memory: a table of table_copies copies of 256 entries; x; lists of tiles; sums of parts; a word and two
+// mbarriers per warp; two buffers per warp.
 #pragma once
 
 #include "gpu-layout/fragments.h"
@@ -16,6 +16,7 @@ namespace macko::cuda {
 constexpr int MAX_WARPS = 16;
 constexpr int max_warps(int nx) { return nx > 32 ? 12 : MAX_WARPS; } // more sums take more registers
 constexpr int LISTS = 3, MAX_LISTED = 1024;                          // of a turn
+constexpr int FRAGMENTS_SCRATCH_NBYTES = MAX_WARPS * (4 + 2 * 8);
 
 struct alignas(16) listed_tile {
     const uint8_t * tile;

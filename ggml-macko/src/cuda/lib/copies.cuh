@@ -72,6 +72,12 @@ struct bulk_copies {
                      : "memory");
 #endif
     }
+    // called by each thread that has used memory that the next copies overwrite, before a barrier
+    static __device__ __forceinline__ void end_of_own_accesses() {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+    }
     // called by one thread, once per phase, with the number of bytes of all copies of the phase
     __device__ __forceinline__ void expect(int nbytes) const {
 #if __CUDA_ARCH__ >= 900

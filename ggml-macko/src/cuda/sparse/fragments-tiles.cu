@@ -220,7 +220,8 @@ __global__ void __launch_bounds__(UNPACK_WARPS * 32) unpack_kernel(const __grid_
             const uint8_t * bytes  = buffer + place.words_at - place.chunks * 512 + s / 8 * 512 + lane * 16 + s % 8 * 2;
             const auto      entry  = [&](int h) { return load_words(copy + bytes[h] * (UNPACK_COPIES * 8)); };
             const auto      step   = decode_step<BITS, 16>(magnitudes, entry(0), entry(1), words, &at);
-            const uint8_t * scales = buffer + FRAGMENT_TAIL_ENDS + (s >> p.window_bits) * 16 + lane / 4;
+            const int8_t *  scales =
+                reinterpret_cast<const int8_t *>(buffer) + FRAGMENT_TAIL_ENDS + (s >> p.window_bits) * 16 + lane / 4;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const float   d = fragment_scale(scales[h * 8]) * factor[h];

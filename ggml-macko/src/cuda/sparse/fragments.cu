@@ -347,32 +347,43 @@ template <int NX> struct tile_sums {
     float v[N];
 };
 
-// Adds a tile times x to sums. table, x, x_scales: addresses of the table, and of x and its scales for the tile's first
-// step
-template <int BITS, int NX>
-__device__ __forceinline__ void multiply_tile(const fragments_launch & p, const uint4 & magnitudes,
-                                              const uint8_t * tile, int chunks, uint32_t table, uint32_t x,
-                                              uint32_t x_scales, tile_sums<NX> & sums) {
-    // steps whose sums remain apart; steps whose sums are scaled at once; B operands of a step
-    constexpr int  SLOTS = NX < 4 ? 4 / NX : 1, STEPS = SLOTS < 2 ? 2 : SLOTS, PLANES = NX < 8 ? 1 : NX / 8;
-    constexpr int  OPERANDS = step_operands<BITS, NX>::N;
-    const int      lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, words_at = words_at_of(chunks, p.window_bits);
-    const uint32_t at_tile = shared_address(tile), words = at_tile + words_at + lane * 4,
-                   bitmaps = at_tile + words_at - chunks * 512 + lane * 16,
-                   scales  = at_tile + static_cast<uint32_t>(FRAGMENT_TAIL_ENDS) + g;
-    const uint32_t copy = table + lane % p.by.table_copies * 8, entry = p.by.table_copies * 8;
-    const uint32_t pick[4] = { entry, entry << 8, entry << 16, entry << 24 };
-    // of B: the lane's column and bytes 8 t ... 8 t + 7
-    const int slot = NX < 8 ? g / (2 * NX) : 0;
-    x += (NX < 8 ? slot * 2 * NX + g % (2 * NX) : g) * 32 + t * 8;
-    x_scales += has_bytes(NX) ? t * 8 : t % NX * 4; // of the lane's results
-    uint32_t mask[STEPS];
+// Steps whose sums remain apart, and steps whose sums are scaled at once.
+constexpr int slots_of(int nx) { return nx < 4 ? 4 / nx : 1; }
+constexpr int scaled_steps(int nx) { return nx < 4 ? slots_of(nx) : 2; }
+
+// Where a lane finds the table, its columns of x (bytes 8 t ... 8 t + 7 of B) and their scales. Addresses, of the first
+// step.
+template <int NX> struct lane_places {
+    uint32_t copy, x, x_scales;
+    uint32_t mask[scaled_steps(NX)]; // 1 for the step of a slot, else 0
+
+    __device__ __forceinline__ lane_places(uint32_t table, int table_copies, uint32_t integers, uint32_t scales) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, slot = NX < 8 ? g / (2 * NX) : 0;
+        copy     = table + (lane & (table_copies - 1)) * 8;
+        x        = integers + (NX < 8 ? slot * 2 * NX + g % (2 * NX) : g) * 32 + t * 8;
+        x_scales = scales + (has_bytes(NX) ? t * 8 : t % NX * 4);
 #pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-        mask[s] = slot == s;
-        asm volatile("" : "+r"(mask[s])); // a factor, not a predicate
+        for (int s = 0; s < scaled_steps(NX); s++) {
+            mask[s] = slot == s;
+            asm volatile("" : "+r"(mask[s])); // a factor, not a predicate
+        }
     }
-    uint32_t at = 0;
+};
+
+// Adds a tile times x to sums. first_step: of the tile among those of x
+template <int BITS, int NX>
+__device__ __forceinline__ void multiply_tile(const fragments_launch & p, const uint4 & magnitudes, uint32_t tile,
+                                              int chunks, int words_at, const lane_places<NX> & places, int first_step,
+                                              tile_sums<NX> & sums) {
+    constexpr int  SLOTS = slots_of(NX), STEPS = scaled_steps(NX), OPERANDS = step_operands<BITS, NX>::N;
+    constexpr int  PLANES = NX < 8 ? 1 : NX / 8; // B operands of a step
+    const int      lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const uint32_t words = tile + words_at + lane * 4, bitmaps = tile + words_at - chunks * 512 + lane * 16,
+                   scales = tile + static_cast<uint32_t>(FRAGMENT_TAIL_ENDS) + g, entry = p.by.table_copies * 8;
+    const uint32_t pick[4]  = { entry, entry << 8, entry << 16, entry << 24 };
+    const uint32_t x        = places.x + first_step * x_step_nbytes(NX),
+                   x_scales = places.x_scales + x_scales_nbytes(first_step, NX);
+    uint32_t at             = 0;
     for (int chunk = 0; chunk < chunks; chunk++) {
         uint32_t bits[4];
         asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -396,14 +407,14 @@ __device__ __forceinline__ void multiply_tile(const fragments_launch & p, const 
             for (int s = 0; s < STEPS; s++) {
                 const int      step             = part * STEPS + s;
                 const uint32_t word             = bits[step / 2];
-                const uint2    of_g             = load_words(__dp4a(word, pick[step % 2 * 2], copy)),
-                            of_g8               = load_words(__dp4a(word, pick[step % 2 * 2 + 1], copy));
+                const uint2    of_g             = load_words(__dp4a(word, pick[step % 2 * 2], places.copy)),
+                            of_g8               = load_words(__dp4a(word, pick[step % 2 * 2 + 1], places.copy));
                 const step_operands<BITS, NX> d = decode_step<BITS, NX>(magnitudes, of_g, of_g8, words, &at);
 #pragma unroll
                 for (int plane = 0; plane < PLANES; plane++) { // 8 columns of B
                     uint2 b;
                     if (SLOTS > 1) {
-                        b = make_uint2(own.x * mask[s], own.y * mask[s]);
+                        b = make_uint2(own.x * places.mask[s], own.y * places.mask[s]);
                     } else {
                         b = load_words(x + (chunk * 8 + step) * x_step_nbytes(NX) + plane * 256);
                     }
@@ -473,9 +484,16 @@ template <int NX> __device__ __forceinline__ void store_sums(float * to, tile_su
 
 // ---- the kernel ----
 
+// Where a result goes (column -1: nowhere), and what it needs from global memory.
+struct result_inputs {
+    int   matrix, row, column;
+    float added, factor, factor_of_up;
+};
+
 // Goes through the tiles of a warp.
 struct tile_cursor {
     int turn, part, segment; // part: of all stripes of the turn; segment: of the part
+    int at, end;             // the tile among all listed ones, and the end of the list of the turn
 };
 
 template <int BITS, int NX>
@@ -489,8 +507,11 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
     uint8_t * const integers = x + x_integers_at(p.by.phase_segments * p.tile_chunks * 8, NX);
     float * const   sums     = reinterpret_cast<float *>(shared + p.by.sums_at);
     float * const   scratch  = reinterpret_cast<float *>(shared + p.by.scratch_at);
-    uint8_t *       buffer   = shared + p.by.buffers_at + warp * 2 * p.by.buffer_nbytes;
-    uint8_t *       other    = buffer + p.by.buffer_nbytes;
+    uint8_t * const buffers  = shared + p.by.buffers_at + warp * 2 * p.by.buffer_nbytes;
+    // with bulk copies: of the bytes that arrive in buffer 0; the next one is of buffer 1
+    uint64_t * const arrivals  = reinterpret_cast<uint64_t *>(scratch + MAX_WARPS) + warp * 2;
+    const auto       buffer_of = [&](int i) { return buffers + i * p.by.buffer_nbytes; };
+    const auto       copies_of = [&](int i) { return bulk_copies{ shared_address(arrivals + i) }; };
 
     if (p.expert_ids) {
         fill_table<BITS>(shared, p.by.table_copies); // while the kernel before ends
@@ -555,28 +576,44 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
             list_of(turn)[place] = tile_at(turn, place);
         }
     };
-    // false: there is no tile at the cursor or behind it
-    const auto settle = [&](tile_cursor & c) {
-        while (c.part >= stripes_of(c.turn) * p.by.parts) {
-            c.part = warp;
-            c.turn++;
-            if (stripes_of(c.turn) == 0) {
+    // To the warp's first part of a turn. false: neither this turn nor a later one has a tile for the warp
+    const auto begin_turn = [&](tile_cursor & c, int turn) {
+        for (;; turn++) {
+            const int n = listed(turn), begin = static_cast<int>(list_of(turn) - lists);
+            c = { turn, warp, 0, begin + warp * p.by.part_segments, begin + n };
+            if (n == 0) {
                 return false;
             }
+            if (c.at < c.end) {
+                return true;
+            }
         }
-        return true;
     };
+    // false: there is no further tile
     const auto advance = [&](tile_cursor & c) {
-        if (++c.segment == p.by.part_segments) {
-            c.segment = 0;
-            c.part += warps;
-            return settle(c);
+        c.at++;
+        if (++c.segment < p.by.part_segments) {
+            return true;
         }
-        return true;
+        c.segment = 0;
+        c.part += warps;
+        c.at += (warps - 1) * p.by.part_segments;
+        return c.at < c.end || begin_turn(c, c.turn + 1);
     };
-    const auto at = [&](const tile_cursor & c) { return list_of(c.turn)[c.part * p.by.part_segments + c.segment]; };
-    const auto request = [&](const tile_cursor & c, uint8_t * to) {
-        const listed_tile     e    = at(c);
+    const auto request = [&](const tile_cursor & c, int buffer) {
+        const listed_tile e  = lists[c.at];
+        uint8_t * const   to = buffer_of(buffer);
+        if (bulk_copies::KNOWN) {
+            bulk_copies::end_of_own_accesses();
+            __syncwarp();
+            if (lane == 0) {
+                copies_of(buffer).expect(e.nbytes);
+                if (e.nbytes > 0) {
+                    copies_of(buffer).copy(to, e.tile, e.nbytes);
+                }
+            }
+            return;
+        }
         const int             mine = e.nbytes - lane * 16; // from the lane's first 16 bytes on
         uint8_t * const       into = to + lane * 16;
         const uint8_t * const from = e.tile + lane * 16;
@@ -614,19 +651,24 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
     for (int turn = 1; turn < LISTS; turn++) {
         list_tiles(turn, threadIdx.x);
     }
+    if (bulk_copies::KNOWN && lane < 2) {
+        copies_of(lane).init();
+    }
     __syncthreads();
-    // the tile in `buffer`, and the first one that is not in `buffer` or `other`
-    tile_cursor here = { 0, warp, 0 };
-    bool        live = stripes_of(0) > 0 && settle(here), more = live;
+    // the tile of the warp that is multiplied next, and the first one without a buffer
+    tile_cursor here;
+    bool        live = begin_turn(here, 0), more = live;
     tile_cursor ahead        = here;
-    const auto  request_next = [&](uint8_t * to) {
+    const auto  request_next = [&](int buffer) {
         if (more) {
-            request(ahead, to);
+            request(ahead, buffer);
             more = advance(ahead);
         }
-        commit_copies();
+        if (!bulk_copies::KNOWN) {
+            commit_copies();
+        }
     };
-    request_next(buffer);
+    request_next(0);
     cuda_allow_next();
     if (!p.expert_ids) {
         cuda_wait_for_previous();
@@ -636,7 +678,7 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
         const int steps = p.by.phase_segments * p.tile_chunks * 8, first = phase * steps,
                   n = min(steps, p.chunks * 8 - first);
         if (NX == 1 && !p.rounded) { // one phase
-            round_column<true, false>(source, steps, x, 1, 0, scratch, weights, [&] { request_next(other); });
+            round_column<true, false>(source, steps, x, 1, 0, scratch, weights, [&] { request_next(1); });
             return;
         }
         const auto copy_to = [&](uint8_t * to, const uint8_t * from, int nbytes) {
@@ -652,7 +694,9 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
         copy_to(integers, from, n * x_step_nbytes(NX));
         commit_copies();
         if (turn == 0) {
-            request_next(other);
+            request_next(1);
+        }
+        if (turn == 0 && !bulk_copies::KNOWN) {
             wait_for_committed_copies<1>();
         } else {
             wait_for_committed_copies<0>();
@@ -660,41 +704,46 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
         __syncthreads();
     };
 
-    tile_sums<NX> part = {};
+    const lane_places<NX> places(shared_address(shared), p.by.table_copies, shared_address(integers),
+                                 shared_address(x_scales));
+    tile_sums<NX>         part   = {};
+    int                   buffer = 0, arrived = 0; // of `here`; how often its bytes have arrived, modulo 2
     for (int turn = 0, round = 0, phase = 0;; turn++) {
         if (turn == 0 || p.by.phases > 1) {
             fill_x(turn, phase);
         }
         while (live && here.turn == turn) {
-            wait_for_committed_copies<1>();
-            __syncwarp();
-            const listed_tile e = at(here);
+            const listed_tile e = lists[here.at];
+            if (bulk_copies::KNOWN) {
+                copies_of(buffer).wait(arrived);
+            } else {
+                wait_for_committed_copies<1>();
+                __syncwarp();
+            }
             if (e.nbytes > 0) {
-                place_tails(buffer, e.tile, e.nbytes, words_at_of(e.chunks, p.window_bits));
-                multiply_tile<BITS, NX>(p, p.m[e.matrix].magnitudes, buffer, e.chunks, shared_address(shared),
-                                        shared_address(integers) + e.first_step * x_step_nbytes(NX),
-                                        shared_address(x_scales) + x_scales_nbytes(e.first_step, NX), part);
+                uint8_t * const tile     = buffer_of(buffer);
+                const int       words_at = words_at_of(e.chunks, p.window_bits);
+                place_tails(tile, e.tile, e.nbytes, words_at);
+                multiply_tile<BITS, NX>(p, p.m[e.matrix].magnitudes, shared_address(tile), e.chunks, words_at, places,
+                                        e.first_step, part);
             }
             if (here.segment + 1 == p.by.part_segments) {
                 store_sums<NX>(sums + here.part * 16 * NX, part, phase > 0);
                 part = {};
             }
-            __syncwarp();
+            if (!bulk_copies::KNOWN) {
+                __syncwarp();
+            }
             request_next(buffer);
-            uint8_t * const free = buffer;
-            buffer               = other;
-            other                = free;
-            live                 = advance(here);
-        }
-        __syncthreads();
-        list_tiles(turn + LISTS, threadIdx.x);
-        if (++phase < p.by.phases) {
-            continue;
+            arrived ^= buffer;
+            buffer ^= 1;
+            live = advance(here);
         }
         // ---- the results of the round ----
         // an invalid expert has zeros for results, but as many
-        const int  n_units = row_offset < 0 ? n_units_of_block : stripes_of(turn) / matrices;
-        const auto sum_of  = [&](int stripe, int n, int row) {
+        const int n_units   = row_offset < 0 ? n_units_of_block : stripes_of(turn) / matrices,
+                  n_results = n_units * 16 * NX;
+        const auto sum_of   = [&](int stripe, int n, int row) {
             const float * from = sums + stripe * p.by.parts * 16 * NX + n * 16 + row;
             float         v    = 0.0f;
 #pragma unroll 4
@@ -703,27 +752,53 @@ __global__ void __launch_bounds__(max_warps(NX) * 32, 1) fragments_kernel(const 
             }
             return v * reinterpret_cast<const float *>(x)[n];
         };
-        for (int i = threadIdx.x; i < n_units * 16 * NX; i += blockDim.x) {
-            const int   unit = i / (16 * NX), n = i / 16 % NX, r = i % 16;
-            sparse_task t = task_of(round * p.by.round_stripes + unit * matrices);
-            t.row += r - ((max(row_offset, 0) + p.m[t.matrix].row_begin) & 15);
-            const int to = column_of(n);
-            if (t.row < 0 || t.row >= p.m[t.matrix].n_rows || to < 0) {
-                continue;
+        // what result i needs from global memory
+        const auto inputs_of = [&](int i) {
+            sparse_task t = task_of(round * p.by.round_stripes + i / (16 * NX) * matrices);
+            t.row += i % 16 - ((max(row_offset, 0) + p.m[t.matrix].row_begin) & 15);
+            result_inputs in = { t.matrix, t.row, column_of(i / 16 % NX) };
+            if (t.row < 0 || t.row >= p.m[t.matrix].n_rows) {
+                in.column = -1;
             }
-            const float added = added_to_result(p, p.m[t.matrix], to, t.row);
-            float       y     = 0.0f;
-            if (row_offset >= 0) {
+            if (in.column >= 0) {
+                in.added             = added_to_result(p, p.m[t.matrix], in.column, t.row);
                 const auto factor_of = [&](int matrix) {
                     return __ldg(p.m[matrix].factors + p.m[matrix].row_begin + row_offset + t.row);
                 };
-                const float factor = factor_of(t.matrix), factor_of_up = p.silu_mul ? factor_of(1) : 0.0f;
-                y = sum_of(unit * matrices, n, r) * factor;
-                if (p.silu_mul) {
-                    y = silu(y) * sum_of(unit * 2 + 1, n, r) * factor_of_up;
+                if (row_offset >= 0) {
+                    in.factor       = factor_of(t.matrix);
+                    in.factor_of_up = p.silu_mul ? factor_of(1) : 0.0f;
                 }
             }
-            *result_at(p.m[t.matrix], to, t.row) = y + added;
+            return in;
+        };
+        const bool    ends_round = phase + 1 == p.by.phases;
+        result_inputs in         = {};
+        if (ends_round && static_cast<int>(threadIdx.x) < n_results) {
+            in = inputs_of(threadIdx.x); // while other warps still multiply
+        }
+        __syncthreads();
+        list_tiles(turn + LISTS, threadIdx.x);
+        if (!ends_round) {
+            phase++;
+            continue;
+        }
+        for (int i = threadIdx.x; i < n_results;) {
+            if (in.column >= 0) {
+                const int unit = i / (16 * NX), n = i / 16 % NX, r = i % 16;
+                float     y = 0.0f;
+                if (row_offset >= 0) {
+                    y = sum_of(unit * matrices, n, r) * in.factor;
+                    if (p.silu_mul) {
+                        y = silu(y) * sum_of(unit * 2 + 1, n, r) * in.factor_of_up;
+                    }
+                }
+                *result_at(p.m[in.matrix], in.column, in.row) = y + in.added;
+            }
+            i += blockDim.x;
+            if (i < n_results) {
+                in = inputs_of(i);
+            }
         }
         if (stripes_of(turn + 1) == 0) {
             break;

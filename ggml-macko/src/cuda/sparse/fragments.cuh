@@ -18,12 +18,13 @@ constexpr int fragments_window_bits(int32_t window) {
 }
 // Words that all lanes of a tile have. tail_words: of all tails
 constexpr int fragments_common_words(int tile_nbytes, int words_at, int tail_words) {
-    return ((tile_nbytes - words_at) / 4 - tail_words) / 32; // up to 3 words of padding
+    return static_cast<int>((static_cast<uint32_t>(tile_nbytes - words_at) / 4 - static_cast<uint32_t>(tail_words)) /
+                            32); // up to 3 words of padding
 }
 
-// (-1)^s * (1 + m / 16) * 2^(e - 7) of a scale code
-__device__ __forceinline__ float fragment_scale(uint32_t code) {
-    return __uint_as_float((code & 0x80u) << 24 | (((code & 0x7fu) << 19) + (120u << 23)));
+// (-1)^s * (1 + m / 16) * 2^(e - 7) of a scale code with its sign in all upper bits
+__device__ __forceinline__ float fragment_scale(int32_t code) {
+    return __uint_as_float((static_cast<uint32_t>(code) << 19 & 0x83f80000u) | 120u << 23);
 }
 
 // Nibble i: `none` if bit i of the byte is not set, else the number of set bits below it. *n: the number of set bits
@@ -47,9 +48,9 @@ __device__ __forceinline__ uint2 load_words(uint32_t address) {
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
     return v;
 }
-__device__ __forceinline__ uint32_t load_byte(uint32_t address) {
-    uint32_t v;
-    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
+__device__ __forceinline__ int32_t load_byte(uint32_t address) { // with its sign
+    int32_t v;
+    asm volatile("ld.shared.s8 %0, [%1];" : "=r"(v) : "r"(address));
     return v;
 }
 __device__ __forceinline__ uint32_t permuted(uint32_t a, uint32_t b, uint32_t selector) {
@@ -173,6 +174,7 @@ __device__ __forceinline__ void place_tails(uint8_t * tile, const uint8_t * from
         }
     } else {
         const uint32_t * tail = reinterpret_cast<const uint32_t *>(from + words_at) + common * 32 + begin;
+#pragma unroll 1
         for (int j = 0; j < n; j++) {
             words[j * 32 + lane] = __ldg(tail + j);
         }

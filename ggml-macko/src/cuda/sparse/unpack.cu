@@ -99,18 +99,6 @@ __device__ void put_byte(const unpack_params & p, uint32_t byte, int column, int
     put_codes(p.m.deltas, entry, codes, n);
 }
 
-// The largest number of the lanes below this one, or `first`.
-__device__ int largest_below(int v, int first) {
-    const int lane = threadIdx.x % 32;
-    int       most = __shfl_up_sync(FULL_WARP, v, 1);
-    most           = lane ? max(most, first) : first;
-    for (int offset = 1; offset < 32; offset *= 2) {
-        const int below = __shfl_up_sync(FULL_WARP, most, offset);
-        most            = lane >= offset ? max(most, below) : most;
-    }
-    return most;
-}
-
 template <typename T>
 __global__ void __launch_bounds__(WARPS * 32) packed_rows_kernel(const __grid_constant__ unpack_params p) {
     const int     lane = threadIdx.x % 32;
@@ -122,8 +110,10 @@ __global__ void __launch_bounds__(WARPS * 32) packed_rows_kernel(const __grid_co
         for (int64_t first = 0; first < p.row_nbytes; first += 32) {
             const int64_t  i      = first + lane;
             const uint32_t byte   = i < p.row_nbytes ? bits[i] : 0;
-            const int      column = static_cast<int>(8 * i), mine = byte ? column + 31 - __clz(byte) : -1;
-            const int      before  = largest_below(mine, last);
+            const int      column = static_cast<int>(8 * i), mine = column + 31 - __clz(byte); // its last non-zero
+            const unsigned filled = __ballot_sync(FULL_WARP, byte != 0), below = filled & ((1u << lane) - 1);
+            const int      nearest = __shfl_sync(FULL_WARP, mine, 31 - __clz(below | 1));
+            const int      before  = below ? nearest : last;
             const int      n       = __popc(byte);
             const int      fillers = byte ? (column + __ffs(byte) - 2 - before) >> RECODED_BITS : 0;
             const int      n_below = warp_prefix_sum(n), all_below = warp_prefix_sum(n + fillers);
@@ -132,7 +122,7 @@ __global__ void __launch_bounds__(WARPS * 32) packed_rows_kernel(const __grid_co
             }
             entry += __shfl_sync(FULL_WARP, all_below, 31);
             k += __shfl_sync(FULL_WARP, n_below, 31);
-            last = __shfl_sync(FULL_WARP, max(before, mine), 31);
+            last = __shfl_sync(FULL_WARP, byte ? mine : before, 31);
         }
     }
 }

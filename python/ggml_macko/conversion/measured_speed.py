@@ -110,8 +110,8 @@ H200 = Machine(
 )
 H200_QUANTIZED = Machine(
     "another NVIDIA H200, one sequence (dense: llama.cpp's own CUDA backend)",
-    {F16: 215, Q4_K_M: 296},
-    {SPARSE_Q5: {0.5: 408}, SPARSE_Q4: {0.5: 403}},
+    {F16: 219, Q4_K_M: 292},
+    {SPARSE_Q5: {0.5: 445}, SPARSE_Q4: {0.5: 426}},
 )
 
 BY_KERNELS: Mapping[str, tuple[Machine, ...]] = {

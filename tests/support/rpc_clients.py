@@ -36,7 +36,10 @@ def addresses(all_servers):
 
 
 def rpc_logits(folder, server_addresses, model, how="logits"):
-    """Logits computed in a process of its own whose llama_cpp has the RPC backend. how: a function of llama_logits."""
+    """Logits computed in a process of its own whose llama_cpp has the RPC backend. how: a function of llama_logits. A
+    GCC that links a part of libstdc++ statically builds libraries that Python cannot open (undefined symbol:
+    __cxxabiv1::__terminate); build the programs elsewhere then.
+    """
     script = f"""
 import ctypes, sys, numpy as np
 sys.path.insert(0, {str(generators.ROOT / "tests")!r})

@@ -9,7 +9,8 @@ with all weights, sparse types after ALPS with dense targets and allocation by l
 trained without a type. Embeddings and head are not trained, and get one type in all trained files. The report also has
 types of llama.cpp that were not trained. The folder of -o gets the files, report.html and its pictures, and results.md
 with speeds on the CPU and, if there is one, on a GPU. Text that the dense model writes is written once for all types. A
-second run keeps existing files. Needs PyTorch, and matplotlib for the pictures.
+second run keeps existing files. Needs PyTorch, and matplotlib for the pictures: those of the reports, and contest.png
+with perplexity over size and over the speeds of all devices.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import io
 import json
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ggml_macko import console
+from ggml_macko.benchmark import plot
 from ggml_macko.commands import cli
 from ggml_macko.native import devices
 from ggml_macko.recovery import sampling
@@ -57,6 +60,18 @@ def share_samples() -> None:
         return written[key]
 
     sampling.sample = once  # type: ignore[assignment]
+
+
+def draw(models: Mapping[str, Sequence[Mapping[str, Any]]], title: str, path: Path) -> None:
+    """One picture: perplexity over size, and over the speed on each device. models: those of a report, by device."""
+
+    def panel(device: str, quantity: str, key: str, unit: float = 1) -> plot.Panel:
+        points = [plot.Point(m["model"], m["kind"], m[key] / unit, m["ppl"]) for m in models[device]]
+        return plot.Panel(quantity, points)
+
+    panels = [panel(next(iter(models)), "size, MiB (log), less is better", "nbytes", console.MIB)]
+    panels += [panel(device, f"tokens/s, {device} (log), more is better", "gen_tps") for device in models]
+    plot.save_as(plot.draw(panels, title), str(path), force=True)
 
 
 class Contest:
@@ -104,15 +119,17 @@ class Contest:
 
     def report(self) -> None:
         args = self._args
-        found = {}
+        found: dict[str, Any] = {}
+        has_plots = importlib.util.find_spec("matplotlib") is not None
         for device, layers in (("CPU", 0), *([("GPU", -1)] if devices.gpus() else [])):
             stem = self._out / f"report-{device.lower()}"
-            has_plots = importlib.util.find_spec("matplotlib") is not None
             options = ["-ngl", layers, "--types", args.types, "--kl-divergence", "--json", "--force"]
             options += ["-o", stem] if has_plots else []
             done = macko("report", args.model, *self.files, "-f", args.held_out, *options, *shlex.split(args.report))
             found[device] = json.loads(done)["models"]
             stem.with_suffix(".json").write_text(done)
+        if has_plots:
+            draw(found, f"{Path(args.model).stem} after the same training", self._out / "contest.png")
         headers = ["model", "MiB", "bits/weight", "perplexity", "", "KL divergence", "same top", "CPU t/s", "GPU t/s"]
         base, rows = found["CPU"][0]["ppl"], []
         for i, r in enumerate(found["CPU"]):

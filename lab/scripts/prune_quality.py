@@ -28,7 +28,7 @@ from ggml_macko import console
 from ggml_macko.evaluation.perplexity import perplexity
 from ggml_macko.gguf.files import Model, Tensor
 from ggml_macko.gguf.outputs import AtomicOutput
-from ggml_macko.pruning import gpu_text, layerwise, methods
+from ggml_macko.pruning import layerwise, methods, torch_text
 from ggml_macko.pruning import prune as pruning
 from ggml_macko.pruning.options import ALLOCATIONS, ParsedOptions, PruneOptions, parse
 
@@ -125,7 +125,7 @@ class Sweep:
             options = ParsedOptions(text=args.file, n_chunks=args.chunks)
             console.log("statistics ...")
             found = layerwise.hessians_for(tensors, options)
-            layerwise.gather_for(model.path, options, found, gpu_text.Session(options))
+            layerwise.gather_for(model.path, options, found, torch_text.Session(options))
             wanda = methods.MomentScorer(found)
 
             def loss_curves(tensors: Sequence[Tensor], grid: Sequence[Fraction]) -> dict[str, list[float]]:

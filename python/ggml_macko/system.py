@@ -60,6 +60,15 @@ def container_memory(root: Path = Path("/")) -> int | None:
     return None
 
 
+def total_memory(root: Path = Path("/")) -> int:
+    """All memory of this machine, or of its container (cgroup v2); 0 if unknown. root: parent of proc/ and sys/."""
+    machine = memory(root)
+    found = machine.total if machine else 0
+    with contextlib.suppress(OSError, ValueError):  # no limit is "max"
+        found = min(found, int((root / "sys/fs/cgroup/memory.max").read_text()))
+    return found
+
+
 def limit(kind: int, value: int) -> None:
     """Sets the soft limit of a resource, no higher than the hard one."""
     hard = resource.getrlimit(kind)[1]

@@ -110,6 +110,21 @@ def test_memory_is_what_the_kernel_counts(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "limit, total",
+    [(None, 99 << 10), ("max\n", 99 << 10), ("5000\n", 5000), ("9999999\n", 99 << 10), ("damaged", 99 << 10)],
+)
+def test_total_memory_is_that_of_the_container(tmp_path, limit, total):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal:  99 kB\nMemAvailable:   64 kB\n")
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    if limit is not None:
+        (group / "memory.max").write_text(limit)
+    assert system.total_memory(tmp_path) == total
+    assert system.total_memory(tmp_path / "nothing") == 0
+
+
+@pytest.mark.parametrize(
     ("files", "cores"),
     [
         ({}, 64),

@@ -87,7 +87,7 @@ def _add_which(group: argparse._ArgumentGroup) -> None:
         metavar="A",
         help="alps and --refit: renew the statistics for each input of a block, and correct the share A (0 ... 1) of "
         "the changes that earlier matrices made to it; takes two passes over the text per input, each through about "
-        "half of the model, or with PyTorch on a GPU through one block",
+        "half of the model, or through one block with PyTorch, if both models fit into half of the memory",
     )
     group.add_argument(
         "--quant-values",

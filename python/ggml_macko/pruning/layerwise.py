@@ -27,7 +27,7 @@ from ..evaluation.text_model import TextModel, spread
 from ..gguf import imatrix
 from ..gguf.files import Model, Tensor
 from ..gguf.outputs import AtomicOutput
-from ..pruning import allocation, array_backend, gpu_text, hessians, methods
+from ..pruning import allocation, array_backend, hessians, methods, torch_text
 from ..pruning.allocation import Quotas
 from ..pruning.array_backend import Array
 from ..pruning.masks import Bits, FloatArray
@@ -53,10 +53,10 @@ def gather(model: Path, options: ParsedOptions, consumer: Consumer, n_chunks: in
     return len(chunks)
 
 
-def gather_for(model: Path, options: ParsedOptions, consumer: Consumer, session: gpu_text.Session) -> int:
-    """gather() with the chunks of the options; on a GPU if gpu_text.py supports it."""
-    on_gpu = session.gather([gpu_text.Reader(model, consumer)])
-    return gather(model, options, consumer, options.n_chunks) if on_gpu is None else on_gpu
+def gather_for(model: Path, options: ParsedOptions, consumer: Consumer, session: torch_text.Session) -> int:
+    """gather() with the chunks of the options; with PyTorch if torch_text.py does it."""
+    n_chunks = session.gather([torch_text.Reader(model, consumer)])
+    return gather(model, options, consumer, options.n_chunks) if n_chunks is None else n_chunks
 
 
 class _SquareSumsOf(SquareSums):
@@ -78,7 +78,7 @@ class _SquareSumsOf(SquareSums):
 
 
 def statistics_of_text(
-    model: Path, tensors: Sequence[Tensor], options: ParsedOptions, session: gpu_text.Session
+    model: Path, tensors: Sequence[Tensor], options: ParsedOptions, session: torch_text.Session
 ) -> imatrix.Imatrix:
     """The statistics of `calibrate` for the inputs of these tensors, on the text of the options."""
     assert options.text is not None
@@ -104,7 +104,7 @@ def loss_curves(
     """
     out: dict[str, list[float]] = {}
     todo = passes(tensors, dataclasses.replace(options, sequential=False))
-    session = gpu_text.Session(options)
+    session = torch_text.Session(options)
     begin = time.monotonic()
     with (
         contextlib.closing(session.losses(model.path, N_LOSS_CHUNKS) or _Losses(model, options, output)) as of,
@@ -169,7 +169,7 @@ def passes(tensors: Sequence[Tensor], options: ParsedOptions) -> list[list[Tenso
     """The tensors of each pass over the text: one block in a sequential run; otherwise as many tensors (at least one)
     as have Hessians within options.hessian_memory and the GPU's memory.
     """
-    limit = min(options.hessian_memory, gpu_text.free_memory(options))
+    limit = min(options.hessian_memory, torch_text.free_memory(options))
     by_block: dict[int, list[Tensor]] = {}
     for t in sorted(tensors, key=lambda t: allocation.block_of(t.name)):
         by_block.setdefault(allocation.block_of(t.name), []).append(t)
@@ -243,7 +243,7 @@ def prune_in_passes(
     depends = options.sequential or by_input  # statistics come from the copy
     if todo and depends:
         copy.tensors.restore(todo[0])
-    session = gpu_text.Session(options)
+    session = torch_text.Session(options)
     begin = time.monotonic()
     seconds_of_text = 0.0
     with console.progress("pruning", n_weights, "weights", done) as advance:
@@ -282,7 +282,7 @@ def _statistics_and_pruner(
     quotas: Quotas,
     options: ParsedOptions,
     copy: WorkingCopy,
-    session: gpu_text.Session,
+    session: torch_text.Session,
     pool: ThreadPoolExecutor,
 ) -> tuple[methods.Pruner, int]:
     """Runs the pass over the text for a group of tensors. Returns their pruner and the number of chunks."""
@@ -317,7 +317,7 @@ def gather_pairs(
     copy: Path,
     pruned: Consumer,
     options: ParsedOptions,
-    session: gpu_text.Session,
+    session: torch_text.Session,
     *,
     until: str,
 ) -> int:
@@ -327,9 +327,9 @@ def gather_pairs(
     Returns the number of chunks.
     """
     assert options.text is not None
-    on_gpu = session.gather([gpu_text.Reader(model, dense), gpu_text.Reader(copy, pruned)])
-    if on_gpu is not None:
-        return on_gpu
+    n_chunks = session.gather([torch_text.Reader(model, dense), torch_text.Reader(copy, pruned)])
+    if n_chunks is not None:
+        return n_chunks
     settings: dict[str, Any] = {"n_batch": options.n_ctx, "n_threads": options.n_threads}
     with (
         TextModel.opened_with(

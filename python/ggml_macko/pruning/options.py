@@ -145,6 +145,11 @@ class ParsedOptions(PruneOptions):
         """Whether remaining weights change, or the selection needs more than a score."""
         return self.refit or self.method in ("sparsegpt", "alps") or self.quant_values is not None
 
+    @property
+    def repeats_text(self) -> bool:
+        """Whether each pass over the text begins where another ended."""
+        return self.sequential or self.asymmetric is not None or self.allocation == "loss"
+
     def check(self) -> None:
         """Raises UsageError for a value out of range and for options that do not go together."""
         check_choice("--compare-within", self.compare_within, ("row", "tensor", "model"))

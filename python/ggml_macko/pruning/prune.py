@@ -34,7 +34,7 @@ from ..gguf.activation_keys import without_rule
 from ..gguf.files import Key, Model, Tensor, make_key, type_name
 from ..gguf.outputs import AtomicOutput
 from ..gguf.writer import NewTensor, Writer
-from ..pruning import allocation, experts, gpu_text, layerwise, methods
+from ..pruning import allocation, experts, layerwise, methods, torch_text
 from ..pruning import options as option_rules
 from ..pruning.allocation import Quotas
 from ..pruning.masks import Bits
@@ -287,7 +287,7 @@ def _statistics(model: Model, tensors: Sequence[Tensor], options: ParsedOptions)
         return None
     if options.imatrix is None:
         console.log(f"statistics from {options.text} ...")
-        found = layerwise.statistics_of_text(model.path, tensors, options, gpu_text.Session(options))
+        found = layerwise.statistics_of_text(model.path, tensors, options, torch_text.Session(options))
     else:
         found = imatrix_file.read(options.imatrix)
         found.check_model(model)

@@ -1,8 +1,10 @@
-"""Evaluates a calibration text with PyTorch on a GPU, and passes the inputs of matrix products to consumers.
+"""Evaluates a calibration text with PyTorch, and passes the inputs of matrix products to consumers.
 
-If PyTorch and CuPy find a GPU and transformer.py supports the model, statistics stay on the GPU; otherwise
+If PyTorch and CuPy find a GPU and transformer.py supports the model, statistics stay on the GPU, which has the whole
+models in the types of their files. Without a GPU, PyTorch evaluates the text on the CPU if many passes read it and half
+of the memory has room for the models in float32, because it can continue a pass where the last one ended. Otherwise
 Session.gather() does nothing, and llama.cpp evaluates the text. Products are float32, so sums differ from llama.cpp's
-only because it rounds activations to F16. The whole models are in GPU memory, in the types of their files.
+only because it rounds activations to F16.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .. import console, errors
+from .. import console, errors, system
 from ..evaluation.activations import Consumer
 from ..evaluation.text_model import Chunks, TextModel, spread
 from ..gguf.files import Model, Tensor
@@ -39,30 +41,45 @@ class Reader(NamedTuple):
 
 
 def device_for(options: ParsedOptions) -> torch.device | None:
-    """The PyTorch device of a GPU that PyTorch and CuPy find, if the options allow one."""
-    if options.device == "none" or array_backend.gpu() is None:
-        return None
-    with contextlib.suppress(ImportError):
-        torch = importlib.import_module("torch")
-        if torch.cuda.is_available():
-            device: Any = torch.device("cuda")
-            return device
+    """The PyTorch device that evaluates the text: a GPU that PyTorch and CuPy find, if the options allow one, or the
+    CPU if many passes read the text. None without PyTorch and for other options.
+    """
+    may_use_gpu = options.device != "none" and array_backend.gpu() is not None
+    if may_use_gpu or options.repeats_text:
+        with contextlib.suppress(ImportError):
+            torch: Any = importlib.import_module("torch")
+            if may_use_gpu and torch.cuda.is_available():
+                return torch.device("cuda")
+            if options.repeats_text:
+                return torch.device("cpu")
     return None
 
 
 def free_memory(options: ParsedOptions) -> float:
     """Half of the free bytes on the GPU; infinite without a GPU."""
-    if device_for(options) is None:
+    device = device_for(options)
+    if device is None or device.type == "cpu":
         return math.inf
     free: int = importlib.import_module("torch").cuda.mem_get_info()[0]
     return free / 2
 
 
-class Session:
-    """Evaluations of the options' text on a GPU, in the passes of one run.
+def _fits_host(paths: Sequence[Path]) -> bool:
+    """Whether the models fit, in float32, into half of the memory. It must be all memory, not what is free, so that a
+    run that is started again evaluates the text as before.
+    """
+    n_weights = 0
+    for path in paths:
+        with Model(path) as model:
+            n_weights += sum(t.n_elements for t in model.tensors)
+    return 4 * n_weights <= system.total_memory() // 2
 
-    The models stay in GPU memory, with the hidden states at the start of the block that a pass begins with, if both
-    take at most half of the free memory; otherwise each pass reads the models and starts with the first block. The
+
+class Session:
+    """Evaluations of the options' text with PyTorch, in the passes of one run.
+
+    The models stay in memory, with the hidden states at the start of the block that a pass begins with, if both take at
+    most half of the free memory of a GPU; otherwise each pass reads the models and starts with the first block. The
     results are the same. The caller reports changes of the models to renew().
     """
 
@@ -75,7 +92,7 @@ class Session:
     def gather(self, readers: Sequence[Reader]) -> int | None:
         """Evaluates evenly spread chunks of the text with each model, as far as the consumers need.
 
-        Returns the number of chunks, or None without a GPU or if transformer.py does not support the first model.
+        Returns the number of chunks, or None without a device or if transformer.py does not support the first model.
         Raises MackoError or OSError.
         """
         evaluations = self._evaluations([reader.path for reader in readers])
@@ -105,7 +122,8 @@ class Session:
             return None
         if not self._kept.keys() >= set(paths):
             limit = free_memory(self._options)
-            opened = _open(paths, self._options, self._device)
+            fits = self._device.type != "cpu" or _fits_host(paths)
+            opened = _open(paths, self._options, self._device) if fits else None
             if opened is None:
                 self._device = None  # in all passes
                 return None
@@ -170,7 +188,7 @@ class _Evaluation:
         from ..evaluation.transformer import as_values
 
         before: torch.Tensor = self.model.weights[t.name]
-        self.model.weights[t.name] = as_values(bits, t.type).reshape(before.shape).to(self._device)
+        self.model.weights[t.name] = as_values(bits, t.type).reshape(before.shape).to(before)
         first = _first_block(t.name)
         self._states = {i: state for i, state in self._states.items() if state.layer <= first}
         return before
@@ -195,6 +213,11 @@ def _open(paths: Sequence[Path], options: ParsedOptions, device: torch.device) -
     from ..evaluation.transformer import Shape, read_weights
 
     listening = _listening_class()
+    dtype = None
+    if device.type == "cpu":
+        torch = importlib.import_module("torch")
+        dtype = torch.float32  # products of others are slow
+        torch.set_num_threads(options.n_threads or system.available_cores())
     models = []
     for path in paths:
         with Model(path) as model:
@@ -202,7 +225,7 @@ def _open(paths: Sequence[Path], options: ParsedOptions, device: torch.device) -
                 shape = Shape.of(model)
                 if shape.n_experts_used:  # their inputs differ between experts
                     raise errors.error(errors.UNSUPPORTED_ARCH, f"{path}: has experts")
-                models.append(listening(shape, read_weights(model, device, None)))
+                models.append(listening(shape, read_weights(model, device, dtype)))
             except errors.MackoError as e:
                 if e.code != errors.UNSUPPORTED_ARCH:
                     raise

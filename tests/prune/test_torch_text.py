@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import math
 
 import numpy as np
 import pytest
 
+from ggml_macko import system
 from ggml_macko.gguf.files import Model
 from ggml_macko.gguf.outputs import AtomicOutput
-from ggml_macko.pruning import allocation, gpu_text, hessians, layerwise
+from ggml_macko.pruning import allocation, hessians, layerwise, torch_text
 from ggml_macko.pruning.options import ParsedOptions
 from ggml_macko.pruning.prune import tensors_to_prune
 from ggml_macko.pruning.working_copy import TensorFile
@@ -35,11 +37,11 @@ def options_for(text):
 def session_on_cpu(options):
     import torch
 
-    return gpu_text.Session(options, torch.device("cpu"))
+    return torch_text.Session(options, torch.device("cpu"))
 
 
 def gather_on_cpu(path, consumer, options):
-    return session_on_cpu(options).gather([gpu_text.Reader(path, consumer)])
+    return session_on_cpu(options).gather([torch_text.Reader(path, consumer)])
 
 
 @needs_torch
@@ -71,7 +73,7 @@ def test_nothing_is_evaluated_after_the_last_weight_that_is_wanted(tmp_path, tex
     session = session_on_cpu(options)
     for _ in range(2):
         found = hessians.Hessians(names)
-        assert session.gather([gpu_text.Reader(path, found)]) == 5
+        assert session.gather([torch_text.Reader(path, found)]) == 5
         assert set(found._owner) == names
         weights = session._kept[path].model.weights
         for name in ("attn_output", "ffn_norm", "ffn_up"):  # a product with one of them would fail in the second pass
@@ -89,7 +91,7 @@ def test_weights_of_a_pass_share_one_input(tmp_path, text, arch):
     session = session_on_cpu(options)
     for group in groups:
         found = hessians.Hessians({t.name for t in group})
-        assert session.gather([gpu_text.Reader(path, found)]) == 5
+        assert session.gather([torch_text.Reader(path, found)]) == 5
         assert set(found._owner) == {t.name for t in group} and len(found._sums) == 1
 
 
@@ -99,7 +101,7 @@ def test_passes_continue_from_a_block_with_the_same_results(tmp_path, text, arch
     """As passes that read the models and begin with the first block, while the copy is pruned."""
     from ggml_macko.evaluation.transformer import Transformer
 
-    monkeypatch.setattr(gpu_text, "_N_TOKENS", 64)  # 3 batches
+    monkeypatch.setattr(torch_text, "_N_TOKENS", 64)  # 3 batches
     evaluated, block = [], Transformer.block
     monkeypatch.setattr(Transformer, "block", lambda m, i, x: evaluated.append(i) or block(m, i, x))
     path, copy, options = make(tmp_path / "model.gguf", arch), make(tmp_path / "copy.gguf", arch), options_for(text)
@@ -109,7 +111,7 @@ def test_passes_continue_from_a_block_with_the_same_results(tmp_path, text, arch
         evaluated.clear()
         dense = hessians.DenseInputs(group[0].name)
         found = hessians.Hessians({t.name for t in group}, dense=dense)
-        assert session.gather([gpu_text.Reader(path, dense), gpu_text.Reader(copy, found)]) == 5
+        assert session.gather([torch_text.Reader(path, dense), torch_text.Reader(copy, found)]) == 5
         assert len(found._sums) == len(found._differences) == 1
         return [next(iter(h.values())) for h in (found._sums, found._differences)]
 
@@ -123,7 +125,7 @@ def test_passes_continue_from_a_block_with_the_same_results(tmp_path, text, arch
             assert set(evaluated) - {reached} <= {layer} and len(evaluated) == 6 * (layer - reached + 1)
             reached = layer
             for limit in (math.inf, 0):
-                monkeypatch.setattr(gpu_text, "free_memory", lambda options, limit=limit: limit)
+                monkeypatch.setattr(torch_text, "free_memory", lambda options, limit=limit: limit)
                 another = session_on_cpu(options)
                 for _ in range(2):
                     assert all(map(np.array_equal, found, run(group, another)))
@@ -153,9 +155,9 @@ def test_differences_are_those_of_llama_cpp(tmp_path, text, macko):
         found.append(hessians.Hessians({name}, dense=dense))
         if on_cpu:
             session = session_on_cpu(options)
-            assert session.gather([gpu_text.Reader(path, dense), gpu_text.Reader(pruned, found[0])]) == 5
+            assert session.gather([torch_text.Reader(path, dense), torch_text.Reader(pruned, found[0])]) == 5
         else:
-            session = gpu_text.Session(options)
+            session = torch_text.Session(options)
             assert layerwise.gather_pairs(path, dense, pruned, found[1], options, session, until=name) == 5
     got, want = (next(iter(h._differences.values())) for h in found)
     assert np.abs(got - want).max() <= 0.02 * np.abs(want).max()
@@ -164,15 +166,15 @@ def test_differences_are_those_of_llama_cpp(tmp_path, text, macko):
 @needs_torch
 def test_command_with_targets_prunes_as_with_llama_cpp(tmp_path, text, macko, monkeypatch):
     """Up to weights whose scores are close."""
-    import torch
 
     path, outputs = make(tmp_path / "model.gguf", "llama"), [tmp_path / "theirs.gguf", tmp_path / "ours.gguf"]
     args = ["--sparsity", "0.5", "--method", "alps", "--asymmetric", "0.5", "-f", text, "--chunks", "5", "-c", "32"]
-    assert macko("prune", path, outputs[0], *args).code == 0
-    passes, gather = [], gpu_text.Session.gather
-    monkeypatch.setattr(gpu_text, "device_for", lambda options: torch.device("cpu"))
-    monkeypatch.setattr(gpu_text, "free_memory", lambda options: math.inf)
-    monkeypatch.setattr(gpu_text.Session, "gather", lambda *a: passes.append(gather(*a)) or passes[-1])
+    with monkeypatch.context() as without_torch:
+        without_torch.setattr(torch_text, "device_for", lambda options: None)
+        assert macko("prune", path, outputs[0], *args).code == 0
+    passes, gather = [], torch_text.Session.gather
+    args += ["--device", "none"]
+    monkeypatch.setattr(torch_text.Session, "gather", lambda *a: passes.append(gather(*a)) or passes[-1])
     done = macko("prune", path, outputs[1], *args)
     assert done.code == 0, done.err
     with Model(outputs[0]) as theirs, Model(outputs[1]) as ours:
@@ -181,6 +183,20 @@ def test_command_with_targets_prunes_as_with_llama_cpp(tmp_path, text, macko, mo
         masks = [[t.read_bits() != 0 for t in tensors_to_prune(m)] for m in (theirs, ours)]
     for a, b in zip(*masks):
         assert a.sum() == b.sum() and (a == b).mean() > 0.98
+
+
+@needs_torch
+def test_cpu_evaluates_only_what_many_passes_read_and_memory_holds(tmp_path, text, monkeypatch):
+    path, once = make(tmp_path / "model.gguf", "llama"), options_for(text)
+    assert torch_text.device_for(once) is None
+    names = {"blk.0.attn_q.weight"}
+    for change in ({"sequential": True}, {"asymmetric": 0.5}, {"allocation": "loss"}):
+        options = dataclasses.replace(once, **change)
+        with Model(path) as m:
+            need = 8 * sum(t.n_elements for t in m.tensors)
+        for memory, wanted in ((need - 1, None), (need, 5)):
+            monkeypatch.setattr(system, "total_memory", lambda memory=memory: memory)
+            assert torch_text.Session(options).gather([torch_text.Reader(path, hessians.Hessians(names))]) == wanted
 
 
 @needs_torch
@@ -233,8 +249,8 @@ def test_losses_do_not_depend_on_the_chunks_of_an_evaluation(tmp_path, text, arc
     """Up to the rounding of products with more rows."""
     path, options = make(tmp_path / "model.gguf", arch), options_for(text)
     losses = []
-    for n_tokens in (32, 64, gpu_text._N_TOKENS):  # 1, 2 and all 5 chunks
-        monkeypatch.setattr(gpu_text, "_N_TOKENS", n_tokens)
+    for n_tokens in (32, 64, torch_text._N_TOKENS):  # 1, 2 and all 5 chunks
+        monkeypatch.setattr(torch_text, "_N_TOKENS", n_tokens)
         of = session_on_cpu(options).losses(path, layerwise.N_LOSS_CHUNKS)
         assert len(of._evaluation.batches) == max(1, math.ceil(5 * 32 / n_tokens))
         losses.append([of.dense])

@@ -16,7 +16,7 @@ from ggml_macko import values
 from ggml_macko.benchmark import forms
 from ggml_macko.evaluation.text_model import TextModel
 from ggml_macko.gguf.dense_copy import dequantized
-from ggml_macko.pruning import allocation, array_backend, masks
+from ggml_macko.pruning import allocation, array_backend, masks, torch_text
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 from support import generators, gguf_bytes, tiny_models
 from support.pruning import PRUNED, bits_of
@@ -118,6 +118,7 @@ def test_chunks_are_spread_over_the_text(tmp_path, macko, monkeypatch, options, 
         return evaluate(self, batch, first)
 
     monkeypatch.setattr(TextModel, "evaluate", watched)
+    monkeypatch.setattr(torch_text, "device_for", lambda options: None)  # llama.cpp evaluates all
     arguments = ["--sparsity", 0.5, "-f", text, "-c", 32, "--chunks", n, "-dev", "none", "--method", *options]
     done = macko("prune", model, tmp_path / "out.gguf", *arguments)
     assert done.code == 0, done.err

@@ -503,7 +503,7 @@ def start_ranks(n, arguments, log):
 @pytest.mark.parametrize("n_after", [1, 2])
 def test_several_processes_give_the_result_of_one(tmp_path, macko, pair, text, n_after):
     """Within rounding, and also if one of them is killed at a random moment and the run goes on with another number of
-    them. A GPU rounds to bfloat16, which can turn the sign of a gradient near 0, and a step of Adam with it.
+    them.
     """
     args = ["--epochs", 2, "--evaluations", 1000, "--patience", 1000, "-t", 1, "--self-generated", 9, "--json"]
     whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
@@ -530,7 +530,7 @@ def test_several_processes_give_the_result_of_one(tmp_path, macko, pair, text, n
     report, expected = json.loads(found), json.loads(done.out)
     assert report["divergence_after"] == pytest.approx(expected["divergence_after"], rel=5e-3)
     assert report["n_tokens"] == expected["n_tokens"] and report["n_trained"] == expected["n_trained"]
-    limit = 2 * expected["learning_rate"] if HAS_GPU else 0.005  # two steps; float32 products differ by .0023
+    limit = 0.02 if HAS_GPU else 0.005  # a GPU rounds to bfloat16; float32 products differ by .0023
     a, b = weights(whole), weights(out)
     for name, (type_id, bits) in a.items():
         left, right = to_float(bits, type_id), to_float(b[name][1], type_id)

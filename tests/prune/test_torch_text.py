@@ -166,7 +166,6 @@ def test_differences_are_those_of_llama_cpp(tmp_path, text, macko):
 @needs_torch
 def test_command_with_targets_prunes_as_with_llama_cpp(tmp_path, text, macko, monkeypatch):
     """Up to weights whose scores are close."""
-
     path, outputs = make(tmp_path / "model.gguf", "llama"), [tmp_path / "theirs.gguf", tmp_path / "ours.gguf"]
     args = ["--sparsity", "0.5", "--method", "alps", "--asymmetric", "0.5", "-f", text, "--chunks", "5", "-c", "32"]
     with monkeypatch.context() as without_torch:

@@ -52,21 +52,25 @@ def memory(root: Path = Path("/")) -> Memory | None:
         return None
 
 
+def _container_limit(root: Path) -> int | None:
+    """The bytes that this container may use (cgroup v2), or None without a limit."""
+    with contextlib.suppress(OSError, ValueError):  # no limit is "max"
+        return int((root / "sys/fs/cgroup/memory.max").read_text())
+    return None
+
+
 def container_memory(root: Path = Path("/")) -> int | None:
     """Free bytes below the limit of this container (cgroup v2), or None without a limit. root: parent of sys/."""
-    group = root / "sys/fs/cgroup"
-    with contextlib.suppress(OSError, ValueError):  # no limit is "max"
-        return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+    most = _container_limit(root)
+    with contextlib.suppress(OSError, ValueError):
+        return None if most is None else most - int((root / "sys/fs/cgroup/memory.current").read_text())
     return None
 
 
 def total_memory(root: Path = Path("/")) -> int:
     """All memory of this machine, or of its container (cgroup v2); 0 if unknown. root: parent of proc/ and sys/."""
-    machine = memory(root)
-    found = machine.total if machine else 0
-    with contextlib.suppress(OSError, ValueError):  # no limit is "max"
-        found = min(found, int((root / "sys/fs/cgroup/memory.max").read_text()))
-    return found
+    machine, container = memory(root), _container_limit(root)
+    return min((n for n in (machine and machine.total, container) if n is not None), default=0)
 
 
 def limit(kind: int, value: int) -> None:

@@ -210,12 +210,13 @@ class _Opened(NamedTuple):
 
 def _open(paths: Sequence[Path], options: ParsedOptions, device: torch.device) -> _Opened | None:
     """None if PyTorch's results for the first model are not llama.cpp's. Raises MackoError or OSError."""
+    import torch
+
     from ..evaluation.transformer import Shape, read_weights
 
     listening = _listening_class()
     dtype = None
     if device.type == "cpu":
-        torch = importlib.import_module("torch")
         dtype = torch.float32  # products of others are slow
         torch.set_num_threads(options.n_threads or system.available_cores())
     models = []

@@ -6,6 +6,7 @@ labels. It is measured on a held-out text at intervals; the result has the weigh
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -50,18 +51,22 @@ _MAX_NLL = 700.0
 _SAVING_SHARE = 0.05
 """Largest share of a run's time that checkpoints take."""
 
+GPU_PRODUCTS = torch.bfloat16
+"""The type of matrix products on a GPU. All other arithmetic, and all on a CPU, is float32."""
+
 
 class Arithmetic:
-    """The device and precision of evaluations."""
+    """The device and precision of evaluations. product_type: of matrices and their products."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.product_type = GPU_PRODUCTS if device.type == "cuda" else torch.float32
 
     def mixed_precision(self) -> AbstractContextManager[object]:
-        """Matrix products are bfloat16 on a GPU. On a CPU, all arithmetic is float32."""
-        found: AbstractContextManager[object] = torch.autocast(
-            "cuda", torch.bfloat16, enabled=self.device.type == "cuda"
-        )
+        """Autocast to the type of products."""
+        if self.product_type == torch.float32:
+            return contextlib.nullcontext()
+        found: AbstractContextManager[object] = torch.autocast(self.device.type, self.product_type)
         return found
 
     def tokens(self, chunks: Chunks) -> torch.Tensor:

@@ -220,7 +220,7 @@ def _train(
     texts = _read_texts(dense.path, teacher, arithmetic, options)
     if device.type == "cuda":  # after the comparison with llama.cpp, which has selected other GPUs
         torch.cuda.set_device(device)
-        teacher = Transformer(shape_of_teacher, read_weights(dense, device, torch.bfloat16))
+        teacher = Transformer(shape_of_teacher, read_weights(dense, device, arithmetic.product_type))
     if options.n_self_generated:
         n = options.n_self_generated
         written = sample(teacher, texts.train, n, texts.first_token, device, options.seed, ranks)
@@ -229,8 +229,8 @@ def _train(
     check_ranks(options)
     weights = read_weights(pruned, device)
     trained: Mapping[str, torch.Tensor] = {t.name: weights[t.name] for t in tensors}
-    if device.type == "cuda":  # as the teacher's
-        weights = {n: w if n in trained or w.dim() < 2 else w.to(torch.bfloat16) for n, w in weights.items()}
+    # fixed matrices as the teacher's
+    weights = {n: w if n in trained or w.dim() < 2 else w.to(arithmetic.product_type) for n, w in weights.items()}
     student = Transformer(shape, weights, gradient_checkpointing=options.gradient_checkpointing)
     trains_all = options.quant_values in dense_blocks.NAMES
     n_trained = sum(w.numel() if trains_all or w.dim() < 2 else int((w != 0).sum()) for w in trained.values())

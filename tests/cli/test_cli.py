@@ -36,6 +36,19 @@ def test_help_names_every_subcommand_and_option(macko, command):
         assert all(c in done.out for c in cli.COMMANDS)
 
 
+def test_subcommand_imports_no_other_one():
+    """Imports of all take longer than many commands do."""
+    code = (
+        "import atexit, sys; atexit.register(lambda: print(*sys.modules))\n"
+        "from ggml_macko.commands import cli\n"
+        "cli.main(['perplexity', '--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = done.stdout.splitlines()[-1].split()
+    others = {f"ggml_macko.commands.{name}" for name in cli.COMMANDS if name != "perplexity"}
+    assert "ggml_macko.commands.perplexity" in imported and not others & set(imported)
+
+
 def test_version_names_what_is_installed(macko):
     import llama_cpp
 

@@ -105,7 +105,8 @@ class PrintCompletion(argparse.Action):
         parser.exit()
 
 
-def make_parser() -> Parser:
+def make_parser(command: str | None = None) -> Parser:
+    """command: the only subcommand that the parser needs, if it is one; the modules of the others are not imported."""
     parser = Parser(prog="macko", description="Sparse LLM weights for stock llama.cpp.", allow_abbrev=False)
     parser.add_argument("--version", action=Version, nargs=0, help="print versions and exit")
     parser.add_argument(
@@ -113,6 +114,9 @@ def make_parser() -> Parser:
     )
     subparsers = parser.add_subparsers(dest="command", metavar="SUBCOMMAND")
     for name in COMMANDS:
+        if command in COMMANDS and name != command:
+            subparsers.add_parser(name)
+            continue
         module = importlib.import_module(f"ggml_macko.commands.{name}")
         sub = subparsers.add_parser(name, help=module.HELP, allow_abbrev=False)
         module.add_arguments(sub)
@@ -179,8 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, on_signal)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(signal.SIGHUP, on_signal)
-        parser = make_parser()
-        parsed = parser.parse_args(parser.checked(sys.argv[1:] if argv is None else argv))
+        arguments = sys.argv[1:] if argv is None else argv
+        parser = make_parser(arguments[0] if arguments else None)
+        parsed = parser.parse_args(parser.checked(arguments))
         if parsed.command is None:
             parser.print_help()
             return 0

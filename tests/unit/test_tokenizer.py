@@ -113,9 +113,12 @@ def test_only_as_many_pieces_as_needed_are_tokenized(models, monkeypatch):
     monkeypatch.setattr(
         of, "_tokens_of_piece", lambda t, a, b, f=of._tokens_of_piece: found.append(b - a) or f(t, a, b)
     )
-    monkeypatch.setattr(tokenizer.system, "available_cores", lambda: 2)
-    assert np.array_equal(of.tokens(text, 1000), whole[:1000])
-    assert len(found) == 2 and max(found) < tokenizer.PIECE + 50  # one for each core
+    monkeypatch.setattr(tokenizer.system, "available_cores", lambda: 64)
+    for n in (1000, 10000):
+        found.clear()
+        assert np.array_equal(of.tokens(text, n), whole[:n])
+        nbytes = len(text) * n / len(whole)
+        assert max(found) < tokenizer.PIECE + 50 and sum(found) < 2 * nbytes + 2 * tokenizer.PIECE < len(text)
 
 
 def test_text_is_tokenized_once_for_a_file(tmp_path, monkeypatch):

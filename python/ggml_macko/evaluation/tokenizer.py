@@ -34,6 +34,8 @@ Tokens = npt.NDArray[np.int32]
 PIECE = 8192
 """Bytes of a piece, about: larger ones take longer per byte."""
 
+_TOKEN_NBYTES = 4  # of English text, about
+
 _SPM, _BPE = "llama", ("gpt2", "gemma4")
 """Values of tokenizer.ggml.model."""
 
@@ -67,7 +69,11 @@ class Tokenizer:
             ThreadPoolExecutor(n_threads) as pool,
             console.progress("tokenizing", len(text), "B") as advance,
         ):
-            while (n < 0 or n_found < n) and (some := [*itertools.islice(pieces, n_threads)]):
+            while n < 0 or n_found < n:
+                n_pieces = n_threads if n < 0 else min(n_threads, 1 + (n - n_found) * _TOKEN_NBYTES // PIECE)
+                some = [*itertools.islice(pieces, n_pieces)]
+                if not some:
+                    break
                 for part in pool.map(lambda piece: self._tokens_of_piece(text, *piece), some):
                     found.append(part)
                     n_found += len(part)

@@ -194,8 +194,9 @@ def test_output_head_is_computed_only_if_its_inputs_are_wanted(tmp_path, letters
 
     monkeypatch.setattr(activations.Tap, "_on_node", recorded)
     inputs = Inputs()
-    with TextModel(tiny_model(tmp_path, "llama"), 64, n_batch=128, n_ubatch=64, consumer=inputs) as model:
-        model.evaluate(model.read_chunks(letters, 2))
+    with TextModel(tiny_model(tmp_path, "llama"), 64, n_ubatch=64, consumer=inputs) as model:
+        for batch in model.batches(model.read_chunks(letters, 2)):
+            model.evaluate(batch.chunks)
     assert inputs.taken == 2 * 64
     assert asked.count(b"result_norm") == 2
     assert asked.count(b"result_output") == (2 if wanted == "output.weight" else 0)

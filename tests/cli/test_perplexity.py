@@ -78,6 +78,26 @@ def test_perplexity_follows_its_definition():
     assert found.error == pytest.approx(np.exp(nll.mean()) * nll.std() / np.sqrt(len(nll) - 1), rel=1e-3)
 
 
+@pytest.mark.parametrize(("n", "n_vocab"), [(7, 1), (3, 30011), (5, 400_001), (2, 3)])
+def test_likelihoods_are_those_of_float64(n, n_vocab):
+    """Sums of terms that are rounded to float32; arrays of an earlier, larger call are used again."""
+    rng = np.random.default_rng()
+    logits = (rng.normal(0, 8, (n, n_vocab)) + rng.normal(0, 50, (n, 1))).astype(np.float32)
+    tokens = rng.integers(0, n_vocab, n)
+    (nll,) = likelihood.negative_log_likelihood(logits, tokens)
+    np.testing.assert_allclose(nll, -log_softmax(logits)[np.arange(n), tokens], rtol=1e-6, atol=2e-7)
+    largest = logits.max(axis=1)
+    terms = np.exp((logits - largest[:, None]).astype(np.float64)).astype(np.float32)
+    assert np.array_equal(likelihood.sum_exp(logits, largest, exact=True), terms.sum(axis=1, dtype=np.float64))
+
+
+def test_chunks_of_an_evaluation_fit_into_one_product():
+    """llama.cpp would otherwise move all logits to put them into order."""
+    for n_batch, n_ubatch, n_seq in ((2048, 512, 8), (2048, 2048, 32), (128, 512, 2), (2048, 63, 1), (32, 512, 1)):
+        with TextModel(DEMO, 64, n_batch=n_batch, n_ubatch=n_ubatch) as model:
+            assert model.n_seq == n_seq
+
+
 def test_sparse_file_has_the_perplexity_of_its_source(tmp_path, macko):
     assert macko("convert", DEMO, tmp_path / "s.gguf").code == 0
     values = [perplexity.perplexity(path, SAMPLE, n_gpu_layers=0).ppl for path in (DEMO, tmp_path / "s.gguf")]

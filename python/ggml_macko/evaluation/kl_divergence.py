@@ -66,7 +66,7 @@ def encode(logits: Logits, tokens: Tokens) -> Encoded:
     n, n_vocab = logits.shape
     largest = logits.max(axis=1)
     smallest = np.maximum(logits.min(axis=1), largest - _CUT)
-    log_sum_exp = np.log(sum_exp(logits, largest)).astype(np.float32)
+    log_sum_exp = np.log(sum_exp(logits, largest, exact=True)).astype(np.float32)
     rows = np.zeros((n, _row_length(n_vocab)), dtype="<u2")
     scale = (largest - smallest) / np.float32(65535)
     rows[:, :4] = np.stack([scale, smallest - largest - log_sum_exp], axis=1).astype("<f4").view("<u2")
@@ -173,7 +173,7 @@ def compare(logits: Logits, tokens: Tokens, rows: Rows) -> Comparison:
     at = np.arange(n)
     scale, offset = np.ascontiguousarray(rows[:, :4]).view("<f4").T
     largest = logits.max(axis=1)
-    log_sum_exp = np.log(sum_exp(logits, largest)).astype(np.float32)
+    log_sum_exp = np.log(sum_exp(logits, largest, exact=True)).astype(np.float32)
     nll = largest + log_sum_exp - logits[at, tokens]
 
     log_base = scale[:, None] * rows[:, 4 : 4 + n_vocab].astype(np.float32) + offset[:, None]

@@ -2,12 +2,13 @@
 
 Each chunk of n_ctx tokens is a new sequence. The tokens of its second half except the first are scored, each predicted
 from all previous tokens of the chunk. The precision of each step, float32 or float64, is that of llama-perplexity, so
-printed results agree to the last digit.
+printed results agree to the last digit. Exponentials alone can differ in their last bits, 1e-8 of a result.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Estimate:
 
 Scorer = Callable[..., "tuple[Array, ...]"]
 """For n positions: float32 logits (n, n_vocab), the tokens that came (n,), and further arrays of n rows -> arrays of n
-rows, the first of which are negative log-likelihoods where `estimate` is to use them."""
+rows, the first of which are negative log-likelihoods."""
 
 
 def n_scored(n_ctx: int) -> int:
@@ -73,21 +74,18 @@ def scored(
     with ThreadPoolExecutor(system.available_cores()) as pool:
         for i, batch in model.batches(chunks):
             logits = model.evaluate(batch, first)
-            if _has_nan(pool, logits.reshape(-1, logits.shape[-1])):
-                with Model(model.path) as file:
-                    raise errors.error(errors.NOT_FINITE, file.not_finite() or f"{model.path}: its logits are NaN")
             for k, chunk in enumerate(batch):
-                yield _in_blocks(pool, score, logits[k, :-1], chunk[first + 1 :], *more_of(i + k))
+                found = _in_blocks(pool, score, logits[k, :-1], chunk[first + 1 :], *more_of(i + k))
+                if np.isnan(found[0]).any():
+                    with Model(model.path) as file:
+                        raise errors.error(errors.NOT_FINITE, file.not_finite() or f"{model.path}: its logits are NaN")
+                yield found
 
 
 def _blocks(logits: Logits) -> list[slice]:
     """Blocks of rows for the tasks of threads."""
     step = max(1, _BLOCK_ELEMENTS // logits.shape[1])
     return [slice(i, i + step) for i in range(0, len(logits), step)]
-
-
-def _has_nan(pool: ThreadPoolExecutor, logits: Logits) -> bool:
-    return any(pool.map(lambda rows: bool(np.isnan(logits[rows].max())), _blocks(logits)))
 
 
 def _in_blocks(pool: ThreadPoolExecutor, score: Scorer, logits: Logits, *arrays: Array) -> tuple[Array, ...]:
@@ -141,11 +139,30 @@ def negative_log_likelihood(logits: Logits, tokens: Tokens) -> tuple[Array]:
     return (np.log(sum_exp(logits, largest)) - (chosen - largest),)
 
 
-def sum_exp(logits: Logits, largest: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """Sums over the rows (n, n_vocab) of exp(logits - largest), float64 (n,).
+class _Scratch(threading.local):
+    """A thread's arrays, by type. New ones for each block would take as long as the exponentials in them."""
 
-    Each term is rounded to float32, as expf returns it.
+    def __init__(self) -> None:
+        self._arrays: dict[npt.DTypeLike, Array] = {}
+
+    def array(self, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> Array:
+        size = math.prod(shape)
+        if size > len(self._arrays.get(dtype, ())):
+            self._arrays[dtype] = np.empty(size, dtype)
+        return self._arrays[dtype][:size].reshape(shape)
+
+
+_scratch = _Scratch()
+
+
+def sum_exp(logits: Logits, largest: npt.NDArray[np.float32], *, exact: bool = False) -> npt.NDArray[np.float64]:
+    """Sums over the rows (n, n_vocab) of exp(logits - largest), float64 (n,), of float32 terms. exact: these are the
+    nearest ones, as expf returns them, and not within 3 units in the last place.
     """
-    x = (logits - largest[:, None]).astype(np.float64)
-    sums: npt.NDArray[np.float64] = np.exp(x, out=x).astype(np.float32).sum(axis=1, dtype=np.float64)
+    x = np.subtract(logits, largest[:, None], out=_scratch.array(np.float32, logits.shape))
+    if exact:
+        x[...] = np.exp(x, out=_scratch.array(np.float64, logits.shape), dtype=np.float64)
+    else:
+        np.exp(x, out=x)
+    sums: npt.NDArray[np.float64] = x.sum(axis=1, dtype=np.float64)
     return sums

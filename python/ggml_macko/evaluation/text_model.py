@@ -1,9 +1,10 @@
-"""A model opened to evaluate text in chunks, exactly as llama-imatrix and llama-perplexity do: the same tokens, the
-same batches and the same context settings, so that the same libllama gives the same numbers.
+"""A model opened to evaluate text in chunks, as llama-imatrix and llama-perplexity do: the same tokens and the same
+context settings, so that the same libllama gives the same numbers.
 
 A text is tokenized as far as its chunks need, with the special tokens of the vocabulary (BOS), and split into chunks of
 n_ctx tokens; the rest is dropped. Each chunk is a new sequence; BOS replaces its first token if the vocabulary has one.
-An evaluation takes n_batch / n_ctx chunks, or a part of a chunk.
+An evaluation takes the chunks whose tokens fit into n_batch and n_ubatch, or a part of a chunk. llama-perplexity takes
+n_batch / n_ctx, but llama.cpp moves the logits of all of them, gigabytes for a large vocabulary, if it splits a batch.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class TextModel:
         self._api = api
         self.path = Path(path)
         self.n_ctx = n_ctx
-        self.n_seq = max(1, n_batch // n_ctx)
+        self.n_seq = max(1, min(n_batch, n_ubatch) // n_ctx)
         self.n_batch = min(n_batch, self.n_seq * n_ctx)
         self._tap = InputTap(consumer, until) if consumer is not None else tap
         self._stack = contextlib.ExitStack()

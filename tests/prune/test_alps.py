@@ -256,6 +256,13 @@ def test_bad_options_are_refused_at_once(tmp_path, macko, args, message):
 # ---- interrupted runs ----
 
 
+def test_many_passes_over_a_text_warn_once(tmp_path, text, macko):
+    text.write_bytes(text.read_bytes().replace(b"\n", b"\r\n"))
+    args = ["--sparsity", "0.5", *ALPS, "--asymmetric", 0.5, "-f", text, "--chunks", 2, "-c", 64]
+    done = macko("prune", tiny_model(tmp_path), tmp_path / "out.gguf", *args)
+    assert done.code == 0 and done.err.count("lines end in CRLF") == 1, done.err
+
+
 @pytest.mark.parametrize("more", [[], ["--asymmetric", 0.5]], ids=["dense", "targets"])
 def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, text, macko, more):
     model = tiny_model(tmp_path)

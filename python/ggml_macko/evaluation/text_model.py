@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 from collections.abc import Iterator
@@ -283,7 +284,12 @@ def spread(chunks: Chunks, n: int) -> Chunks:
 
 def warn_of_crlf(text: bytes, path: str | os.PathLike[str]) -> None:
     if b"\r\n" in text:
-        console.log(f"warning: {path}: lines end in CRLF, which changes the tokens; dos2unix makes them LF")
+        _warn_of_crlf(os.fspath(path))
+
+
+@functools.cache  # a command can read a text many times
+def _warn_of_crlf(path: str) -> None:
+    console.log(f"warning: {path}: lines end in CRLF, which changes the tokens; dos2unix makes them LF")
 
 
 def read_text(path: str | os.PathLike[str]) -> bytes:

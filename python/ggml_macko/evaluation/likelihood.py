@@ -28,6 +28,7 @@ MIN_CTX = 4
 """Smallest number of tokens of a chunk; shorter chunks have at most one scored token."""
 
 _BLOCK_ELEMENTS = 1 << 20  # logits per task of a thread
+_MAX_THREADS = 16  # more of them wait for memory and for Python
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def scored(
     chunks: int32 (chunks, n_ctx), from TextModel.read_chunks. more_of(i): further arrays that score gets of chunk i.
     """
     first = model.n_ctx // 2
-    with ThreadPoolExecutor(system.available_cores()) as pool:
+    with ThreadPoolExecutor(min(_MAX_THREADS, system.available_cores())) as pool:
         for i, batch in model.batches(chunks):
             logits = model.evaluate(batch, first)
             for k, chunk in enumerate(batch):

@@ -91,6 +91,24 @@ def test_likelihoods_are_those_of_float64(n, n_vocab):
     assert np.array_equal(likelihood.sum_exp(logits, largest, exact=True), terms.sum(axis=1, dtype=np.float64))
 
 
+@pytest.mark.parametrize("position", [0, 3, -1])
+def test_any_logit_that_is_nan_is_an_error(monkeypatch, position):
+    """Also one after the last scored token, because a GPU that failed is not to be believed."""
+    evaluate = TextModel.evaluate
+
+    def failing(model, chunks, first=0):
+        logits = np.array(evaluate(model, chunks, first))
+        logits[-1, position, 5] = np.nan
+        return logits
+
+    with TextModel(DEMO, 64) as model:
+        chunks = model.read_chunks(SAMPLE, 3)
+        monkeypatch.setattr(TextModel, "evaluate", failing)
+        with pytest.raises(errors.MackoError, match="its logits are not finite") as raised:
+            likelihood.estimate(model, chunks)
+    assert raised.value.code == errors.NOT_FINITE
+
+
 def test_chunks_of_an_evaluation_fit_into_one_product():
     """llama.cpp would otherwise move all logits to put them into order."""
     for n_batch, n_ubatch, n_seq in ((2048, 512, 8), (2048, 2048, 32), (128, 512, 2), (2048, 63, 1), (32, 512, 1)):

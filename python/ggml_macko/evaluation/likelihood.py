@@ -77,9 +77,10 @@ def scored(
             logits = model.evaluate(batch, first)
             for k, chunk in enumerate(batch):
                 found = _in_blocks(pool, score, logits[k, :-1], chunk[first + 1 :], *more_of(i + k))
-                if np.isnan(found[0]).any():
+                if np.isnan(found[0]).any() or np.isnan(logits[k, -1]).any():  # scored, and the last one
                     with Model(model.path) as file:
-                        raise errors.error(errors.NOT_FINITE, file.not_finite() or f"{model.path}: its logits are NaN")
+                        fault = file.not_finite() or f"{model.path}: its logits are not finite"
+                    raise errors.error(errors.NOT_FINITE, fault)
                 yield found
 
 
